@@ -6,7 +6,6 @@ Workers find the trainer through a Unix socket. Must not import torch, nor anoth
 from __future__ import annotations
 
 import abc
-import os
 import socket
 from multiprocessing.connection import Connection
 from typing import Any
@@ -95,19 +94,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
         return Arena() if can_lock() else None
 
     def _transport_over(self, end: Any, name: str) -> Transport:
-        sock = end
-        if not isinstance(end, socket.socket):
-            fd = os.dup(end.fileno())
-            try:
-                sock = socket.socket(fileno=fd)
-            except OSError as exc:
-                os.close(fd)
-                raise ConfigError(
-                    "shared memory needs two-way pipes: multiprocessing.Pipe(duplex=True)"
-                ) from exc
-            end.close()
         arena = None if self._sender is None else self._sender.copier.arena
-        return SharedMemTransport(sock, arena=arena, name=name)
+        return SharedMemTransport(end, arena=arena, name=name)
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):

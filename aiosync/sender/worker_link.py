@@ -128,7 +128,7 @@ class WorkerLink:
         channel = self._channel
         if self.publisher is None or channel is None or channel.ended:
             return []
-        return [fd for fd in (channel.io.read_fd, channel.pidfd) if fd >= 0]
+        return [fd for fd in (channel.io.fd, channel.pidfd) if fd >= 0]
 
     @property
     def age(self) -> float:

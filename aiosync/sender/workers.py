@@ -545,7 +545,7 @@ def _is_up(transport: Transport) -> bool:
     if channel.ended or (channel.pidfd >= 0 and has_ended(channel.pidfd)):
         return False
     poller = select.poll()
-    poller.register(channel.io.read_fd, _PEER_CLOSED)
+    poller.register(channel.io.fd, _PEER_CLOSED)
     return not any(event & _ENDED for _, event in poller.poll(0))
 
 

@@ -15,8 +15,7 @@ from aiosync.transports.base import (
     TransportBackend,
 )
 from aiosync.transports.credentials import TLS, Credentials
-from aiosync.transports.memory import MemoryTransport
-from aiosync.transports.pipe import MPTransport
+from aiosync.transports.pipe import MemoryTransport, MPTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.registry import get_transport, register_transport, transport_names
 from aiosync.transports.shared_memory import SharedMemTransport

@@ -199,7 +199,7 @@ class Transport(abc.ABC):
         Args:
             into: Lends the buffers that the payload lands in. Without it the transport's own
                 memory is used; call :meth:`Received.release` when done.
-            timeout: Seconds until the message is complete; ``None`` waits for ever.
+            timeout: Seconds until the message is complete, 10 ms at least; ``None`` waits for ever.
 
         Raises:
             RecvTimeout: Nothing arrived in time; the link is intact. If the deadline passed
@@ -326,8 +326,8 @@ def take_buffers(
     if into is not None:
         views = [*map(flat_view, into(message, nbytes))]
         total = sum(map(len, views))
-        if total != nbytes:
-            raise LocalProtocolError(f"lent {total} bytes for a payload of {nbytes}")
+        if total != nbytes or any(view.readonly for view in views):
+            raise LocalProtocolError(f"lent {total} bytes, or read-only ones, for {nbytes}")
         return views
     if nbytes > limits.max_buffer_nbytes:
         raise LocalProtocolError(

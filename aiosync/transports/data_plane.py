@@ -67,8 +67,6 @@ __all__ = [
 INLINE_NBYTES = 128 * 2**10
 """Payloads up to this size travel in the control stream."""
 
-_POLL_SECONDS = 1.0
-
 _NBYTES = "beside"
 """Entry of an extension map: bytes of the payload that travels beside the stream."""
 
@@ -375,9 +373,7 @@ class DataPlaneTransport(Transport):
             if received.ext and _NBYTES in received.ext:
                 what = f"the payload of a {type(received.message).__name__}"
                 if timeout is not None:
-                    # What is announced takes its time, also where recv() only looks.
-                    least = _POLL_SECONDS if timeout <= 0 else 0.0
-                    timeout = max(least, timeout + started - clock())
+                    timeout = max(0.0, timeout + started - clock())
                 what += f" from {self._control.name}"
                 async with self._transfer(what, timeout, RecvTimeout):
                     await self._fetch(received, received.ext, into)

@@ -18,7 +18,7 @@ __all__ = ["get_transport", "register_transport", "transport_names"]
 _ENTRY_POINT_GROUP = "aiosync.transports"
 _known: dict[str, str | type[Transport]] = {
     "distributed": "aiosync.transports.distributed:DistributedTransport",
-    "memory": "aiosync.transports.memory:MemoryTransport",
+    "memory": "aiosync.transports.pipe:MemoryTransport",
     "pipe": "aiosync.transports.pipe:MPTransport",
     "ray": "aiosync.transports.ray:RayTransport",
     "rpc": "aiosync.transports.rpc:RPCTransport",

@@ -14,14 +14,15 @@ import functools
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
+    ConfigError,
     ConnectError,
     PeerClosed,
     ProtocolError,
@@ -49,9 +50,7 @@ from aiosync.transports.base import (
 from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
-    Event,
     ExtValue,
-    Failed,
     FrameDecoder,
     FrameEnd,
     FrameStart,
@@ -60,7 +59,7 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["ByteStream", "FramedTransport", "socket_of", "widen_socket"]
+__all__ = ["ByteStream", "FramedTransport"]
 
 # No message of a stranger or of a worker is longer, with the text of an error and all.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
@@ -73,25 +72,28 @@ _WINDOW_SECONDS = 0.001
 _READ_NBYTES = 2**18
 _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
-_POLL_PAYLOAD_SECONDS = 1.0
+_LEAST_SECONDS = 0.01
 _MAX_REASON = 1000  # characters
 _BUFFER_NBYTES = 4 * 2**20
 
 
 class ByteStream:
-    """A non-blocking stream over a socket, a two-way pipe, or two one-way pipes. Owns them.
+    """A non-blocking stream over a connected socket. Owns it.
 
     Args:
-        reader: What to read from.
-        writer: What to write to, if that is another one.
+        end: The socket, or the two-way ``multiprocessing`` connection over it. Unix sockets get
+            kernel buffers of 4 MiB, as far as the system's limits allow.
+
+    Raises:
+        ConfigError: A one-way connection.
 
     Attributes:
+        sock: The socket.
+        fd: The descriptor to watch.
         reads_out: Whether to read on until nothing is left, although that takes one more call.
             Where data and an error of the socket come together, uvloop calls back once and never
             again: who stops at the data would wait for the error for ever.
         has_unsent: Bytes that were taken are not with the kernel yet; :meth:`flush` goes on.
-        read_fd: The descriptor to watch for reading.
-        write_fd: The one to watch for writing.
         readv: Reads some bytes; 0 at the end of the stream. This and the next one raise
             ``BlockingIOError`` where they would wait, and may be another function later.
         writev: Writes some bytes of several buffers.
@@ -99,68 +101,47 @@ class ByteStream:
 
     reads_out: ClassVar[bool] = True
 
-    def __init__(
-        self, reader: Connection | socket.socket, writer: Connection | socket.socket | None = None
-    ) -> None:
-        self.read_fd: int = reader.fileno()
-        self.write_fd: int = (writer or reader).fileno()
-        self._ends = (reader, writer or reader)
+    def __init__(self, end: Connection | socket.socket) -> None:
+        self.sock: socket.socket = end if isinstance(end, socket.socket) else _below(end)
+        self.sock.setblocking(False)
+        if self.sock.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # bulk transfers need it
+                self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+        self.fd: int = self.sock.fileno()
         self.has_unsent: bool = False
-        for fd in (self.read_fd, self.write_fd):
-            os.set_blocking(fd, False)
         # The system's own functions: no call of ours for each read and write.
-        self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(
-            os.readv, self.read_fd
-        )
-        self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(
-            os.writev, self.write_fd
-        )
+        self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(os.readv, self.fd)
+        self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(os.writev, self.fd)
 
     def flush(self) -> None:
         """Hand what is unsent to the kernel, as much as it takes; never blocks."""
 
     def close(self, *, farewell: bool = True) -> None:
-        """Close the descriptors. Idempotent.
+        """Close the socket. Idempotent.
 
         Args:
             farewell: Tell the peer, where the stream has words for that; not in a forked child,
                 whose parent goes on.
         """
         del farewell
-        self.readv = self.writev = _closed  # the numbers may soon be another file's
-        for end in self._ends:
-            end.close()
+        self.readv = self.writev = _closed  # the number may soon be another file's
+        self.sock.close()
 
 
 def _closed(_: object) -> int:
     raise OSError("the stream was closed")
 
 
-@contextlib.contextmanager
-def socket_of(fd: int) -> Iterator[socket.socket]:
-    """Another object for the socket that a descriptor stands for; the descriptor stays open.
-
-    Raises:
-        OSError: It is not a socket, or was closed; or there is no descriptor left.
-    """
-    copy = os.dup(fd)
+def _below(pipe: Connection) -> socket.socket:
+    """The socket that a two-way pipe is, which is closed."""
+    fd = os.dup(pipe.fileno())
     try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
-        yield sock
-
-
-def widen_socket(fd: int) -> None:
-    """Ask for 4 MiB kernel buffers, which bulk transfers over Unix sockets need to be fast.
-
-    The kernel grants what its limits allow; a pipe is left as it is.
-    """
-    with contextlib.suppress(OSError), socket_of(fd) as sock:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+        sock = socket.socket(fileno=fd)
+    except OSError as exc:
+        os.close(fd)
+        raise ConfigError("a link needs two-way pipes: multiprocessing.Pipe()") from exc
+    pipe.close()
+    return sock
 
 
 class FramedTransport(Transport):
@@ -171,12 +152,16 @@ class FramedTransport(Transport):
     which is what makes the peer block.
 
     Args:
-        io: The byte stream; owned from now on.
+        io: A connected socket, a two-way ``multiprocessing`` connection, or the stream over one.
+            Owned from now on: nothing else may read from or write to it.
         limits: What the peer may announce.
         name: How errors call the peer.
 
+    Raises:
+        ConfigError: ``io`` is a one-way connection.
+
     Attributes:
-        io: As given.
+        io: The stream.
         limits: What the peer may announce where it may send payloads.
         name: As given; may be assigned.
         closed: This side closed the link.
@@ -188,9 +173,17 @@ class FramedTransport(Transport):
         written_nbytes: Bytes that the stream took so far; grows while a write makes progress.
     """
 
-    def __init__(self, io: ByteStream, *, limits: Limits | None = None, name: str = "peer") -> None:
-        self.io = io
-        self.limits: Limits = limits or DEFAULT_LIMITS
+    _default_limits: ClassVar[Limits] = DEFAULT_LIMITS
+
+    def __init__(
+        self,
+        io: Connection | socket.socket | ByteStream,
+        *,
+        limits: Limits | None = None,
+        name: str = "the peer",
+    ) -> None:
+        self.io: ByteStream = io if isinstance(io, ByteStream) else ByteStream(io)
+        self.limits: Limits = limits or self._default_limits
         self.name = name
         self.closed: bool = False
         self.ended: bool = False
@@ -207,7 +200,7 @@ class FramedTransport(Transport):
         self._event: FrameStart | FrameEnd | None = None  # what waits for recv()
         self._arrival = Notifier()  # of such an event, or of the end
         self._landed: Callable[[], None] | None = None
-        self._gone: TransportError | None = None  # ends the link once all was received
+        self._gone: PeerClosed | None = None  # ends the link once all was received
         self._receiving = self._reading = self._read_again = self._hearing_out = False
 
         self._out: list[memoryview] = []  # what is left of the frame being written
@@ -218,6 +211,21 @@ class FramedTransport(Transport):
 
         self._resume()
         close_in_child(self)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def pair(cls, *, limits: Limits | None = None) -> AsyncIterator[tuple[Self, Self]]:
+        """Two connected ends in this process, closed when the context ends."""
+        left, right = cls._connected_sockets()
+        async with (
+            cls(left, limits=limits, name="the right end") as one,
+            cls(right, limits=limits, name="the left end") as two,
+        ):
+            yield one, two
+
+    @staticmethod
+    def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair()
 
     @property
     def channel(self) -> FramedTransport:
@@ -320,10 +328,10 @@ class FramedTransport(Transport):
     @property
     def local_host(self) -> str:
         """Address of this host as the peer sees it; that of the loopback for local links."""
-        with contextlib.suppress(OSError), socket_of(self.io.read_fd) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                return str(sock.getsockname()[0])
-        return "127.0.0.1"
+        sock = self.io.sock
+        if self.ended or sock.family == socket.AF_UNIX:
+            return "127.0.0.1"
+        return str(sock.getsockname()[0])
 
     def watch_process(self, pid: int) -> None:
         """Notice the death of the peer's process even when somebody else holds its descriptors.
@@ -343,12 +351,9 @@ class FramedTransport(Transport):
 
     def _on_process_end(self) -> None:
         self._loop.remove_reader(self.pidfd)
-        error = PeerClosed(f"the process of {self.name} ended")
-        self._hear_out()
-        if self._event is not None:  # what it said before it died still counts
-            self._gone = error
-        else:
-            self.fail(error)
+        self._hear_out()  # what it said before it died still counts
+        self._gone = self._gone or PeerClosed(f"the process of {self.name} ended")
+        self._pull()
 
     def _hear_out(self) -> None:
         """Read what the peer said before it went: that still counts. Nothing answers any more."""
@@ -377,25 +382,19 @@ class FramedTransport(Transport):
         if self._receiving:
             raise TransportBusy(f"another recv() is waiting on the link to {self.name}")
         self._receiving = True
-        poll = timeout is not None and timeout <= 0
+        if timeout is not None:  # whoever looks for what is there lets the loop look
+            timeout = max(timeout, _LEAST_SECONDS)
         try:
-            if poll and self._event is None:
-                self._read_again = False
-                self._read()
-            if poll or self._event is not None:
+            if self._event is not None:
                 await asyncio.sleep(0)  # a checkpoint; the message still waits if cancelled here
-            async with asyncio.timeout(None if poll else timeout) as deadline:
+            async with asyncio.timeout(timeout) as deadline:
                 while self._event is None or self.closed:
                     self.check()
-                    if poll:
-                        raise RecvTimeout(f"no message from {self.name} within {timeout:g} s")
                     await self._arrival.wait()
                 start, self._event = self._event, None
                 assert isinstance(start, FrameStart)
                 received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
                 if start.payload_nbytes:
-                    if poll:  # it found the head of a message: its payload gets a moment to follow
-                        deadline.reschedule(self._loop.time() + _POLL_PAYLOAD_SECONDS)
                     received.payload = await self._recv_payload(start, into)
                 # The caller gets its message before the next one is looked at: a handler may take
                 # that one at once, and would overtake it.
@@ -444,24 +443,22 @@ class FramedTransport(Transport):
         self._pull()
         if self._event is not None:
             self._arrival.notify()  # a recv() may have begun to wait before this ran
-            return
-        if self._gone is not None:
-            self.fail(self._gone)
-        self._resume()
+        elif self._gone is None:
+            self._resume()
 
     def _resume(self) -> None:
         if self.ended:
             return
         if not self._reading:
             self._reading = True
-            self._loop.add_reader(self.io.read_fd, self._read)
+            self._loop.add_reader(self.io.fd, self._read)
         if self.io.reads_out:
             self._read_soon()
 
     def _pause(self) -> None:
         if self._reading:
             self._reading = False
-            self._loop.remove_reader(self.io.read_fd)
+            self._loop.remove_reader(self.io.fd)
 
     def _read_soon(self) -> None:
         """Read in the next turn of the loop, whether or not it says that there is something."""
@@ -498,7 +495,7 @@ class FramedTransport(Transport):
                 if self._landed is not None:
                     self._landed()
             else:  # what was read before still counts
-                decoder.feed_eof()
+                self._gone = PeerClosed(f"{self.name} closed the link")
                 self._pause()
             self._pull()
             if not (nbytes and self._event is None and (nbytes == len(buffer) or io.reads_out)):
@@ -510,37 +507,35 @@ class FramedTransport(Transport):
         if self._event is not None or self.error is not None:
             self._arrival.notify()
 
-    def _pull(self, event: Event | None = None) -> None:
-        """Take events off the decoder until one has to wait for ``recv()``."""
-        while self._event is None and not self.ended:
-            event = event or self._decoder.next_event()
-            if event is None:
-                return
-            if isinstance(event, FrameStart) and not event.payload_nbytes:
-                try:
-                    if not self.deliver(Received(event.message, ext=event.ext)):
-                        self._event = event
-                except (ProtocolError, TransportError) as exc:
-                    self.fail(exc)
-                except Exception as exc:  # noqa: BLE001 - a bug above, told to whoever uses the link
-                    error = TransportBroken(f"a message from {self.name} could not be handled")
-                    error.__cause__ = exc
-                    self.fail(error)
-            elif isinstance(event, FrameStart | FrameEnd):
-                self._event = event
-            elif isinstance(event, Failed):
-                self.fail(event.error)
-            elif event.clean:
-                self.fail(PeerClosed(f"{self.name} closed the link"))
-            else:
-                self.fail(TransportBroken(f"the link to {self.name} was cut in mid-message"))
-            event = None
+    def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
+        """Take events off the decoder until one has to wait for ``recv()``, or nothing is left."""
+        try:
+            while self._event is None and not self.ended:
+                event = event or self._decoder.next_event()
+                if event is None:
+                    if self._gone is not None:
+                        self._lost(self._gone, cut=self._decoder.mid_frame)
+                    return
+                if isinstance(event, FrameEnd) or event.payload_nbytes:
+                    self._event = event
+                elif not self.deliver(Received(event.message, ext=event.ext)):
+                    self._event = event
+                event = None
+        except (ProtocolError, TransportError) as exc:
+            self.fail(exc)
+        except Exception as exc:  # noqa: BLE001 - a bug above, told to whoever uses the link
+            error = TransportBroken(f"a message from {self.name} could not be handled")
+            error.__cause__ = exc
+            self.fail(error)
 
-    def _lost(self, exc: OSError, *, cut: bool) -> None:
+    def _lost(self, cause: OSError | PeerClosed, *, cut: bool) -> None:
         error: TransportError = PeerClosed(f"{self.name} closed the link")
         if cut:
-            error = TransportBroken(f"the link to {self.name} was lost in mid-message: {exc}")
-        error.__cause__ = exc
+            error = TransportBroken(f"the link to {self.name} was lost in mid-message: {cause}")
+        elif isinstance(cause, PeerClosed):
+            error = cause
+        if error is not cause:
+            error.__cause__ = cause
         self.fail(error)
 
     # -- sending ---------------------------------------------------------------------------------
@@ -674,12 +669,12 @@ class FramedTransport(Transport):
     def _watch(self) -> None:
         if not self._writing and not self.ended:
             self._writing = True
-            self._loop.add_writer(self.io.write_fd, self._on_writable)
+            self._loop.add_writer(self.io.fd, self._on_writable)
 
     def _unwatch(self) -> None:
         if self._writing:
             self._writing = False
-            self._loop.remove_writer(self.io.write_fd)
+            self._loop.remove_writer(self.io.fd)
 
     def _on_writable(self) -> None:
         self._write()

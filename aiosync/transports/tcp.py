@@ -11,7 +11,7 @@ import contextlib
 import functools
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from aiohappyeyeballs import AddrInfoType, start_connection
@@ -20,14 +20,11 @@ from aiosync.errors import ConnectError, ConnectTimeout
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.handshake import prove_as_dialer, prove_as_listener
-from aiosync.transports.stream import ByteStream, FramedTransport, socket_of, widen_socket
+from aiosync.transports.stream import ByteStream, FramedTransport
 from aiosync.transports.tls_stream import TlsStream
 from aiosync.types import Cancellation, Capabilities, Limits
 
-__all__ = ["TCP_LIMITS", "TCPTransport"]
-
-TCP_LIMITS = Limits()
-"""What a peer may announce once it has proved who it is; 64 GiB for one payload."""
+__all__ = ["TCPTransport"]
 
 _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
@@ -41,11 +38,6 @@ class TCPTransport(FramedTransport):
 
     Use :meth:`connect` on the side that dials and :meth:`accept` on the side that listens: they
     do the handshakes, with deadlines. The constructor does none.
-
-    Args:
-        io: A connected socket, or the byte stream over one.
-        limits: What the peer may announce.
-        name: How errors and reprs call the peer.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -55,32 +47,17 @@ class TCPTransport(FramedTransport):
         recv_cancellation=Cancellation.BREAKS_LINK,
     )
 
-    def __init__(
-        self,
-        io: socket.socket | ByteStream,
-        *,
-        limits: Limits | None = None,
-        name: str = "the peer",
-    ) -> None:
-        stream = ByteStream(io) if isinstance(io, socket.socket) else io
-        super().__init__(stream, limits=limits or TCP_LIMITS, name=name)
+    _default_limits: ClassVar[Limits] = Limits()  # once a peer has proved who it is
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def pair(
-        cls, *, limits: Limits | None = None
-    ) -> AsyncIterator[tuple[TCPTransport, TCPTransport]]:
-        """Two ends of a loopback connection in this process, closed when the context ends."""
+    @staticmethod
+    def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+        """Of a connection over the loopback."""
         with socket.create_server(("127.0.0.1", 0)) as listening:
             left = socket.create_connection(listening.getsockname())
             right, _ = listening.accept()
         for sock in (left, right):
             _prepare(sock, _KEEPALIVE_SECONDS, _UNTAKEN_SECONDS)
-        async with (
-            cls(left, limits=limits, name="the right end") as one,
-            cls(right, limits=limits, name="the left end") as two,
-        ):
-            yield one, two
+        return left, right
 
     @classmethod
     async def connect(
@@ -226,11 +203,9 @@ class TCPTransport(FramedTransport):
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
-        if not self.ended:
-            # One of a Unix socket has no such option; whoever reads from one that ended hears that.
-            with contextlib.suppress(OSError), socket_of(self.io.read_fd) as sock:
-                millis = _milliseconds(seconds)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millis)
+        if not self.ended and self.io.sock.family != socket.AF_UNIX:
+            millis = _milliseconds(seconds)
+            self.io.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millis)
 
 
 # -- sockets ----------------------------------------------------------------------------------
@@ -265,9 +240,7 @@ async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
 
 def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:
     """Options of a connected socket; those that its family lacks are left out."""
-    sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
-        widen_socket(sock.fileno())
         return
     set_option = functools.partial(sock.setsockopt, socket.IPPROTO_TCP)
     set_option(socket.TCP_NODELAY, 1)

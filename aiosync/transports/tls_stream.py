@@ -61,7 +61,6 @@ class TlsStream(ByteStream):
         hostname: str | None = None,
     ) -> None:
         super().__init__(sock)
-        self._sock = sock
         self._in = ssl.MemoryBIO()
         self._out = ssl.MemoryBIO()
         try:
@@ -97,14 +96,14 @@ class TlsStream(ByteStream):
                 done = False
             except ssl.SSLError as exc:
                 with contextlib.suppress(OSError):  # the alert tells the peer why
-                    await loop.sock_sendall(self._sock, self._out.read())
+                    await loop.sock_sendall(self.sock, self._out.read())
                 raise why_refused(exc) from exc
             try:
                 if self._out.pending:
-                    await loop.sock_sendall(self._sock, self._out.read())
+                    await loop.sock_sendall(self.sock, self._out.read())
                 if done:
                     return
-                data = await loop.sock_recv(self._sock, 65536)
+                data = await loop.sock_recv(self.sock, 65536)
             except OSError as exc:
                 raise ConnectError(f"the link was lost during the TLS handshake: {exc}") from exc
             self._check_peer(data, first)
@@ -123,7 +122,7 @@ class TlsStream(ByteStream):
             # It can be told in words that it understands.
             refuse = Refuse("ConfigError", "this address uses TLS: pass tls= on this side as well")
             with contextlib.suppress(OSError):
-                self._sock.send(encode_frame(refuse))
+                self.sock.send(encode_frame(refuse))
             raise RemoteProtocolError("a peer sent plain frames to an address that speaks TLS")
 
     # -- the stream ----------------------------------------------------------------------------
@@ -139,7 +138,7 @@ class TlsStream(ByteStream):
                 total += nbytes
             except ssl.SSLWantReadError:
                 try:
-                    nbytes = self._sock.recv_into(_scratch.memory)
+                    nbytes = self.sock.recv_into(_scratch.memory)
                 except BlockingIOError:
                     if total:
                         break
@@ -173,12 +172,12 @@ class TlsStream(ByteStream):
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while self._unsent or self._out.pending:
                 self._unsent = self._unsent or memoryview(self._out.read())
-                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
         self.has_unsent: bool = bool(self._unsent) or self._out.pending > 0
 
     def close(self, *, farewell: bool = True) -> None:
         """See :class:`ByteStream`; says goodbye if that needs no waiting."""
-        if farewell and self._sock.fileno() >= 0:
+        if farewell and self.sock.fileno() >= 0:
             with contextlib.suppress(OSError, ValueError):
                 # It asks for the peer's answer, or the session never began.
                 self._ssl.unwrap()

@@ -1,7 +1,7 @@
 """Frames: a fixed prefix, a header, and a payload that lands where the caller says.
 
-Sans-IO: the decoder says where the next bytes go and which events they made; it never reads,
-never waits and never raises for what the peer sent. This module must never import asyncio,
+Sans-IO: the decoder says where the next bytes go and which events they made; it never reads and
+never waits. This module must never import asyncio,
 anyio or torch. The byte layout is written down in ``docs/topics/wire-format.md``.
 """
 
@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 from aiosync.errors import (
     FrameTooLarge,
@@ -24,17 +23,11 @@ from aiosync.types import Limits
 from aiosync.wire.manifest import DEFAULT_LIMITS
 from aiosync.wire.messages import ExtValue, Message, decode_header, encode_header
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 __all__ = [
     "MAGIC",
     "PREFIX_NBYTES",
     "READ_AHEAD_NBYTES",
     "WIRE_VERSION",
-    "EndOfStream",
-    "Event",
-    "Failed",
     "FrameDecoder",
     "FrameEnd",
     "FrameStart",
@@ -115,31 +108,6 @@ class FrameEnd:
     """The payload is complete; the decoder dropped the lent buffers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The peer broke the rules. The last event; taking events again returns it again.
-
-    Attributes:
-        error: What was wrong, ready to be raised.
-    """
-
-    error: ProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class EndOfStream:
-    """The stream ended. The last event; taking events again returns it again.
-
-    Attributes:
-        clean: It ended between two frames; False when a frame was cut.
-    """
-
-    clean: bool
-
-
-Event: TypeAlias = FrameStart | FrameEnd | Failed | EndOfStream
-"""What a decoder reports."""
-
 _FRAME_END = FrameEnd()
 
 
@@ -147,16 +115,11 @@ class FrameDecoder:
     """Turns the bytes of a link into events, without a copy of the payload.
 
     The loop of a transport is: take events with :meth:`next_event` until it returns ``None``,
-    read into :meth:`get_buffer`, report it with :meth:`buffer_updated`; after the last byte
-    call :meth:`feed_eof`. When a :class:`FrameStart` announces a payload, lend the buffers
-    that it lands in with :meth:`lend`.
+    read into :meth:`get_buffer`, report it with :meth:`buffer_updated`. When a
+    :class:`FrameStart` announces a payload, lend the buffers that it lands in with :meth:`lend`.
 
-    After the :class:`Failed` event of a frame that breaks the rules no more bytes are accepted.
     Memory: one header of at most ``limits.max_header_nbytes``, and 64 KiB; 4 KiB for a peer that
-    may send no payloads.
-
-    Not thread-safe. Between ``get_buffer()`` and its ``buffer_updated()`` events may be taken
-    and buffers lent, but no other buffer may be asked for.
+    may send no payloads. Not for use after an error, and not thread-safe.
 
     Args:
         limits: Bounds on what the peer may announce, checked before anything is allocated.
@@ -171,12 +134,8 @@ class FrameDecoder:
         "_ahead",
         "_buffer",
         "_end",
-        "_eof",
-        "_final",
         "_head_nbytes",
         "_in_payload",
-        "_offered",
-        "_payload_nbytes",
         "_pieces",
         "_start",
         "limits",
@@ -192,47 +151,29 @@ class FrameDecoder:
         self._start = self._end = 0  # of what was read ahead and not used
         self._ahead = READ_AHEAD_NBYTES  # bytes to ask for at a time
         self._head_nbytes = 0  # of prefix and header, where only a part of them is there
-        self._payload_nbytes = 0  # what the prefix said
         self._in_payload = False
         self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
-        self._offered = _EMPTY  # what get_buffer() returned last
-        self._eof = False
-        self._final: Failed | EndOfStream | None = None
 
     @property
     def mid_frame(self) -> bool:
         """Whether some but not all bytes of a frame arrived.
 
-        Meaningful after :meth:`next_event` returned ``None``. False after the last event.
+        Meaningful after :meth:`next_event` returned ``None``.
         """
-        inside = self._in_payload or self.needs_buffers or self._start != self._end
-        return self._final is None and inside
+        return self._in_payload or self.needs_buffers or self._start != self._end
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> FrameStart | FrameEnd | None:
         """Return the next event, or ``None`` when more bytes or lent buffers are needed.
 
-        Never raises. :class:`Failed` and :class:`EndOfStream` are final: every later call
-        returns the same event, so a loop over events has to stop at them.
+        Raises:
+            ProtocolError: The peer broke the rules; :class:`~aiosync.errors.FrameTooLarge` and
+                :class:`~aiosync.errors.WireVersionMismatch` are some of them.
         """
-        if self._final is not None or self.needs_buffers:
-            return self._final
-        if self._in_payload and not self.missing_nbytes:
+        if self.needs_buffers or self.missing_nbytes:
+            return None
+        if self._in_payload:
             self._in_payload = False
             return _FRAME_END
-        if self._start != self._end and not self.missing_nbytes:
-            try:
-                start = self._next_frame()
-            except ProtocolError as exc:
-                # What it was raised from would keep the frames that look at the buffer.
-                exc.__traceback__ = exc.__cause__ = exc.__context__ = None
-                return self._finish(Failed(exc))
-            if start is not None:
-                return start
-        if self._eof:
-            return self._finish(EndOfStream(not self.mid_frame))
-        return None
-
-    def _next_frame(self) -> FrameStart | None:
         start = self._start
         available = self._end - start
         if available < PREFIX_NBYTES:
@@ -261,34 +202,26 @@ class FrameDecoder:
         header = self._buffer[start + PREFIX_NBYTES : stop]
         if zlib.crc32(header) != crc:
             raise RemoteProtocolError("the CRC-32 of a header is wrong")
-        message, ext = decode_header(header, limits=limits)
-        self._payload_nbytes = payload_nbytes
+        try:
+            message, ext = decode_header(header, limits=limits)
+        except ProtocolError as exc:
+            exc.__cause__ = exc.__context__ = None  # their frames look at the buffer
+            raise
+        self.missing_nbytes = payload_nbytes
         self.needs_buffers = payload_nbytes > 0
         return FrameStart(message, ext, payload_nbytes)
-
-    def _finish(self, event: Failed | EndOfStream) -> Failed | EndOfStream:
-        self._final = event
-        self._pieces = []
-        self._buffer = _EMPTY
-        self.missing_nbytes = self._start = self._end = 0
-        self._in_payload = self.needs_buffers = False
-        return event
 
     def get_buffer(self) -> memoryview:
         """Return the writable memory that the next bytes belong in.
 
         Returns:
-            Bytes to write to, from the first on. Empty after the last event, and when 64 KiB
-            were read ahead already: take events, or lend buffers, before reading on.
+            Bytes to write to, from the first on. Empty when 64 KiB were read ahead already: take
+            events, or lend buffers, before reading on.
         """
-        if self._eof or self._final is not None:
-            self._offered = _EMPTY
-            return _EMPTY
-        # A small rest goes through the read-ahead, so that many small buffers, or the
-        # end of a payload and the next frame, are read at once.
-        if self.missing_nbytes and len(self._pieces[-1]) >= _DIRECT_NBYTES:
-            self._offered = self._pieces[-1]
-            return self._offered
+        # A small rest goes through the read-ahead, so that many small buffers, or the end of a
+        # payload and the next frame, are read at once.
+        if self._pieces and len(self._pieces[-1]) >= _DIRECT_NBYTES:
+            return self._pieces[-1]
         start, end = self._start, self._end
         if start == end:
             start = end = self._start = self._end = 0
@@ -301,71 +234,30 @@ class FrameDecoder:
             self._buffer = memoryview(bytearray(size)) if new_size else buffer
             self._buffer[: end - start] = buffer[start:end]
             self._start, self._end = 0, end - start
-        self._offered = self._buffer[self._end : self._end + self._ahead]
-        return self._offered
+        return self._buffer[self._end : self._end + self._ahead]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Say how many bytes were written to what :meth:`get_buffer` returned.
-
-        Raises:
-            LocalProtocolError: Negative, or more than that buffer has room for.
-        """
-        offered = self._offered
-        if not 0 <= nbytes <= len(offered):
-            raise LocalProtocolError(
-                f"{nbytes} bytes were reported; the buffer has room for {len(offered)}"
-            )
-        self._offered = _EMPTY
-        if self._final is not None or not nbytes:
-            return
-        if offered.obj is not self._buffer.obj:
+        """Say how many bytes were written to what :meth:`get_buffer` has just returned."""
+        if self._pieces and len(self._pieces[-1]) >= _DIRECT_NBYTES:
             self._advance(nbytes)
         else:
             self._end += nbytes
-            if self.missing_nbytes:
+            if self._pieces:
                 self._fill()
 
-    def feed_eof(self) -> None:
-        """Say that no more bytes will come. Idempotent."""
-        self._eof = True
-
-    def lend(self, buffers: Sequence[Buffer]) -> None:
+    def lend(self, buffers: Sequence[memoryview]) -> None:
         """Give the memory that the announced payload lands in.
 
         What was read ahead of it is copied in at once. The decoder keeps views of the
-        buffers until it returned :class:`FrameEnd` or the last event; nobody else may write
-        to them until then.
+        buffers until it returned :class:`FrameEnd`; nobody else may write to them until then.
 
         Args:
-            buffers: Writable and C-contiguous, filled one after the other; their sizes add up
-                to ``payload_nbytes`` exactly.
-
-        Raises:
-            LocalProtocolError: No payload is waiting, or the buffers do not fit. Nothing
-                changed; other buffers may be lent.
+            buffers: Writable bytes, filled one after the other; as many in total as the payload
+                has.
         """
-        if not self.needs_buffers:
-            raise LocalProtocolError("no payload is waiting for buffers")
-        pieces: list[memoryview] = []
-        total = 0
-        for buffer in buffers:
-            try:
-                view = memoryview(buffer)
-            except TypeError as exc:
-                raise LocalProtocolError(f"{type(buffer).__name__} is not a buffer") from exc
-            if view.readonly or not view.c_contiguous:
-                raise LocalProtocolError("a lent buffer must be writable and C-contiguous")
-            if view.nbytes:
-                pieces.append(view.cast("B"))
-                total += view.nbytes
-        if total != self._payload_nbytes:
-            raise LocalProtocolError(
-                f"the lent buffers have {total} bytes; the payload has {self._payload_nbytes}"
-            )
-        self._ahead = _DIRECT_NBYTES if total >= _LARGE_NBYTES else READ_AHEAD_NBYTES
-        pieces.reverse()
-        self._pieces = pieces
-        self.missing_nbytes = total
+        large = self.missing_nbytes >= _LARGE_NBYTES
+        self._ahead = _DIRECT_NBYTES if large else READ_AHEAD_NBYTES
+        self._pieces = [each for each in reversed(buffers) if each.nbytes]
         self.needs_buffers = False
         self._in_payload = True
         self._fill()
@@ -379,7 +271,7 @@ class FrameDecoder:
 
     def _fill(self) -> None:
         """Move what was read ahead into the pieces."""
-        while self.missing_nbytes and self._start != self._end:
+        while self._pieces and self._start != self._end:
             piece = self._pieces[-1]
             start = self._start
             nbytes = min(len(piece), self._end - start)

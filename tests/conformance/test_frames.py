@@ -29,7 +29,7 @@ from aiosync.transports.pipe import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import PREFIX_NBYTES, Update, encode_frame
-from tests.conformance.test_transports import duplex_ends, oneway, oneway_ends, tcp_ends
+from tests.conformance.test_transports import duplex_ends, tcp_ends
 
 MIB = 2**20
 NBYTES = {"shm": 4096, "distributed": 65536}  # of payloads that such a stream carries itself
@@ -37,7 +37,6 @@ NBYTES = {"shm": 4096, "distributed": 65536}  # of payloads that such a stream c
 MAKERS: dict[str, tuple[Callable[..., Transport], Callable[[], Any]]] = {
     "pipe": (MPTransport, socket.socketpair),
     "mp-duplex": (MPTransport, duplex_ends),
-    "mp-oneway": (oneway, oneway_ends),
     "shm": (SharedMemTransport, socket.socketpair),
     "tcp": (TCPTransport, tcp_ends),
     "unix": (TCPTransport, socket.socketpair),
@@ -51,11 +50,11 @@ pytestmark = [pytest.mark.one_loop, pytest.mark.asyncio, pytest.mark.parametrize
 
 
 class FdPeer:
-    """The raw far end of a byte stream: one end, or one to read from and one to write to."""
+    """The raw far end of a byte stream."""
 
-    def __init__(self, *ends: Connection | socket.socket) -> None:
-        self._ends = ends
-        self._fd = ends[-1].fileno()
+    def __init__(self, end: Connection | socket.socket) -> None:
+        self.close = end.close
+        self._fd = end.fileno()
         os.set_blocking(self._fd, False)
 
     async def write(self, *blocks: bytes) -> None:
@@ -68,16 +67,12 @@ class FdPeer:
                     pass
                 await asyncio.sleep(0)
 
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
 
 @asynccontextmanager
 async def raw(kind: str) -> AsyncIterator[tuple[FdPeer, Transport]]:
     build, make_ends = MAKERS[kind]
     left, right = make_ends()
-    with contextlib.closing(FdPeer(*left) if isinstance(left, tuple) else FdPeer(left)) as peer:
+    with contextlib.closing(FdPeer(left)) as peer:
         async with build(right) as transport, asyncio.timeout(20):
             yield peer, transport
 

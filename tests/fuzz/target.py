@@ -19,8 +19,6 @@ from pathlib import Path
 from aiosync.errors import FrameTooLarge, RemoteProtocolError, WireVersionMismatch
 from aiosync.types import Limits
 from aiosync.wire import (
-    EndOfStream,
-    Failed,
     FrameEnd,
     FrameStart,
     decode_header,
@@ -53,8 +51,8 @@ def check(data: bytes, cuts: list[list[int]]) -> list[object]:
 def _events(pieces: list[bytes]) -> list[object]:
     seen: list[object] = []
     payload_nbytes = 0
-    for event in drive(pieces, LIMITS, pieces=2):
-        assert not (seen and isinstance(seen[-1], tuple)), "something came after the final event"
+    *events, end = drive(pieces, LIMITS, pieces=2)
+    for event in events:
         if isinstance(event, FrameStart):
             payload_nbytes = event.payload_nbytes
             assert payload_nbytes <= LIMITS.max_payload_nbytes
@@ -62,21 +60,16 @@ def _events(pieces: list[bytes]) -> list[object]:
                 encode_header(event.message, ext=event.ext, limits=LIMITS), limits=LIMITS
             )
             assert again == (event.message, event.ext or None), "it does not encode to itself"
-            seen.append(event)
-        elif isinstance(event, Failed):
-            assert type(event.error) in DOCUMENTED
-            assert 0 < len(str(event.error)) < 1000
-            seen.append((type(event.error), str(event.error)))
-        elif isinstance(event, EndOfStream):
-            seen.append((EndOfStream, event.clean))
+        elif isinstance(event, bytes):
+            assert len(event) == payload_nbytes
         else:
-            if isinstance(event, bytes):
-                assert len(event) == payload_nbytes
-            else:
-                assert isinstance(event, FrameEnd)
-            seen.append(event)
-    assert isinstance(seen[-1], tuple), "no final event"
-    return seen
+            assert isinstance(event, FrameEnd)
+        seen.append(event)
+    if isinstance(end, bool):
+        return [*seen, "cut" if end else "ok"]
+    assert type(end) in DOCUMENTED
+    assert 0 < len(str(end)) < 1000
+    return [*seen, (type(end), str(end))]
 
 
 def mutate(rng: random.Random) -> bytes:

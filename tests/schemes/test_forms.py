@@ -152,7 +152,6 @@ WRONG: list[dict[str, Any]] = [
     {"weights": WEIGHTS},
     {"params_map": {0: WEIGHTS}},
     {"num_workers": True},
-    {"num_workers": torch.tensor(True)},
     {"num_workers": 1.5},
     {"num_workers": -1},
     {"num_workers": 2**16},

@@ -102,20 +102,18 @@ async def test_cancelled_handshakes_leave_nothing() -> None:
 async def test_options_of_the_socket() -> None:
     async with linked("tcp://127.0.0.1:0", keepalive=12.0, untaken=24.0) as ends:
         for end in ends:
-            assert os.get_inheritable(end.channel.io.read_fd) is False
-            with socket.socket(fileno=os.dup(end.channel.io.read_fd)) as sock:
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                if hasattr(socket, "TCP_KEEPIDLE"):
-                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 12
-                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 4
-                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
-                if hasattr(socket, "TCP_USER_TIMEOUT"):
-                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
+            sock = end.channel.io.sock
+            assert sock.get_inheritable() is False
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 12
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 4
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 24_000
     async with linked("tcp://127.0.0.1:0", keepalive=None, untaken=None) as ends:
         for end in ends:
-            with socket.socket(fileno=os.dup(end.channel.io.read_fd)) as sock:
-                assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            sock = end.channel.io.sock
+            assert not sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.mark.parametrize("nbytes", [1, 30, None])

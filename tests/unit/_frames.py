@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 from hypothesis import strategies as st
 
+from aiosync.errors import ProtocolError
 from aiosync.types import AckStatus
 from aiosync.wire import (
     DTYPE_NBYTES,
     Ack,
     Challenge,
     Current,
-    EndOfStream,
-    Failed,
     Fetch,
     FrameDecoder,
     FrameEnd,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from aiosync.types import Limits
-    from aiosync.wire import Event
 
 BIG = 2**63 - 1
 DIGEST = bytes(range(16))
@@ -288,10 +286,10 @@ def raw_frame(
     )
 
 
-def drive(
-    cuts: Iterable[bytes], limits: Limits | None = None, *, pieces: int = 1
-) -> list[Event | bytes]:
+def drive(cuts: Iterable[bytes], limits: Limits | None = None, *, pieces: int = 1) -> list[Any]:
     """Feed the cuts to a decoder; return its events, with each payload before its FrameEnd.
+
+    The last one is what it raised, or whether the stream ended in a frame.
 
     Args:
         cuts: The bytes as they arrive.
@@ -299,22 +297,17 @@ def drive(
         pieces: How many buffers each payload is spread over.
     """
     decoder = FrameDecoder() if limits is None else FrameDecoder(limits)
-    seen: list[Event | bytes] = []
+    seen: list[Any] = []
     lent: list[bytearray] = []
-
-    def lend(start: FrameStart) -> list[bytearray]:
-        share, rest = divmod(start.payload_nbytes, pieces)
-        lent[:] = [bytearray(share) for _ in range(pieces - 1)] + [bytearray(share + rest)]
-        return lent
-
-    for cut in [*cuts, None]:
-        left = memoryview(cut or b"")
+    for cut in cuts:
+        left = memoryview(cut)
         while True:
-            event = decoder.next_event()
+            try:
+                event = decoder.next_event()
+            except ProtocolError as exc:
+                return [*seen, exc]
             if event is None:
-                if cut is None:
-                    decoder.feed_eof()
-                elif not left:
+                if not left:
                     break
                 room = decoder.get_buffer()[: len(left)]
                 room[:] = left[: len(room)]
@@ -324,11 +317,11 @@ def drive(
             if isinstance(event, FrameEnd):
                 seen.append(b"".join(lent))
             seen.append(event)
-            if isinstance(event, Failed | EndOfStream):
-                return seen
             if isinstance(event, FrameStart) and event.payload_nbytes:
-                decoder.lend(lend(event))
-    return seen
+                share, rest = divmod(event.payload_nbytes, pieces)
+                lent = [bytearray(share) for _ in range(pieces - 1)] + [bytearray(share + rest)]
+                decoder.lend([memoryview(each) for each in lent])
+    return [*seen, decoder.mid_frame]
 
 
 def cut_at(data: bytes, positions: Iterable[int]) -> list[bytes]:

@@ -7,18 +7,18 @@ torch or schemes.
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from multiprocessing.connection import Connection
 from typing import ClassVar
 
 from aiosync.errors import TransportBroken, TransportClosed
 from aiosync.transports.base import Received
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import BELL, HOLDS, WANT, Arena, Slot, make_page
-from aiosync.transports.stream import ByteStream, FramedTransport, widen_socket
+from aiosync.transports.stream import ByteStream, FramedTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import Message, PageMessage, Segment
 
@@ -43,10 +43,9 @@ class DescriptorStream(ByteStream):
     readv: Callable[[Sequence[memoryview]], int]
     writev: Callable[[Sequence[memoryview]], int]
 
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock)
+    def __init__(self, end: Connection | socket.socket) -> None:
+        super().__init__(end)
         self.received_fds: deque[int] = deque()
-        self._sock = sock
         self._plain = self.readv, self.writev
         self.take_fds(True)
 
@@ -55,7 +54,7 @@ class DescriptorStream(ByteStream):
         self.readv = self._recv_with_fds if wanted else self._plain[0]
 
     def _recv_with_fds(self, buffers: Sequence[memoryview]) -> int:
-        nbytes, ancillary, _flags, _address = self._sock.recvmsg_into(
+        nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
             buffers, _SPACE, socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in ancillary:
@@ -75,7 +74,7 @@ class DescriptorStream(ByteStream):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
 
         def with_fd(buffers: Sequence[memoryview]) -> int:
-            nbytes = self._sock.sendmsg(buffers, rights)
+            nbytes = self.sock.sendmsg(buffers, rights)
             self.attach(None)
             return nbytes
 
@@ -204,7 +203,8 @@ class SharedMemTransport(FramedTransport):
     Payloads given to :meth:`send` travel through the socket; schemes put versions into slots.
 
     Args:
-        sock: A connected Unix stream socket; owned from now on.
+        io: A connected Unix stream socket, or a two-way ``multiprocessing`` connection; owned from
+            now on.
         arena: Where the slots are that this end may name to the other; ``None`` if it names none.
         limits: What the peer may announce.
         name: How errors and reprs call the peer.
@@ -222,33 +222,19 @@ class SharedMemTransport(FramedTransport):
 
     def __init__(
         self,
-        sock: socket.socket,
+        io: Connection | socket.socket,
         *,
         arena: Arena | None = None,
         limits: Limits | None = None,
         name: str = "the peer",
     ) -> None:
-        self._stream = DescriptorStream(sock)
-        widen_socket(self._stream.read_fd)
+        self._stream = DescriptorStream(io)
         super().__init__(self._stream, limits=limits, name=name)
         self.slots: SlotReader = SlotReader(self._stream.received_fds)
         self.publisher: SlotPublisher | None = None
         if arena is not None:
             self.publisher = SlotPublisher(self, self._stream, arena)
             self.call_on_end(self.publisher.end)
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def pair(
-        cls, *, limits: Limits | None = None
-    ) -> AsyncIterator[tuple[SharedMemTransport, SharedMemTransport]]:
-        """Two connected ends in this process, closed when the context ends."""
-        left, right = socket.socketpair()
-        async with (
-            cls(left, limits=limits, name="the right end") as one,
-            cls(right, limits=limits, name="the left end") as two,
-        ):
-            yield one, two
 
     def take_segments(self, wanted: bool) -> None:
         """Whether the peer may announce segments. To take no descriptors saves system time."""
