@@ -116,7 +116,7 @@ class WeightClient:
             Of a weight server one for each model; of a trainer, or a worker that listens, its own.
 
         Raises:
-            ConnectError: Nothing listens there, or a release that does not answer this.
+            ConnectError: Nothing listens there.
             AuthError: The tokens or certificates do not match.
             ConfigError: The other side requires TLS.
             ConnectTimeout: Not in time.
@@ -125,13 +125,7 @@ class WeightClient:
         Cancellation:
             Class A.
         """
-        values = await self._ask(timeout)
-        if "stats" not in values:
-            raise ConnectError(
-                f"{self._address} runs an older release, {values.get('aiosync')!s:.20}, which has "
-                "no statistics: update it, or see `aiosync status`"
-            )
-        return stats_from(values["stats"])
+        return stats_from((await self._ask(timeout)).get("stats"))
 
     async def _ask(self, timeout: float | None) -> dict[str, Any]:
         """Ask for the status."""
@@ -157,11 +151,6 @@ class WeightClient:
             raise ConnectTimeout(f"{self._address} did not answer within {timeout:g} s") from exc
         if isinstance(answer, Status):
             return dict(answer.values)
-        if isinstance(answer, Refuse) and answer.error_type == RemoteProtocolError.__name__:
-            raise ConnectError(
-                f"{self._address} is a trainer, not a weight server, and of an older release, "
-                "which answers no questions: update it"
-            )
         if isinstance(answer, Refuse):
             raise ConnectError(f"{self._address} refused the status request: {answer.error_text}")
         raise RemoteProtocolError(f"expected Status, got {type(answer).__name__}")

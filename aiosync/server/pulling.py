@@ -57,7 +57,6 @@ class PulledWeights:
         buffer: The tensors.
         values: What is not a tensor, by dotted name, as it travelled.
         reconnects: How often the link was lost and replaced meanwhile.
-        resumed_nbytes: Bytes that did not have to be sent again after that.
     """
 
     model_id: str
@@ -67,7 +66,6 @@ class PulledWeights:
     buffer: FlatBuffer
     values: Mapping[str, Any]
     reconnects: int = 0
-    resumed_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +120,6 @@ class Pull:
         self._moved = False  # something arrived over this link
         self._reconnects = 0
         self._pauses = Backoff()
-        self._resumed = 0
 
     async def run(self) -> PulledWeights:
         """Get the weights, over one link after the other."""
@@ -157,7 +154,6 @@ class Pull:
             return PulledWeights(
                 *(self._model_id, epoch, version, staged.layout, staged.flat, staged.values),
                 reconnects=self._reconnects,
-                resumed_nbytes=self._resumed,
             )
         except AiosyncError as exc:
             self._lost = exc
@@ -188,9 +184,6 @@ class Pull:
             self._total = message.manifest.nbytes
         staged = self._updates.read(received)
         if isinstance(message, Update):
-            goes_on = message.chunk is not None and message.chunk[0] > 0
-            if not self._moved and goes_on and self._partial is not None:
-                self._resumed += self._partial[2]
             self._moved = True
             partial = self._updates.partial
             self._here = self._total if staged is not None else 0 if partial is None else partial[2]

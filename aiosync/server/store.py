@@ -11,12 +11,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
-import io
 import json
 import os
 import re
 import secrets
-import stat
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -118,7 +116,7 @@ class WeightStore:
         """Open a directory, and remove what saves that were cut short left in it.
 
         Args:
-            directory: Made, for this user only, if it is missing; so are missing parents.
+            directory: Made, for this user only, if it is missing.
             limits: Bounds on what is loaded.
 
         Raises:
@@ -127,7 +125,7 @@ class WeightStore:
         self.directory: str = os.path.abspath(directory)
         self.limits: Limits = limits
         try:
-            _make_private(self.directory)
+            os.makedirs(self.directory, 0o700, exist_ok=True)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("it is no directory that this user can read and write")
             self._remove_stale()
@@ -155,12 +153,7 @@ class WeightStore:
                 only the directory could not be synced.
         """
         path = self._path(model_id)
-        layout = update.layout
-        if update.buffer.nbytes < layout.nbytes:
-            raise ConfigError(
-                f"the buffer has {update.buffer.nbytes} bytes, the layout needs {layout.nbytes}"
-            )
-        checksum = _checksum_of(layout.manifest, update.buffer.memoryview())
+        checksum = _checksum_of(update.layout.manifest, update.buffer.memoryview())
         header = _encode_header(model_id, update, checksum)
         try:
             with replacing(path, 0o600) as (file, _):
@@ -172,17 +165,15 @@ class WeightStore:
         """Return the version that was saved last, in new memory; ``None`` if there is none.
 
         Raises:
-            ConfigError: ``model_id`` is not a text.
             StoreError: The file is damaged, cut short, foreign or beyond the limits; the
                 message names the file and what is wrong.
         """
         path = self._path(model_id)
         try:
-            file = _open(path)
-            if file is None:
-                return None
-            with file:
+            with open(path, "rb", buffering=_BUFFER_NBYTES) as file:
                 return _read(file, model_id, self.limits)
+        except FileNotFoundError:
+            return None
         except OSError as exc:
             raise StoreError(f"{path}: cannot be read: {exc}") from exc
         except StoreError as exc:
@@ -192,19 +183,12 @@ class WeightStore:
         """Return the ids of the models that have a file, in order.
 
         A listed file may still turn out to be damaged when it is loaded.
-
-        Raises:
-            StoreError: The directory cannot be read.
         """
-        try:
-            names = os.listdir(self.directory)
-        except OSError as exc:
-            raise StoreError(f"{self.directory}: cannot be read: {exc}") from exc
         found = []
-        for name in names:
+        for name in os.listdir(self.directory):
             stem = name.removesuffix(_SUFFIX)
             model_id = "" if stem == "%" else urllib.parse.unquote(stem)
-            with contextlib.suppress(ConfigError):  # somebody else's
+            with contextlib.suppress(ValueError):  # somebody else's
                 if _file_name(model_id) == name:
                     found.append(model_id)
         return sorted(found)
@@ -218,40 +202,22 @@ class WeightStore:
                 continue
             path = os.path.join(self.directory, name)
             with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone; being written
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with open(path, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(path)
-                finally:
-                    os.close(fd)
 
 
 # -- names ------------------------------------------------------------------------------------
 
 
-def _file_name(model_id: Any) -> str:
+def _file_name(model_id: str) -> str:
     """Return a name of letters, digits and ``-_.%~`` that does not start with a dot."""
-    if not isinstance(model_id, str):
-        raise ConfigError(f"a model id must be a str, not a {type(model_id).__name__}")
-    try:
-        encoded = model_id.encode()
-    except UnicodeEncodeError as exc:
-        raise ConfigError(f"the model id {model_id!r} is not valid Unicode") from exc
-    stem = urllib.parse.quote(encoded, safe="").replace("~", "%7E") or "%"
+    stem = urllib.parse.quote(model_id.encode(), safe="").replace("~", "%7E") or "%"
     if stem.startswith("."):
         stem = "%2E" + stem[1:]
     if len(stem) > _MAX_STEM:
         raise ConfigError(f"the model id {model_id[:40]!r}... is too long to be stored")
     return stem + _SUFFIX
-
-
-def _make_private(directory: str) -> None:
-    if not os.path.isdir(directory):
-        parent = os.path.dirname(directory)
-        _make_private(parent)
-        with contextlib.suppress(FileExistsError):  # made meanwhile, or not a directory
-            os.mkdir(directory, 0o700)
-        _sync(parent)
 
 
 # -- files that are replaced ------------------------------------------------------------------
@@ -275,9 +241,13 @@ def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, st
     folder = os.path.dirname(path)
     if mode is None and os.path.exists(path):
         mode = os.stat(path).st_mode & 0o777
-    temporary, fd = _new_temporary(folder, 0o666 if mode is None else 0o600)
+    temporary = os.path.join(folder, f".aiosync-{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
+            with contextlib.suppress(OSError):  # no locks here: then processes must not share
+                fcntl.flock(fd, fcntl.LOCK_EX)  # somebody is writing it
             if mode is None:
                 mode = os.fstat(fd).st_mode & 0o777
             yield file, temporary
@@ -291,18 +261,6 @@ def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, st
     _sync(folder)
 
 
-def _new_temporary(folder: str, mode: int) -> tuple[str, int]:
-    """Create a file that says by its lock that somebody is writing it."""
-    while True:
-        path = os.path.join(folder, f".aiosync-{secrets.token_hex(8)}.tmp")
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with contextlib.suppress(OSError):  # no locks here: then processes must not share
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
-            return path, fd
-        os.close(fd)  # another process took it for stale before it was locked
-
-
 def _sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -314,16 +272,23 @@ def _sync(path: str) -> None:
 # -- the format -------------------------------------------------------------------------------
 
 
-def _read(file: io.BufferedReader, model_id: str, limits: Limits) -> StoredUpdate:
+def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
     """Read and check a whole file into new memory.
 
     Raises:
         StoreError: The file is damaged, cut short, foreign or beyond the limits.
         OSError: The disk refused it.
     """
-    header = _read_header(file)
-    metadata = _metadata_of(header)
+    found = os.fstat(file.fileno())
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(found.st_size - 8, _MAX_HEADER_NBYTES):
+        raise StoreError("it is cut short, or not a safetensors file")
+    header = file.read(length)
     try:
+        metadata = json.loads(header)[_METADATA]
+        if metadata["aiosync.format"] != _FORMAT:
+            other = f"{metadata['aiosync.format']!r:.20}"
+            raise StoreError(f"it has the format version {other}; only {_FORMAT!r} is supported")
         if metadata["aiosync.model_id"] != model_id:
             other = str(metadata["aiosync.model_id"])[:80]
             raise StoreError(f"it belongs to the model {other!r}")
@@ -340,15 +305,15 @@ def _read(file: io.BufferedReader, model_id: str, limits: Limits) -> StoredUpdat
         again = _encode_header(model_id, update, checksum)
     except StoreError:
         raise
-    except KeyError as exc:
-        raise StoreError(f"its header is damaged: {exc} is missing") from exc
-    except (ValueError, TypeError, AiosyncError) as exc:
-        raise StoreError(f"its header is not valid: {exc}") from exc
+    except (LookupError, ValueError, TypeError, RecursionError, AiosyncError) as exc:
+        raise StoreError(
+            "its header is damaged, or it was not written by an aiosync store: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
     if again != header:  # what else it says is implied: one comparison checks it all
         raise StoreError("its header is damaged")
     leaves = update.layout.manifest.leaves
     expected = 8 + len(header) + sum(leaf.nbytes for leaf in leaves)
-    found = os.fstat(file.fileno())
     if found.st_size != expected:
         raise StoreError(f"it has {found.st_size} bytes instead of {expected}")
     try:
@@ -358,32 +323,12 @@ def _read(file: io.BufferedReader, model_id: str, limits: Limits) -> StoredUpdat
     memory = buffer.memoryview()
     for leaf in _file_order(update.layout.manifest):
         with memory[leaf.offset : leaf.offset + leaf.nbytes] as part:
-            file.readinto(part)  # cut short meanwhile, it has another checksum
+            file.readinto(part)  # type: ignore[attr-defined]  # cut short meanwhile, it has another checksum
     if _checksum_of(update.layout.manifest, memory) != checksum:
         raise StoreError("its tensors are damaged: the checksum differs")
     for start, end in update.layout.padding():
         buffer.array[start:end] = 0  # no old memory of this process may travel
     return replace(update, buffer=buffer, saved_at=found.st_mtime)
-
-
-def _read_header(file: io.BufferedReader) -> bytes:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(size - 8, _MAX_HEADER_NBYTES):
-        raise StoreError("it is cut short, or not a safetensors file")
-    return file.read(length)
-
-
-def _metadata_of(header: bytes) -> dict[str, Any]:
-    try:
-        metadata = json.loads(header)[_METADATA]
-        found = metadata["aiosync.format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        why = "its header is damaged, or it was not written by an aiosync store"
-        raise StoreError(why) from exc
-    if found != _FORMAT:
-        raise StoreError(f"it has the format version {found!r:.20}; only {_FORMAT!r} is supported")
-    return dict(metadata)
 
 
 def _file_order(manifest: Manifest) -> list[LeafSpec]:
@@ -473,31 +418,10 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
             "data_offsets": (position, position + leaf.nbytes),
         }
         position += leaf.nbytes
-    try:
-        header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError as exc:
-        raise ConfigError(f"the strategy {update.strategy!r} is not valid Unicode") from exc
+    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     if len(header) > _MAX_HEADER_NBYTES:
         raise ConfigError(
             f"names and values need {len(header)} bytes; at most {_MAX_HEADER_NBYTES} fit"
         )
     return header
-
-
-def _open(path: str) -> io.BufferedReader | None:
-    """Open a file of a store; ``None`` if there is none.
-
-    Raises:
-        StoreError: It is not a regular file.
-        OSError: It cannot be opened; a symbolic link cannot.
-    """
-    try:
-        # O_NONBLOCK: a FIFO in its place must not stop the server.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise StoreError("it is not a regular file")
-    return io.BufferedReader(io.FileIO(fd), _BUFFER_NBYTES)

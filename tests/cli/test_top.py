@@ -155,8 +155,8 @@ async def test_whoever_may_pull_from_a_server_may_look() -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (Status({"aiosync": "0.0.9", "models": []}), "runs an older release, 0.0.9, which has no "),
-        (Refuse("RemoteProtocolError", "expected the Hello of"), "older release, which answers no"),
+        (Status({"aiosync": "0.0.9", "models": []}), "RemoteProtocolError: illegal statistics"),
+        (Refuse("RemoteProtocolError", "expected the Hello of"), "request: expected the Hello of"),
         (Status({"stats": [{"role": "sender"}]}), "RemoteProtocolError: illegal statistics"),
         (Status({"stats": 1}), "RemoteProtocolError: illegal statistics"),
     ],

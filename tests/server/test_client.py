@@ -108,7 +108,7 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
         assert pulled.reconnects == 2
         assert pulled.nbytes == 2**23
         # Two links brought something, and nothing of it came again but what was cut.
-        assert 4_000_000 < pulled.resumed_nbytes
+        assert proxy.bytes_back < 2**23 + 3 * 2**18 + 2**16
         assert seen == sorted(seen)
         assert seen[-1] == pulled.nbytes
         assert torch.equal(pulled.mapping()["block"], torch.full((2, 2**20), -1.0))
