@@ -42,6 +42,8 @@ SESSIONS = {
     )
 }
 PREPARED = "token", "pull-token"
+installed = set[str]()
+"""The commands that were seen to install: pages repeat them."""
 
 
 @pytest.fixture
@@ -117,6 +119,8 @@ def test_the_shell_blocks_of_a_page_run(page: Path, checkout: Path) -> None:
                     server.close()
                 server.enter_context(_going_on(line, checkout, env))
                 continue
+            if line in installed:
+                continue
             done = subprocess.run(
                 ["bash", "-c", line],
                 cwd=checkout,
@@ -127,6 +131,8 @@ def test_the_shell_blocks_of_a_page_run(page: Path, checkout: Path) -> None:
                 check=False,
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            if "--dry-run" in line:
+                installed.add(line)
 
 
 def test_what_is_tested_elsewhere_is_there() -> None:

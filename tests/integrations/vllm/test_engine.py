@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,7 @@ from aiosync import VersionSpan
 from aiosync.integrations.vllm import span_of
 from tests.integrations.vllm._server import TOKEN, Clients, Server
 from tests.integrations.vllm._tools import VOCAB, make_speller, make_weights
+from tests.support.pages import ROOT
 
 if TYPE_CHECKING:
     from aiosync.integrations.vllm import AiosyncTrainerEngine
@@ -155,6 +157,43 @@ def test_without_vllms_client(offline: dict[str, Any], server: Server) -> None:
         with pytest.raises(aiosync.PartialSyncError, match="missing"):
             trainer.send_weights({})
         assert server.tokens() == offline["fresh"]
+
+
+def _program_of(page: str, **instead: str) -> dict[str, Any]:
+    """What the Python block of a page in docs/coming-from defines."""
+    text = (ROOT / "docs" / "coming-from" / page).read_text()
+    program = text.partition("```python\n")[2].partition("```")[0]
+    for old, new in instead.items():
+        assert old in program
+        program = program.replace(old, new)
+    defined: dict[str, Any] = {}
+    exec(program, defined)
+    return defined
+
+
+def test_the_object_for_trl(offline: dict[str, Any], server: Server) -> None:
+    """Its methods, in the order in which TRL calls them."""
+    program = _program_of("trl.md")
+    transfer = program["Transfer"](server.url, "tcp://127.0.0.1:0", TOKEN)
+    transfer.init_weight_transfer()
+    try:
+        for weights in (A, B):
+            transfer.pause()
+            transfer.send_weights(iter(weights.items()))
+            transfer.resume()
+    finally:
+        transfer.destroy()
+    assert server.tokens() == offline["fresh"]
+    assert server.label() == "2"
+
+
+def test_the_trainer_of_the_page_on_nccl(offline: dict[str, Any], server: Server) -> None:
+    program = _program_of(
+        "vllm-nccl.md", **{"http://engine.example:8000": server.url, "(1000)": "(2)", "7000": "0"}
+    )
+    program["train"](SimpleNamespace(state_dict=lambda: A), TOKEN)
+    assert server.tokens() == offline["schemes"]["tcp"]["after"] != offline["fresh"]
+    assert server.label() == "2"
 
 
 def _without(name: str) -> dict[str, torch.Tensor]:
