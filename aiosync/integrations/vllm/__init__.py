@@ -18,8 +18,7 @@ from aiosync.integrations.vllm._info import (
     AiosyncTrainerInitInfo,
     AiosyncUpdateInfo,
 )
-from aiosync.integrations.vllm._spans import span_of
-from aiosync.integrations.vllm._trainer import Activation, AiosyncTrainerEngine
+from aiosync.integrations.vllm._trainer import Activation, AiosyncTrainerEngine, span_of
 
 __all__ = [
     "Activation",

@@ -67,8 +67,6 @@ if TYPE_CHECKING or not HAS_VLLM:
         init_info_cls: type[WeightTransferInitInfo]
         update_info_cls: type[WeightTransferUpdateInfo]
         supports_draft_weight_update: bool
-        config: Any
-        vllm_config: Any
         parallel_config: Any
         model_config: Any
         device: torch.device

@@ -84,10 +84,6 @@ class AiosyncInitInfo(WeightTransferInitInfo):
             scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=self.timeout)
             parts = urlsplit(self.address)
             pid = parse_qs(parts.query).get("pid", [""])[0]
-            if not parts.path.strip("/") and not parts.netloc:
-                raise ConfigError(
-                    f"{self.address!r} is not the address of a trainer's shared memory"
-                )
             address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
             meet_at(core_of(scheme), address, int(pid) if pid.isdigit() else None)
         else:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
@@ -29,7 +29,6 @@ from aiosync.integrations.vllm._base import (
 )
 from aiosync.integrations.vllm._clients import Control
 from aiosync.integrations.vllm._info import AiosyncTrainerInitInfo, address_of, sending_scheme
-from aiosync.integrations.vllm._spans import label_of
 from aiosync.schemes import SendHandle
 from aiosync.spans import VersionSpan
 from aiosync.sync import WeightSyncScheme
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Activation", "AiosyncTrainerEngine"]
+__all__ = ["Activation", "AiosyncTrainerEngine", "span_of"]
 
 _WORD_SECONDS = 2.0  # for a worker's reason to come, once the engine has said that there is one
 
@@ -376,3 +375,39 @@ async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
     except AiosyncError as exc:
         return exc
     return None
+
+
+# -- which versions the tokens of an answer come from, as vLLM reports it -------------------------
+#
+# vLLM names weights by labels: here a version and its epoch, ``7@0123456789abcdef``.
+
+
+def label_of(version: int, epoch: int) -> str:
+    """How vLLM calls a version."""
+    return f"{version}@{epoch:016x}"
+
+
+def span_of(output: Any) -> VersionSpan | None:
+    """The versions of an answer, and of how many of its tokens each is.
+
+    Args:
+        output: A finished ``CompletionOutput`` of vLLM, as in ``request_output.outputs``; or a
+            choice of its server's ``/inference/v1/generate``, the last one of a stream.
+
+    Returns:
+        The span, with runs of (version, tokens). Of version 0 are tokens of weights that no trainer
+        has sent, such as those that the engine was started with, and of another trainer than that
+        of the last token. ``None`` if the answer names no version: it has no token, or is not
+        finished.
+    """
+    spans = output.get("weight_versions") if isinstance(output, Mapping) else output.weight_versions
+    if not spans:
+        return None
+    parts = [each if isinstance(each, Mapping) else vars(each) for each in spans]
+    last = parts[-1]["version"].partition("@")[2]
+    runs = list[tuple[int, int]]()
+    for part in parts:
+        version, _, epoch = part["version"].partition("@")
+        known = version.isdecimal() and epoch == last
+        runs.append((int(version) if known else 0, part["end"] - part["start"]))
+    return VersionSpan.from_runs(runs, last or None)
