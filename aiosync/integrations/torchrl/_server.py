@@ -67,7 +67,11 @@ class ServerOwner:
         result = proceed(*args, **kwargs)
         if name == "connect":
             self._note()
-            _call_on_loop(self._scheme(), self._look_after)
+            scheme = self._scheme()
+            loop = None if scheme is None else loop_of(core_of(scheme))
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                    loop.call_soon_threadsafe(self._look_after)
         return result
 
     def stands_for(self, context: object) -> bool:
@@ -133,11 +137,3 @@ class ServerOwner:
             for _ in range(grown):
                 server.update_policy_weights_(model_id=scheme.model_id)
         return update
-
-
-def _call_on_loop(scheme: WeightSyncScheme | None, call: Callable[[], None]) -> None:
-    """Have the loop of a connected scheme call something."""
-    loop = None if scheme is None else loop_of(core_of(scheme))
-    if loop is not None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(call)
