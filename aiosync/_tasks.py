@@ -21,7 +21,7 @@ from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 __all__ = ["Notifier", "TaskOwner", "WorkerThread", "current_task", "run_on_loop", "running_loop"]
 
 _T = TypeVar("_T")
-_Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any] | None]"
+_Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
 
 _CLOSE_SECONDS = 5.0
 _PATIENCE_SECONDS = 30.0  # of a thread that waits for a loop
@@ -199,10 +199,6 @@ class WorkerThread:
         self._lock = threading.Lock()  # for _working
         self._closed = False
 
-    def submit(self, call: Callable[[], Any]) -> None:
-        """Run ``call``, which raises nothing, some time; nobody waits for it."""
-        self._put((call, None))
-
     async def run(self, call: Callable[[], _T], *, patience: float | None) -> _T:
         """Run ``call`` and wait for it.
 
@@ -252,8 +248,7 @@ class WorkerThread:
                 outcome = (None, exc)
             with self._lock:
                 self._working -= 1
-            if ended is not None:
-                _tell(ended, outcome)
+            _tell(ended, outcome)
             del job, call, ended, outcome  # nothing is kept alive while this waits
 
     def close(self, *, patience: float) -> None:

@@ -305,14 +305,8 @@ def admitted(
             these names.
     """
     if method is None:
-        return partial(_admitted, timeout=timeout)
-    return _admitted(method, timeout=timeout)
-
-
-def _admitted(method: Callable[..., Any], *, timeout: float | None) -> Callable[..., Any]:
+        return partial(admitted, timeout=timeout)
     name = getattr(method, "__qualname__", repr(method))
-    if not callable(method):
-        raise ConfigError(f"admitted() is for methods, not for {name}")
     if inspect.isgeneratorfunction(method):
         raise ConfigError(f"{name} is a generator: make it `async def` to be admitted")
     if hasattr(method, "set_max_batch_size"):

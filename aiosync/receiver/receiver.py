@@ -198,7 +198,6 @@ class WeightReceiver:
         self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
         self.progress: int = 0
-        self._progress_at = 0.0
         self.reported: tuple[int | None, int] = (None, 0)
         self._changed = Notifier()
         self._num_waiting = 0
@@ -275,7 +274,7 @@ class WeightReceiver:
         self._outgoing.check()
         if isinstance(message, Update | ManifestMessage):
             if isinstance(message, Update):
-                self.progress, self._progress_at = self.progress + 1, time.monotonic()
+                self.progress += 1
             staged = self._updates.read(received)
             if staged is not None:
                 self._stage(staged)
@@ -540,14 +539,6 @@ class WeightReceiver:
     def partial(self) -> tuple[int, int, int] | None:
         """Epoch, version and verified bytes of an update that is here in part."""
         return self._updates.partial
-
-    @property
-    def partial_since(self) -> float | None:
-        """When the last part of an update came that is still incomplete; ``None`` without one.
-
-        On ``time.monotonic()``'s clock.
-        """
-        return None if self.partial is None else self._progress_at
 
     @property
     def transforming_since(self) -> float | None:

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FeedStatus", "WeightFeed"]
 
 _FIRST_PAUSE_SECONDS = 0.05
-_STALL_SECONDS = 5.0  # without a byte in the middle of an update
-_SLOW_SECONDS = 5.0  # for a function of the user's, before the status mentions it
 _CLOSE_SECONDS = 4.0
-
-_STALLED = "the source has been silent for {:.0f} s in the middle of an update"
-_LOADING = "a new version has been being put in place for {:.0f} s"
-_TRANSFORMING = "the transform of a new version has been working for {:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +174,6 @@ class WeightFeed:
         self._crash: BaseException | None = None  # what ended it, if it was not closed
         self._activated_at: float | None = None  # when it switched the last time
         self._blocked: tuple[float, str] | None = None
-        self._loading_since: float | None = None
         self._started = 0.0
 
     def _make(self) -> WeightSyncScheme:
@@ -283,7 +276,7 @@ class WeightFeed:
         state: Any = "closed"
         reason = "the feed is not running: start it with `async with feed`"
         if self._users:
-            causes = self._causes(now)
+            causes = self._causes()
             state = "starting" if self.gate.waits_for else "stale" if causes else "live"
             reason = "; ".join(text for _, text in causes)
         if self._users and self._crash is not None:
@@ -310,7 +303,7 @@ class WeightFeed:
         receiver = self._receiver
         return receiver is not None and receiver.lost is None and receiver.error is None
 
-    def _causes(self, now: float) -> list[tuple[float, str]]:
+    def _causes(self) -> list[tuple[float, str]]:
         """Since when, and why, it does not follow the source."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
         why = None if self._connected else not_met(self._scheme)
@@ -326,14 +319,6 @@ class WeightFeed:
             refusing = receiver.refusing
             text = f"version {refusing.version} was refused: {refusing.text}"
             found.append((refusing.since, text))
-        stalled = receiver.partial_since if self._connected else None
-        for since, limit, text in (
-            (stalled, _STALL_SECONDS, _STALLED),
-            (self._loading_since, _SLOW_SECONDS, _LOADING),
-            (receiver.transforming_since, _SLOW_SECONDS, _TRANSFORMING),
-        ):
-            if since is not None and now - since > limit:
-                found.append((since, text.format(now - since)))
         return found
 
     # -- receiving -----------------------------------------------------------------------------
@@ -397,7 +382,6 @@ class WeightFeed:
                 pause = _FIRST_PAUSE_SECONDS
 
     async def _switch(self, receiver: WeightReceiver) -> None:
-        old = self._memory() if receiver.inbox.version == 0 else []
         loop = asyncio.get_running_loop()
         async with self.gate.swap() as swap:
             swap.version = self.gate.version  # nothing has changed so far
@@ -409,9 +393,6 @@ class WeightFeed:
                     await self._apply(receiver)
             finally:
                 change_hooks(self._scheme, applied=None)
-        if old:
-            # What the model had of its own goes back to the system, which takes its time.
-            self._thread.submit(old.clear)
 
     def _on_flip(
         self, loop: asyncio.AbstractEventLoop, swap: Swap, epoch: int, version: int
@@ -450,18 +431,8 @@ class WeightFeed:
             except BaseException as exc:  # of a function of the user's: no end of this program
                 raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
 
-        self._loading_since = time.monotonic()
         try:
             # What has begun ends: nobody may compute on weights that are half in place.
             await self._thread.run(apply, patience=None)
         except SyncTimeout as exc:
             raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s") from exc
-        finally:
-            self._loading_since = None
-
-    def _memory(self) -> list[Any]:
-        """What keeps the memory alive that the model has now."""
-        model, weights = self._init["model"], self._init["weights"]
-        if model is None or not hasattr(model, "parameters"):
-            return list(weights.values()) if isinstance(weights, dict) else []
-        return [tensor.data for tensor in (*model.parameters(), *model.buffers())]

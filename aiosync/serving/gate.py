@@ -48,12 +48,6 @@ def _around(gate: AdmissionGate) -> list[Admission]:
     return [each for each in _inside.get() if each._gate is gate and each._holder.active]
 
 
-def _blocks_here(gate: AdmissionGate) -> bool:
-    """Whether this task is inside something that a switch of ``gate`` waits for."""
-    task = asyncio.current_task()
-    return any(each._task is task and each._holder.blocks for each in _around(gate))
-
-
 def _add(runs: list[tuple[int, int]], version: int, number: int) -> None:
     """Lengthen the last run, or begin one."""
     if runs and runs[-1][0] == version:
@@ -431,7 +425,9 @@ class Admission:
         gate = self._gate
         self._task = asyncio.current_task()
         around = _around(gate)
-        if around and self._joins(around[-1]._holder):
+        if around and around[-1]._holder.blocks:
+            if not gate._satisfies(self.min_version, self.wanted_epoch):
+                raise self._too_late(None)
             self._holder = outer = around[-1]._holder
             outer._parts += 1
             self.version, self.epoch = outer.version, outer.epoch
@@ -450,16 +446,6 @@ class Admission:
         # Without those that are over: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
         return self.version
-
-    def _joins(self, outer: Admission) -> bool:
-        """Whether it is a part of the innermost request or batch of this gate around it."""
-        if not outer.blocks:
-            return False
-        if self._gate._satisfies(self.min_version, self.wanted_epoch):
-            return True
-        if _blocks_here(self._gate):
-            raise self._too_late(None)
-        return False  # a task that goes on by itself may wait for what comes later
 
     async def _wait(self) -> None:
         gate = self._gate
@@ -512,9 +498,6 @@ class Admission:
         if holder._parts == 0:
             holder._gate._leave(holder)
 
-    def __repr__(self) -> str:
-        return f"<Admission version {self.version}: {'active' if self.active else 'not active'}>"
-
 
 class Swap:
     """One switch of the weights; see :meth:`AdmissionGate.swap`. Enter it once.
@@ -543,7 +526,8 @@ class Swap:
 
     async def __aenter__(self) -> Self:
         gate = self._gate
-        if _blocks_here(gate):
+        task = asyncio.current_task()
+        if any(each._task is task and each._holder.blocks for each in _around(gate)):
             raise LocalProtocolError("a switch inside a request would wait for itself")
         limit = _limit_of(self._timeout, gate.swap_timeout)
         try:
