@@ -40,13 +40,15 @@ def environment(**changes: str) -> dict[str, str]:
     return {**clean, **changes}
 
 
-def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *args: str, timeout: float = PATIENCE, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A command as a process of its own."""
     return subprocess.run(
         command(*args),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=timeout,
         check=False,
         env=environment(**variables),
     )

@@ -22,19 +22,10 @@ from rich.console import Console
 
 import aiosync.cli
 from aiosync.cli.demo import Collected, Progress
+from tests.cli._serving import command, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-def command(*args: str) -> list[str]:
-    return [sys.executable, "-m", "aiosync", *args]
-
-
-def run(*args: str, timeout: float = 50.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 def demo_args(transport: str, sync: bool) -> list[str]:

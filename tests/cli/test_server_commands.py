@@ -215,19 +215,6 @@ def test_a_wrong_token_is_one_line(
     assert told["refused"] == {"AuthError": 7}
 
 
-def test_a_token_that_others_may_read_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "token"
-    path.touch(0o644)
-    path.write_text(SECRET)
-    url = f"unix://{tmp_path / 'nobody'}"
-    assert aiosync.cli.main(["status", url, "--token-file", str(path)]) == 1
-    note, error = capsys.readouterr().err.splitlines()
-    assert note == f"Note: other users can read {path}: chmod 600 is advised."
-    assert "cannot be reached" in error
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_pull_token_pulls_and_does_not_push(
@@ -460,10 +447,3 @@ def test_a_server_answers_prometheus_and_probes(
             with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
                 assert answer.status == 200
         assert server.end() == (0, "")
-
-
-def test_an_address_for_metrics_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("prometheus_client")
-    status, text = refused(capsys, "serve", "--listen", URL, "--metrics", "nowhere")
-    assert status == 2
-    assert "'nowhere' is not HOST:PORT" in text
