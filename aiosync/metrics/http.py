@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias
 
 from aiosync.errors import ConfigError
 from aiosync.metrics.collector import Metrics
 from aiosync.metrics.table import optional
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.transports.address import Address, bind
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["TEXT", "HttpServer", "Page", "serve"]
 
@@ -29,7 +26,6 @@ TEXT = "text/plain; charset=utf-8"
 _MAX_NBYTES = 8192  # of a request
 _MAX_LINKS = 32
 _SECONDS = 10.0  # that a link may be open, if nothing is streamed
-_MAX_UNTAKEN = 2**20  # bytes of events; who takes no more of them is not there
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n"
     b"Connection: close\r\n\r\n"
@@ -53,7 +49,7 @@ class HttpServer:
 
     def __init__(self, listen: str, pages: Mapping[str, Page]) -> None:
         self._listen, self._pages = listen, pages
-        self._links: dict[asyncio.Transport, bool] = {}  # oldest first, and whether it has asked
+        self._links: dict[asyncio.Task[None], bool] = {}  # oldest first, and whether it has asked
 
     async def __aenter__(self) -> str:
         try:
@@ -63,10 +59,9 @@ class HttpServer:
                 f"{self._listen.rpartition('@')[2]!r} is not HOST:PORT, such as 127.0.0.1:9464"
             ) from exc
         sock, address = bind(address)
-        loop = asyncio.get_running_loop()
         # Nothing suspends this before it is known what to close.
-        self._server: asyncio.Server = await loop.create_server(
-            lambda: _Link(self._answer, self._links, self._server), sock=sock, start_serving=False
+        self._server: asyncio.Server = await asyncio.start_server(
+            self._serve, sock=sock, limit=_MAX_NBYTES, start_serving=False
         )
         try:
             await self._server.start_serving()
@@ -75,21 +70,52 @@ class HttpServer:
             raise
         return f"http://{str(address).removeprefix('tcp://')}"
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.abort()
         while self._links:  # noqa: ASYNC110 - they end in the next turns of the loop
             await asyncio.sleep(0)
 
     def abort(self) -> None:
-        """Close every socket now. On the loop that it runs on."""
+        """Have every socket closed. On the loop that it runs on."""
         self._server.close()
-        for link in [*self._links]:
-            link.abort()
+        for link in self._links:
+            link.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request."""
+        link = asyncio.current_task()
+        assert link is not None
+        try:
+            if not self._server.is_serving():  # it was closed since this link was accepted
+                return
+            if len(self._links) == _MAX_LINKS:  # a probe asks at once: whoever did not goes first
+                oldest = min(self._links, key=self._links.__getitem__)
+                del self._links[oldest]
+                oldest.cancel()
+            self._links[link] = False
+            async with asyncio.timeout(_SECONDS) as deadline:
+                try:
+                    request = await reader.readuntil(b"\r\n\r\n")
+                except asyncio.LimitOverrunError:
+                    request = b""
+                self._links[link] = True
+                answer = self._answer(request)
+                if isinstance(answer, bytes):
+                    writer.write(answer)
+                    writer.close()
+                    await writer.wait_closed()  # once that has been taken
+                    return
+                deadline.reschedule(None)
+                writer.write(_EVENTS)
+                async with contextlib.aclosing(answer):
+                    async for event in answer:
+                        writer.write(event)
+                        await writer.drain()
+        except (asyncio.CancelledError, EOFError, OSError):  # whoever asked is gone, or too slow
+            return
+        finally:
+            writer.transport.abort()
+            self._links.pop(link, None)
 
     def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
         head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
@@ -160,15 +186,10 @@ class serve(HttpServer):
             self._lease.release()
             raise
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._lease.valid:
             try:
-                self._lease.call(self.__aexit__(exc_type, exc, traceback))
+                self._lease.call(self.__aexit__())
             finally:
                 self._lease.release()
 
@@ -188,61 +209,3 @@ class serve(HttpServer):
         unready = "".join(f"not ready: {each!r}\n" for each in self._metrics.unready())
         status = HTTPStatus.SERVICE_UNAVAILABLE if unready else HTTPStatus.OK
         return status, TEXT, unready.encode()
-
-
-class _Link(asyncio.Protocol):
-    """One request, and its answer."""
-
-    def __init__(
-        self,
-        answer: Callable[[bytes], bytes | AsyncGenerator[bytes]],
-        links: dict[asyncio.Transport, bool],
-        server: asyncio.Server,
-    ) -> None:
-        self._answer, self._links, self._server, self._request = answer, links, server, b""
-        self._streaming: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = link = cast("asyncio.Transport", transport)
-        self._timer = asyncio.get_running_loop().call_later(_SECONDS, link.abort)
-        if len(self._links) == _MAX_LINKS:  # a probe asks at once: whoever did not goes first
-            oldest = min(self._links, key=self._links.__getitem__)
-            del self._links[oldest]
-            oldest.abort()
-        self._links[link] = False
-        if not self._server.is_serving():  # it was closed since this link was accepted
-            link.abort()
-
-    def data_received(self, data: bytes) -> None:
-        if self._streaming is not None or self._transport not in self._links:
-            return
-        self._request += data
-        if b"\r\n\r\n" in self._request or len(self._request) > _MAX_NBYTES:
-            self._links[self._transport] = True
-            answer = self._answer(self._request[:_MAX_NBYTES])
-            if isinstance(answer, bytes):
-                self._transport.write(answer)
-                self._transport.close()  # once that has been taken; nothing more is read
-            else:
-                self._timer.cancel()
-                self._streaming = asyncio.ensure_future(self._stream(answer))
-                self._streaming.add_done_callback(self._streamed)  # also where it never ran
-
-    async def _stream(self, events: AsyncGenerator[bytes]) -> None:
-        self._transport.write(_EVENTS)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if self._transport.get_write_buffer_size() > _MAX_UNTAKEN:
-                    return
-                self._transport.write(event)
-
-    def _streamed(self, _: asyncio.Task[None]) -> None:
-        self._transport.abort()
-        self._links.pop(self._transport, None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        if self._streaming is not None:
-            self._streaming.cancel()
-        else:
-            self._links.pop(self._transport, None)
