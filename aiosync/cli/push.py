@@ -137,7 +137,7 @@ async def _look(scheme: TCPWeightSyncScheme, nbytes: int, show: Show) -> None:
 
     while True:
         sender = sender_of(scheme)
-        link = None if sender is None else sender.links.get(0)
+        link = None if sender is None else sender.workers.links.get(0)
         if link is not None and link.stream is not None:
             show(min(nbytes, link.stream.sent_nbytes + link.stream.resumed_nbytes), nbytes)
         await asyncio.sleep(_LOOK_SECONDS)

@@ -135,7 +135,7 @@ class Copier:
         """
         prepared = self._flattener.prepare(weights)
         flat = self._buffers.take(prepared.layout.nbytes)
-        self._flattener.copy_into(prepared, flat)
+        prepared.copy_into(flat)
         form = "tensordict" if is_tensordict(weights) else "state_dict"
         values, give_back = copy.deepcopy(prepared.values), self._buffers.put_back
         return Weights(form, prepared.layout, flat, values, functools.partial(give_back, flat))

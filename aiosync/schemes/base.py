@@ -62,11 +62,10 @@ from aiosync.schemes.sources import (
     resolve_sources,
 )
 from aiosync.sender import How, Streaming, WeightSender
-from aiosync.sender.pacing import wait_lag_below
-from aiosync.sender.snapshots import Planned, SnapshotCopier
+from aiosync.sender.snapshots import SnapshotCopier
 from aiosync.spans import VersionSpan, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
-from aiosync.tensors import Dtypes, check_dtypes
+from aiosync.tensors import Dtypes, Prepared, check_dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.tensors.match import Strict
 from aiosync.transports.base import Transport
@@ -545,7 +544,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     @property
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied, as far as it is known."""
-        links = {} if self._sender is None else self._sender.links
+        links = {} if self._sender is None else self._sender.workers.links
         return {idx: link.applied for idx, link in links.items()}
 
     @property
@@ -568,7 +567,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
         For inspection only: the scheme sends and receives on them, on its event loop.
         """
-        links = {} if self._sender is None else self._sender.links
+        links = {} if self._sender is None else self._sender.workers.links
         return {idx: link.transport for idx, link in links.items()}
 
     @property
@@ -837,7 +836,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         except BaseException as exc:  # raised again: the caller sees it
             # A sender that reached some of its workers goes on with those.
             survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
-            if survives and self._sender is not None and self._sender.links:
+            if survives and self._sender is not None and self._sender.workers.links:
                 self._connected = not self._closed
                 raise
             closed, self._connecting = self._closed, None
@@ -1115,7 +1114,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         limit, planned = self._limit(timeout), self._plan(weights)
         return SendHandle(*sender.send_nowait(planned, _named(weights, worker_ids), limit))
 
-    def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Planned]:
+    def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Prepared]:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
         assert self._sender is not None
         self._sender.require = self.require  # it may have been assigned since
@@ -1324,13 +1323,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         runtime: Runtime = self._require("wait_lag_below")
         as_count("a lag", limit, 1)
-        wait: Callable[..., Awaitable[int]] = (
-            runtime.wait_lag_below
-            if isinstance(runtime, WeightReceiver)
-            else functools.partial(wait_lag_below, runtime)
-        )
         text = f"the lag did not fall below {limit}"
-        return await self._wait(f"wait_lag_below({limit})", timeout, text, wait, limit)
+        return await self._wait(
+            f"wait_lag_below({limit})", timeout, text, runtime.wait_lag_below, limit
+        )
 
     async def _wait(
         self,

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.sender.snapshots import Snapshot
-from aiosync.tensors.merging import Part, merged
+from aiosync.tensors.merging import merged
 from aiosync.types import Limits
 
 __all__ = ["Chain", "Group", "History", "names_of", "together"]
@@ -24,9 +24,9 @@ Group: TypeAlias = "tuple[Snapshot, ...]"
 """Updates that a worker applies as one, with the version of the last."""
 
 
-def names_of(snapshots: Iterable[Snapshot]) -> frozenset[str]:
+def names_of(snapshots: Iterable[Snapshot]) -> set[str]:
     """Every name that some updates hold."""
-    return frozenset[str]().union(*(each.names for each in snapshots))
+    return set[str]().union(*(each.names for each in snapshots))
 
 
 async def together(group: Group, limits: Limits) -> Snapshot:
@@ -37,9 +37,8 @@ async def together(group: Group, limits: Limits) -> Snapshot:
     """
     for each in group:
         await each.fetched()
-    parts = [Part(each.layout, each.buffer, each.values) for each in group]
     try:
-        layout, buffer, values = await asyncio.to_thread(merged, parts, limits)
+        layout, buffer, values = await asyncio.to_thread(merged, group, limits)
     except ConfigError as exc:
         raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
     snapshot = Snapshot(layout, buffer, lambda: None, values, group[-1].version)
@@ -122,15 +121,13 @@ class History:
     sends parts. Keeps references to snapshots, and with that their memory.
 
     Args:
-        num_workers: How many workers there can be; ``None`` for any number.
         parts: Updates hold parts of the names, also when these are new.
 
     Attributes:
         parts: As given; may change.
     """
 
-    def __init__(self, num_workers: int | None, *, parts: bool = False) -> None:
-        self._num_workers = num_workers
+    def __init__(self, parts: bool) -> None:
         self.parts = parts
         self._common = Chain()
         self._own: dict[int, Chain] = {}  # of workers that got others than the rest
@@ -162,8 +159,6 @@ class History:
             older = [each for each in common.groups if each[-1].version < snapshot.version]
             self._own[key] = Chain(older)
         self._extend(self._own[key], snapshot)
-        if len(self._own) == self._num_workers:
-            common.clear()  # nobody is left who would get it
 
     def for_worker(self, idx: int) -> Chain:
         """What this worker gets when it joins, in the order in which it was sent."""

@@ -29,11 +29,11 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import Outcome, SendTracker, VersionClock
-from aiosync.sender.chunks import Streaming
-from aiosync.sender.snapshots import STEP_SECONDS, How, Planned, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import STEPS
-from aiosync.sender.worker_link import WorkerLink
+from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.sender.workers import WorkerRegistry
+from aiosync.tensors import Prepared
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
@@ -44,7 +44,9 @@ _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 _AWAKE_SECONDS = (50e-6, 250e-6)
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _EARLY_SECONDS = 0.002  # that a loop's timer may be
-_RING_SECONDS = (0.005, 1.0)  # until a worker that does nothing is rung, and at most between two
+_RING_SECONDS = 0.005  # until a worker that does nothing is rung
+# First and longest pause between two looks how far workers are behind that tell nobody.
+_LOOK_SECONDS = (0.001, 0.01)
 
 
 class WeightSender:
@@ -119,11 +121,6 @@ class WeightSender:
         self._polled = -1  # changes among the workers until then
 
     @property
-    def links(self) -> dict[int, WorkerLink]:
-        """The connected workers, by index."""
-        return self.workers.links
-
-    @property
     def version(self) -> int:
         """Newest version drawn; 0 before any."""
         return self.clock.current
@@ -131,7 +128,8 @@ class WeightSender:
     @property
     def lag(self) -> int:
         """How far the slowest worker is behind; in versions."""
-        return max((self.version - link.applied for link in self.links.values()), default=0)
+        links = self.workers.links.values()
+        return max((self.version - link.applied for link in links), default=0)
 
     def stats(self) -> SyncStats:
         """How it stands, on any thread."""
@@ -152,14 +150,14 @@ class WeightSender:
 
     def is_ready(self) -> bool:
         """Whether every expected worker is there, and each that subscribes has a version."""
-        enough = len(self.links) >= max(1, self.workers.num_workers or 0)
+        enough = len(self.workers.links) >= max(1, self.workers.num_workers or 0)
         return enough and all(link.visible for link in self.workers.subscribers)
 
     # -- connecting ----------------------------------------------------------------------------
 
     async def connect(
         self,
-        planned: Mapping[int | None, Planned],
+        planned: Mapping[int | None, Prepared],
         *,
         timeout: float | None,
         processes: Sequence[Any] = (),
@@ -192,15 +190,7 @@ class WeightSender:
     def _address(
         self, planned: Collection[int | None], worker_ids: set[int] | None
     ) -> tuple[set[int], dict[int, AiosyncError]]:
-        """The workers that a send addresses; and those that it has to do without, and why.
-
-        Args:
-            planned: For whom there are weights; ``None`` stands for all.
-            worker_ids: Who is named; ``None`` for nobody.
-
-        Raises:
-            ConfigError: A worker is named that never connected.
-        """
+        """The workers that a send addresses; and those that it has to do without, and why."""
         known, targets, lost = set(), set(), {}
         for idx, record in self.workers.records.items():
             link, error = record.link, record.error
@@ -211,7 +201,7 @@ class WeightSender:
                 idx in worker_ids
                 if worker_ids is not None
                 else (None in planned or idx in planned)
-                and (link.subscribes if link is not None else not record.reported)
+                and (link.hello.subscribe if link is not None else not record.reported)
             ):
                 targets.add(idx)
             elif link is None and error is not None and not record.has_left:
@@ -224,7 +214,7 @@ class WeightSender:
 
     async def send(
         self,
-        planned: Mapping[int | None, Planned],
+        planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
         timeout: float | None,
     ) -> SendReport:
@@ -236,9 +226,8 @@ class WeightSender:
         ):
             # Workers come and go on this loop, also where sends leave it no time: what came by now
             # is looked at in the first turn, and what that means in the second.
-            turned = self._loop.create_future()
-            self._loop.call_soon(self._loop.call_soon, _settle_future, turned)
-            await turned
+            for _ in range(3):
+                await asyncio.sleep(0)
         report = self.publish(planned, worker_ids, started)
         if report is not None:
             self.tell()
@@ -296,7 +285,7 @@ class WeightSender:
 
     def send_nowait(
         self,
-        planned: Mapping[int | None, Planned],
+        planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
         timeout: float | None,
     ) -> tuple[int, asyncio.Future[SendReport]]:
@@ -326,16 +315,13 @@ class WeightSender:
         return tracker.version, tracker.waiter
 
     async def _take(
-        self, planned: Mapping[int | None, Planned], timeout: float | None
+        self, planned: Mapping[int | None, Prepared], timeout: float | None
     ) -> dict[int | None, Snapshot]:
         snapshots, how, links = {}, self._how, self.workers.links.values()
         patience = STEP_SECONDS if timeout is None else timeout
-        follows = [link.transport.follows_copies_above for link in links]
-        if (
-            len(planned) > 1
-            or (how == "borrow" and any(link.publisher for link in links))
-            or (how == "copy ahead" and follows.count(None) == len(follows))
-        ):
+        follows = any(link.transport.follows_copies_above is not None for link in links)
+        reads_slots = any(link.publisher for link in links)
+        if len(planned) > 1 or (reads_slots if how == "borrow" else not follows):
             how = "copy"
         try:
             for key, plan in planned.items():
@@ -348,7 +334,7 @@ class WeightSender:
 
     def publish(
         self,
-        planned: Mapping[int | None, Planned],
+        planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
         started: float,
     ) -> SendReport | None:
@@ -364,7 +350,7 @@ class WeightSender:
         workers, plan = self.workers, planned.get(None)
         if workers.has_ended:
             workers.check()
-        if self.copier.arena is None or plan is None or plan.prepared.values:
+        if self.copier.arena is None or plan is None or plan.values:
             return None
         if workers.initial or self._copying.locked():
             return None
@@ -372,7 +358,7 @@ class WeightSender:
         require = self.require if worker_ids is None else self._require_of(worker_ids)
         if not targets or (require != "all" and require > len(targets)):
             return None
-        digest = plan.prepared.layout.digest
+        digest = plan.layout.digest
         links: list[WorkerLink] = []
         for idx in targets:
             record = workers.records[idx]
@@ -646,7 +632,7 @@ class WeightSender:
             if link is not None and publisher is not None and publisher.bell and link.is_behind:
                 link.ring()
         if self._bell is None and self.copier.arena is not None:
-            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
+            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     def _note_turn(self) -> None:
         self._asked_at = 0.0
@@ -662,11 +648,10 @@ class WeightSender:
 
         One that does not compute follows all the same, and gives its slot back.
         """
-        now, links = self._loop.time(), self.workers.links.values()
         self._bell = None
-        late = [link.ring_if_behind(now, *_RING_SECONDS) for link in links]
+        late = [link.ring_if_behind() for link in self.workers.links.values()]
         if any(late):
-            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late)
+            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     # -- waiting for workers -------------------------------------------------------------------
 
@@ -746,6 +731,36 @@ class WeightSender:
         except TimeoutError as exc:
             raise late from exc
 
+    async def wait_lag_below(
+        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Waiting
+    ) -> int:
+        """Wait until no worker is ``limit`` or more versions behind.
+
+        Of those only that have something on their way: one that refused what it was sent, or was
+        sent nothing, is not waited for. Returns how far the slowest one is behind.
+        """
+        timer: asyncio.TimerHandle | None = None
+
+        def behind() -> dict[int, int]:
+            return {each.idx: each.lag for each in self.workers.subscribers if each.lag >= limit}
+
+        def look(pause: float) -> None:
+            nonlocal timer
+            self._ring()  # one that does not compute follows all the same
+            self.workers.changed.notify()
+            timer = self._loop.call_later(pause, look, min(2 * pause, _LOOK_SECONDS[1]))
+
+        look(_LOOK_SECONDS[0])
+        try:
+            await self.wait_until(lambda: not behind(), timeout=timeout, late=late, waiting=waiting)
+        except SyncTimeout as exc:
+            text = ", ".join(f"{idx} by {lag}" for idx, lag in behind().items())
+            raise type(late)(f"{late}: behind are workers {text}") from exc.__cause__
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return max((link.lag for link in self.workers.subscribers), default=0)
+
     # -- closing -------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -783,8 +798,3 @@ def _not_copied() -> str:
     if STEPS.open:
         return "an optimizer's step in another thread has not ended"
     return "another copy is under way, or no memory for this one is free yet"
-
-
-def _settle_future(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
@@ -32,7 +32,7 @@ from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["STEP_SECONDS", "How", "Planned", "Snapshot", "SnapshotCopier"]
+__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier"]
 
 STEP_SECONDS = 60.0
 """How long a copy waits for an optimizer's step, where its caller waits for ever."""
@@ -50,13 +50,6 @@ _SMALL_NBYTES = 16 * 2**20  # of all slots together
 
 
 How: TypeAlias = Literal["copy", "borrow", "copy ahead"]
-
-
-class Planned(NamedTuple):
-    """Weights that were looked at, and who planned their copy."""
-
-    flattener: Flattener
-    prepared: Prepared
 
 
 class Snapshot:
@@ -80,7 +73,6 @@ class Snapshot:
 
     __slots__ = (
         "_free",
-        "_names",
         "_refs",
         "buffer",
         "checksums",
@@ -106,7 +98,6 @@ class Snapshot:
     ) -> None:
         self._free = free
         self._refs = 1
-        self._names: frozenset[str] | None = None
         self.layout: Layout = layout
         self.nbytes: int = layout.nbytes
         self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
@@ -158,13 +149,9 @@ class Snapshot:
             at += piece.nbytes
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> set[str]:
         """Every name that the update holds."""
-        if self._names is None:
-            leaves = self.layout.manifest.leaves
-            tensors = frozenset(name for leaf in leaves for name in (leaf.name, *leaf.aliases))
-            self._names = tensors | self.values.keys()
-        return self._names
+        return self.layout.index.keys() | self.values.keys()
 
     def holds_same(self, other: Snapshot) -> bool:
         """Whether the other update holds the same names, of the same shapes."""
@@ -237,7 +224,7 @@ class SnapshotCopier:
         self._executor: ThreadPoolExecutor | None = None
         self._pool: CopyPool | None = None
 
-    def prepare(self, source: object, key: int = -1) -> Planned:
+    def prepare(self, source: Any, key: int = -1) -> Prepared:
         """Look at ``source`` and plan its copy; cheap when it is the same as last time.
 
         Args:
@@ -251,7 +238,7 @@ class SnapshotCopier:
         if flattener is None:
             flattener = Flattener(self._extract_as, self._limits, self._wire_dtype)
             self._flatteners[key] = flattener
-        return Planned(flattener, flattener.prepare(source))
+        return flattener.prepare(source)
 
     def forget(self, key: int) -> None:
         """There are no more sources for a worker; what was planned refers to the last one."""
@@ -332,26 +319,26 @@ class SnapshotCopier:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def take_now(self, planned: Planned, timeout: float) -> Snapshot:
+    def take_now(self, prepared: Prepared, timeout: float) -> Snapshot:
         """Copy on this thread, into memory of this process where no slot is free.
 
         Raises:
             SendTimeout: An optimizer's step in another thread did not end.
         """
-        snapshot = self.take_free(planned, timeout, always=True)
+        snapshot = self.take_free(prepared, timeout, always=True)
         if snapshot is None:
             raise SendTimeout(STILL_STEPPING.format(timeout))
         return snapshot
 
     def take_free(
-        self, planned: Planned, timeout: float = 0.0, *, always: bool = False
+        self, prepared: Prepared, timeout: float = 0.0, *, always: bool = False
     ) -> Snapshot | None:
         """Copy on this thread what is small, where memory for it is free; or ``always``.
 
         Returns:
             ``None`` also if an optimizer of another thread is in a step after ``timeout`` seconds.
         """
-        arena, prepared, slot = self.arena, planned.prepared, None
+        arena, slot = self.arena, None
         nbytes = prepared.layout.nbytes
         if nbytes > _INLINE_NBYTES and not always:
             return None
@@ -366,7 +353,7 @@ class SnapshotCopier:
         else:
             snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
         try:
-            copied = self._copy(planned, snapshot, timeout)
+            copied = self._copy(prepared, snapshot, timeout)
         except BaseException:  # goes on to the caller of send()
             snapshot.release()
             raise
@@ -376,14 +363,14 @@ class SnapshotCopier:
         return None
 
     @staticmethod
-    def _copy(planned: Planned, snapshot: Snapshot, timeout: float = 0.0) -> bool:
+    def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:
         """Copy on this thread, unless an optimizer's step is open in another one by then."""
         copy = object()
         try:
             STEPS.copies.add(copy)
             if STEPS.open and STEPS.wait(timeout) is None:
                 return False
-            planned.flattener.copy_into(planned.prepared, snapshot.buffer)
+            prepared.copy_into(snapshot.buffer)
         finally:
             STEPS.copies.discard(copy)
             if STEPS.num_waiting:
@@ -391,12 +378,12 @@ class SnapshotCopier:
         return True
 
     async def take(
-        self, planned: Planned, how: How = "copy", timeout: float = STEP_SECONDS
+        self, prepared: Prepared, how: How = "copy", timeout: float = STEP_SECONDS
     ) -> Snapshot:
         """Copy without holding the loop for long.
 
         Args:
-            planned: What to copy.
+            prepared: What to copy.
             how: ``"borrow"`` leaves the bytes of large tensors where they are, and ``"copy
                 ahead"`` returns while they are still being copied, in order: these must not change
                 until :meth:`settle` was awaited.
@@ -408,7 +395,7 @@ class SnapshotCopier:
 
         Cancellation: safe; the memory is kept until a copy on a thread has ended.
         """
-        prepared, source = planned.prepared, None
+        source = None
 
         def steady(start: Callable[..., asyncio.Future[_T]], call: Callable[[], _T]) -> Any:
             layout, tensors = prepared.layout, prepared.tensors
@@ -429,12 +416,12 @@ class SnapshotCopier:
                 if STEPS.wait() is not False:  # who follows the copy would have to be told
                     STEPS.end(ahead)
                     source = None
-            if not large and self._copy(planned, snapshot):
+            if not large and self._copy(prepared, snapshot):
                 pass
             elif source is None:
-                copy_into, flat = planned.flattener.copy_into, snapshot.buffer
+                flat = snapshot.buffer
                 snapshot.filling = steady(
-                    self._start, lambda: copy_into(prepared, flat, pool=self._pool)
+                    self._start, lambda: prepared.copy_into(flat, pool=self._pool)
                 )
                 await asyncio.shield(snapshot.filling)
                 snapshot.filling = None

@@ -1,5 +1,8 @@
 """The sender's side of one link: what the worker has, what is on its way, and its two flows.
 
+Links whose payloads travel in the stream get them in chunks with checksums; a transfer that was cut
+goes on where it stopped, over the next link.
+
 Writing happens at once where the link takes it and in a task where it does not; a second task
 reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
 ``sender.workers`` has watch its process; of a plain Ray actor by ``transports.ray``.
@@ -10,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiosync.errors import (
+    AckTimeout,
     AiosyncError,
     LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import Outbox, WorkerLeft
-from aiosync.sender.chunks import ChunkWriter
+from aiosync.protocol import ChunkPlan, Outbox, WorkerLeft, validate_seconds
 from aiosync.sender.history import Chain, Group, names_of, together
 from aiosync.sender.snapshots import Snapshot
 from aiosync.transports.base import Received, Transport, without_frames
@@ -39,14 +43,155 @@ from aiosync.wire import (
     Message,
     Promise,
     Refuse,
+    RunningChecksum,
     Take,
     Update,
+    state_checksum,
 )
 
 if TYPE_CHECKING:
     from aiosync.sender.workers import WorkerRegistry
 
-__all__ = ["WorkerLink"]
+__all__ = ["Streaming", "WorkerLink"]
+
+_NOWAIT_NBYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How payloads travel.
+
+    Attributes:
+        chunk_nbytes: Bytes of a chunk, a multiple of 64.
+        stall_timeout: Seconds without progress after which a worker that owes an answer is
+            dropped; ``None`` for never.
+
+    Raises:
+        ConfigError: One of them is not what it has to be.
+    """
+
+    chunk_nbytes: int = 4 * 2**20
+    stall_timeout: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        ChunkPlan(0, self.chunk_nbytes)
+        validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
+
+
+class ChunkWriter:
+    """Writes updates to one worker's link, one at a time.
+
+    Args:
+        transport: The link.
+        streaming: How.
+        hello: What the worker said; it may have a part of an update already.
+        on_stall: Called with the error when the worker does not answer.
+
+    Attributes:
+        sent_nbytes: Bytes of payloads that the link took.
+        resumed_nbytes: Those that did not have to be sent again.
+        owed: The version to which the worker owes an answer; 0 for none.
+        most_at_once: Bytes of an update that is one small chunk.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        streaming: Streaming,
+        hello: Hello,
+        *,
+        on_stall: Callable[[AiosyncError], None],
+    ) -> None:
+        self.sent_nbytes: int = 0
+        self.resumed_nbytes: int = 0
+        self._transport = transport
+        self._streaming = streaming
+        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        self._on_stall = on_stall
+        self.owed: int = 0
+        self.most_at_once: int = min(_NOWAIT_NBYTES, streaming.chunk_nbytes)
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress = (0, 0)  # as it was seen last
+
+    def steps(
+        self, epoch: int, snapshot: Snapshot
+    ) -> Iterator[tuple[Message, Sequence[memoryview]] | None]:
+        """The messages of an update, from where the worker's part of it ends.
+
+        What is asked for next was sent; ``None`` stands for a moment in which others have a turn.
+        """
+        plan, first = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes), 0
+        if len(snapshot.checksums) != plan.count:
+            snapshot.checksums = [None] * plan.count
+        if self._partial[:2] == (epoch, snapshot.version):
+            # The last chunk always travels: the values are with it.
+            first = min(plan.index_at(self._partial[2]), plan.count - 1)
+            self.resumed_nbytes += plan.span(first)[0]
+        self._partial = (None, None, 0)
+        for index in range(plan.count):
+            start, stop = plan.span(index)
+            views = snapshot.views(start, stop)
+            checksum = snapshot.checksums[index]  # computed once for all workers
+            if checksum is None:
+                running = RunningChecksum()
+                for view in views:
+                    running.update(view)
+                checksum = snapshot.checksums[index] = running.digest()
+            if index < first:
+                yield None  # looking at much memory must not hold the loop
+                continue
+            digest, is_last, state = snapshot.layout.digest, index == plan.count - 1, None
+            if is_last and index:
+                state = state_checksum(digest, [each for each in snapshot.checksums if each])
+            yield (
+                Update(
+                    epoch,
+                    snapshot.version,
+                    digest,
+                    values=snapshot.values if is_last else {},
+                    chunk=(index, plan.count) if plan.count > 1 else None,
+                    checksum=checksum,
+                    state=state,
+                    trace=snapshot.trace if is_last else None,
+                ),
+                views,
+            )
+            self.sent_nbytes += stop - start
+
+    # -- the worker's answer -------------------------------------------------------------------
+
+    def watch(self, version: int) -> None:
+        """From now on the worker owes an answer to this update; its deadline runs."""
+        self.owed = version
+        if self._timer is None:
+            self._look()
+
+    def close(self) -> None:
+        """The link is gone."""
+        self.owed = 0
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Drop a worker that has to answer, and of which nothing came or went since the last look.
+
+        The timer is left to run when the answer comes: making one is as dear as a small send.
+        """
+        self._timer, timeout, channel = None, self._streaming.stall_timeout, self._transport.channel
+        if not self.owed or timeout is None:
+            return
+        progress = (0 if channel is None else channel.written_nbytes, self.owed)
+        if progress != self._progress:
+            self._progress = progress
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
+            return
+        self._on_stall(
+            AckTimeout(
+                f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
+                "was dropped and may connect again",
+                version=self.owed,
+            )
+        )
 
 
 class WorkerLink:
@@ -61,13 +206,9 @@ class WorkerLink:
     Attributes:
         idx: As given.
         transport: As given.
-        epoch: Of the sender now.
-        pid: The worker's process, as it said.
-        strategy: Name of its strategy.
-        has_target: Whether the worker had something to apply updates to.
-        subscribes: Whether it gets every update, and not only what it asks for.
+        hello: As given.
         wanted: The least version that it asked for, until that is answered.
-        outbox: What is on its way.
+        outbox: What is on its way, in the epoch of the sender now.
         received_version: Newest version that is complete there, applied or not.
         stream: Writes payloads in chunks; ``None`` where they go whole.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
@@ -82,14 +223,10 @@ class WorkerLink:
     ) -> None:
         self.idx: int = idx
         self.transport: Transport = transport
-        self.epoch: int = registry.clock.epoch
-        self.pid: int = hello.pid
-        self.strategy: str = hello.strategy
-        self.has_target: bool = hello.has_target
-        self.subscribes: bool = hello.subscribe
+        self.hello: Hello = hello
         self.wanted: int | None = None
-        has = hello.version or 0 if hello.epoch == self.epoch else 0
-        self.outbox: Outbox = Outbox(self.epoch, idx, has)
+        epoch = registry.clock.epoch
+        self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
         self.received_version: int = self.outbox.applied
         self.stream: ChunkWriter | None = None
         self.publisher: SlotPublisher | None = None
@@ -108,8 +245,7 @@ class WorkerLink:
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
         self._writing = False
-        # When to ring it next, what it held when it was rung, and the pause; 0.0: it is not behind.
-        self._ring = (0.0, 0, 0.0)
+        self._looks = (0, 0)  # the version that it held, and how often it was found behind so
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
@@ -218,7 +354,7 @@ class WorkerLink:
                     self._write_soon(tuple(each.retain() for each in group))
                 return
             except AiosyncError as exc:
-                self._failed(version, exc, self.epoch)  # what waited for it is next
+                self._failed(version, exc, self.outbox.epoch)  # what waited for it is next
             finally:
                 for each in group:
                     each.release()
@@ -228,7 +364,7 @@ class WorkerLink:
             return False
         if self.stream is not None and snapshot.nbytes > self.stream.most_at_once:
             return False
-        with contextlib.closing(self._steps(snapshot, self.epoch)) as steps:
+        with contextlib.closing(self._steps(snapshot, self.outbox.epoch)) as steps:
             for step in steps:
                 if step is not None and not self.transport.send_nowait(*step):
                     return False
@@ -238,7 +374,7 @@ class WorkerLink:
         self._writing = True
         # The epoch of now: another sender may take over before the task begins.
         self._registry.tasks.start(
-            self._write(group, self.epoch), f"aiosync send to worker {self.idx}"
+            self._write(group, self.outbox.epoch), f"aiosync send to worker {self.idx}"
         )
 
     async def _write(self, group: Group, epoch: int) -> None:
@@ -309,7 +445,7 @@ class WorkerLink:
     def _failed(self, version: int, error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
-        elif epoch == self.epoch:  # it cannot be said, and the link is as it was
+        elif epoch == self.outbox.epoch:  # it cannot be said, and the link is as it was
             if self.stream is not None and version == self.outbox.unreceived:
                 self.stream.owed = 0
             self._registry.on_outcomes(self, self.outbox.give_up(version, without_frames(error)))
@@ -355,28 +491,20 @@ class WorkerLink:
     def ring(self) -> None:
         """Have the worker look now. What the link does not take is not said."""
         try:
-            self.transport.send_nowait(Take(self.epoch, 0))
+            self.transport.send_nowait(Take(self.outbox.epoch, 0))
         except AiosyncError as exc:
             self.lose(exc)
 
-    def ring_if_behind(self, now: float, first: float, longest: float) -> bool:
-        """Ring the worker if it is time for that; less and less often while it does nothing.
-
-        Returns:
-            Whether it may have to be rung again.
-        """
-        at, rung_for, pause = self._ring
-        if not self.is_behind or self.outbox.error:
-            self._ring = (0.0, 0, 0.0)
+    def ring_if_behind(self) -> bool:
+        """Ring the worker if it is behind, but ever more seldom while it does nothing: whether."""
+        publisher, before = self.publisher, self._looks
+        self._looks = (0, 0)
+        if publisher is None or not self.is_behind or self.outbox.error:
             return False
-        holds = 0 if self.publisher is None else self.publisher.holds
-        if not pause or holds != rung_for:
-            at, pause = now, first
-        if now >= at:
+        looks = before[1] + 1 if before[0] == publisher.holds else 1
+        self._looks = (publisher.holds, looks)
+        if looks & (looks - 1) == 0 or looks % 200 == 0:
             self.ring()
-            pause = min(2 * pause, longest)
-            at = now + pause
-        self._ring = (at, holds, pause)
         return True
 
     # -- what the worker says, and the end -----------------------------------------------------
@@ -392,7 +520,7 @@ class WorkerLink:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Ack):
-            if message.epoch == self.epoch and message.status is not AckStatus.NACK:
+            if message.epoch == self.outbox.epoch and message.status is not AckStatus.NACK:
                 self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
             if self.stream is not None and self.outbox.unreceived is None:
@@ -420,10 +548,10 @@ class WorkerLink:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
-        if self._queue.groups and not self.subscribes:
+        if self._queue.groups and not self.hello.subscribe:
             self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
-        self.epoch, self.outbox = epoch, Outbox(epoch, self.idx)
+        self.outbox = Outbox(epoch, self.idx)
         self._queue.clear()
         self._covers, self.received_version = (), 0
         self._registry.on_outcomes(self, outcomes)

@@ -31,9 +31,8 @@ from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import Outcome, VersionClock, WorkerLeft
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
-from aiosync.sender.chunks import Streaming
 from aiosync.sender.history import History
-from aiosync.sender.worker_link import WorkerLink
+from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.transports._processes import has_ended, open_pidfd
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello
@@ -51,7 +50,6 @@ class WorkerRecord:
     """What a sender knows of the worker with one index.
 
     Attributes:
-        idx: The index.
         link: Its link; ``None`` while it is not connected.
         pid: The process that the index was given to, as it said.
         session: Of the receiver that the index was given to.
@@ -63,7 +61,6 @@ class WorkerRecord:
         where: What an error says while a worker that has to be dialled is not there.
     """
 
-    idx: int
     link: WorkerLink | None = None
     pid: int = 0
     session: bytes | None = None
@@ -151,7 +148,7 @@ class WorkerRegistry:
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
         self.waiting: set[WorkerLink] = set()
-        self.history: History = History(num_workers, parts=parts)
+        self.history: History = History(parts)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], None] = lambda idx: None
@@ -166,7 +163,7 @@ class WorkerRegistry:
 
     def record(self, idx: int) -> WorkerRecord:
         """What is known of a worker, made when there is nothing yet."""
-        return self.records.setdefault(idx, WorkerRecord(idx))
+        return self.records.setdefault(idx, WorkerRecord())
 
     @property
     def links(self) -> dict[int, WorkerLink]:
@@ -177,7 +174,7 @@ class WorkerRegistry:
     @property
     def subscribers(self) -> list[WorkerLink]:
         """The connected workers that get every update, and not only what they ask for."""
-        return [link for link in self.links.values() if link.subscribes]
+        return [link for link in self.links.values() if link.hello.subscribe]
 
     def stats(self, newest: int, age: Callable[[int], float]) -> tuple[WorkerStats, ...]:
         """How each worker does. On any thread.
@@ -296,7 +293,7 @@ class WorkerRegistry:
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
         link.start()
-        if link.subscribes:
+        if link.hello.subscribe:
             self._offer_history(link)
         self.changed.notify()
 
@@ -350,7 +347,7 @@ class WorkerRegistry:
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
         missing = [group for group in chain.groups if not link.has(group[-1].version)]
-        if missing and not link.subscribes:  # who asks gets one answer
+        if missing and not link.hello.subscribe:  # who asks gets one answer
             missing = [tuple(each for group in missing for each in group)]
         for group in missing:
             link.offer(*group)
@@ -410,11 +407,11 @@ class WorkerRegistry:
             record.link, record.had = None, link.applied
             if not self.closed:
                 phase = "left" if isinstance(error, WorkerLeft) else "lost"
-                self._log(phase, f"worker {link.idx} (process {link.pid}): {error}", link.idx)
+                self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
                 # No send misses one that only asks; connect() may. What it refused before it left
                 # is still to be told.
                 if record.reported or not isinstance(error, WorkerLeft):
-                    told = not link.subscribes or self._on_outcome is None
+                    told = not link.hello.subscribe or self._on_outcome is None
                     record.fail(error, reported=told)
                 self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
                 self._forget()
@@ -486,7 +483,7 @@ class WorkerRegistry:
     def _failures(self, watch: ProcessWatch) -> Iterator[tuple[int, AiosyncError]]:
         """Why some expected workers are not there and will not come."""
         links = self.links
-        joined = {link.pid for link in links.values()}
+        joined = {link.hello.pid for link in links.values()}
         for idx in self.expected:
             record = self.records.get(idx)
             if record is not None and record.error is not None:
@@ -505,9 +502,9 @@ class WorkerRegistry:
         link = None if record is None else record.link
         if record is not None and record.has_left:
             return True
-        if link is None or not link.subscribes or not self.history.for_worker(idx).version:
+        if link is None or not link.hello.subscribe or not self.history.for_worker(idx).version:
             return link is not None
-        return (link.visible if link.has_target else link.received_version) >= version
+        return (link.visible if link.hello.has_target else link.received_version) >= version
 
     def awaited(self, version: int) -> str:
         """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""

@@ -31,7 +31,7 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server.store import StoredUpdate, WeightStore
-from aiosync.tensors.merging import Part, merged
+from aiosync.tensors.merging import merged
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
@@ -143,7 +143,7 @@ class ServedModel:
                     workers.waiting.add(link)
         workers.history.add(None, snapshot)
         for link in workers.links.values():
-            if link.subscribes and not link.has(snapshot.version):
+            if link.hello.subscribe and not link.has(snapshot.version):
                 link.offer(snapshot)
         workers.answer_all()
         self._meter.mark(snapshot.version, time.perf_counter())
@@ -200,7 +200,10 @@ class ServedModel:
         """Have workers that came first with another strategy dial again: they are told then."""
         self.workers.strategy = strategy
         for link in self.workers.links.values():
-            if link.strategy != strategy and ANY_STRATEGY not in (link.strategy, strategy):
+            if link.hello.strategy != strategy and ANY_STRATEGY not in (
+                link.hello.strategy,
+                strategy,
+            ):
                 link.lose(ConfigError(f"the trainer's strategy is {strategy!r}"))
                 link.transport.abort()
 
@@ -295,11 +298,12 @@ class ServedModel:
         older, history = list[Snapshot](), self.workers.history
         if self._epoch == arrival.epoch:
             older = history.needed_before(history.for_worker(-1), arrival.snapshot)
-        parts = [Part(each.layout, each.buffer, each.values) for each in (*older, arrival.snapshot)]
+        newest = arrival.snapshot
 
         def save() -> None:
-            # An update of some names is no whole model.
-            layout, buffer, values = parts[0] if len(parts) == 1 else merged(parts, store.limits)
+            layout, buffer, values = newest.layout, newest.buffer, newest.values
+            if older:  # an update of some names is no whole model
+                layout, buffer, values = merged([*older, newest], store.limits)
             epoch, version = arrival.epoch, arrival.snapshot.version
             update = StoredUpdate(epoch, version, arrival.strategy, layout, buffer, values)
             store.save(self._model_id, update)
@@ -362,10 +366,10 @@ class ServedModel:
                 {
                     "worker_idx": idx,
                     "name": link.name,
-                    "pid": link.pid,
+                    "pid": link.hello.pid,
                     "version": link.applied,
                     "lag": max(0, self.version - link.applied),
-                    "subscribes": link.subscribes,
+                    "subscribes": link.hello.subscribe,
                     "skipped": link.outbox.skipped,
                     "sent_nbytes": 0 if link.stream is None else link.stream.sent_nbytes,
                     "connected_seconds": round(link.age, 3),

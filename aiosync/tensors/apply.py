@@ -268,12 +268,8 @@ class Target:
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
     ) -> None:
-        by_name = {}
-        for leaf, source in zip(layout.manifest.leaves, sources, strict=True):
-            by_name.update(dict.fromkeys((leaf.name, *leaf.aliases), source))
-
         def tensor(name: str) -> torch.Tensor:
-            return by_name[name].clone()
+            return sources[layout.index[name]].clone()
 
         new = [
             unpack_value(values[place.name], tensor) if place.name in values else tensor(place.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,7 @@ class Prepared:
     """What :meth:`Flattener.prepare` found, ready to be copied.
 
     Attributes:
+        plan: How it is copied.
         layout: Where each leaf goes. The same object for as long as nothing changes.
         tensors: The live tensors, one for each leaf, in order.
         values: Non-tensor values by dotted name, of plain msgpack types.
@@ -125,10 +126,45 @@ class Prepared:
             where some have another dtype than the layout says.
     """
 
+    plan: _Plan
     layout: Layout
     tensors: Sequence[torch.Tensor]
-    values: dict[str, Any] = field(default_factory=dict)
-    signature: Signature | None = field(default=None, kw_only=True)
+    values: dict[str, Any]
+    signature: Signature | None
+
+    def copy_into(self, flat: FlatBuffer, *, pool: CopyPool | None = None) -> None:
+        """Copy every tensor to its place in a flat buffer.
+
+        Does not run torch kernels for plain tensors on the CPU, so that it never waits for
+        torch's thread pool. Padding between tensors is zeroed once for each buffer and layout.
+
+        Args:
+            flat: At least ``layout.nbytes`` long, writable, and exclusive.
+            pool: Threads that share the copies of large tensors.
+
+        Raises:
+            ConfigError: The buffer is too small.
+        """
+        layout, plan, program = self.layout, self.plan, self.plan.program
+        if flat.nbytes < layout.nbytes:
+            raise ConfigError(
+                f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
+            )
+        if flat.padded_for != layout.digest:
+            for start, end in layout.padding():
+                flat.array[start:end] = 0
+            flat.padded_for = layout.digest
+        addresses = list(map(_data_ptr, self.tensors))
+        if program is None or program.addresses != addresses:
+            # Preparing pays only for tensors that stay where they are.
+            is_new = program is not None and plan.addresses != addresses
+            plan.addresses = addresses
+            if is_new or self.signature is None:
+                # They may never be seen again, or are cast on the way.
+                copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
+                return
+            program = plan.program = _Program(self, addresses)
+        program.run(self.tensors, flat, pool)
 
 
 class _Plan:
@@ -144,12 +180,14 @@ class _Plan:
         self.signature = Signature(self.tensors)
         self.is_cast = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
+        self.program: _Program | None = None
+        self.addresses: list[int] = []  # of what was copied last
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
         """What is copied by this plan: the first of each group of tied tensors, and values."""
         self.tensors = [tensors[first] for first in self.firsts]
         signature = None if self.is_cast else self.signature
-        return Prepared(self.layout, self.tensors, values, signature=signature)
+        return Prepared(self, self.layout, self.tensors, values, signature)
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other tensors under the same names have the same shapes, dtypes and ties."""
@@ -173,7 +211,7 @@ def _names(found: Found) -> list[tuple[str, str, bool]]:
 
 
 class Flattener:
-    """Turns a source into a layout and copies its tensors into flat buffers.
+    """Turns a source into a layout, and into what copies its tensors into flat buffers.
 
     Keeps the plan of the last source, so that a second snapshot of the same source costs a
     comparison. It holds references to that source's tensors until another source is prepared.
@@ -205,8 +243,6 @@ class Flattener:
         self._tensors: list[torch.Tensor] = []  # of the last source, in all places
         self._plan: _Plan | None = None
         self._prepared: Prepared | None = None
-        self._program: _Program | None = None
-        self._addresses: list[int] = []
 
     def prepare(self, source: Source) -> Prepared:
         """Find what there is to send; nothing is copied yet.
@@ -251,7 +287,6 @@ class Flattener:
             if plan is not None and plan.layout.digest == layout.digest:
                 layout = plan.layout
             plan = self._plan = _Plan(found, leaves, layout)
-            self._program = None
         plan.outline = keys
         self._tree, self._tensors = tree, found.tensors
         self._is_steady = not found.values and (
@@ -284,55 +319,12 @@ class Flattener:
             )
         return Leaves(tuple(cast))
 
-    def copy_into(
-        self, prepared: Prepared, flat: FlatBuffer, *, pool: CopyPool | None = None
-    ) -> None:
-        """Copy every tensor to its place in a flat buffer.
-
-        Does not run torch kernels for plain tensors on the CPU, so that it never waits for
-        torch's thread pool. Padding between tensors is zeroed once for each buffer and layout.
-
-        Args:
-            prepared: What :meth:`prepare` returned.
-            flat: At least ``prepared.layout.nbytes`` long, writable, and exclusive.
-            pool: Threads that share the copies of large tensors.
-
-        Raises:
-            ConfigError: The buffer is too small.
-        """
-        layout, program = prepared.layout, self._program
-        if flat.nbytes < layout.nbytes:
-            raise ConfigError(
-                f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
-            )
-        if flat.padded_for != layout.digest:
-            for start, end in layout.padding():
-                flat.array[start:end] = 0
-            flat.padded_for = layout.digest
-        addresses = list(map(_data_ptr, prepared.tensors))
-        if (
-            program is None
-            or program.addresses != addresses
-            or program.layout is not layout
-            or program.signature is not prepared.signature  # another view, prepared before
-        ):
-            # Preparing pays only for tensors that stay where they are.
-            is_new = program is not None and self._addresses != addresses
-            self._addresses = addresses
-            if is_new or prepared.signature is None:
-                # They may never be seen again, or are cast on the way.
-                copy_tensors(zip(flat.views(layout), prepared.tensors, strict=True), pool)
-                return
-            program = self._program = _Program(prepared, addresses)
-        program.run(prepared.tensors, flat, pool)
-
 
 class _Program:
     """The copies of one snapshot, for tensors that stay where they are in memory."""
 
     def __init__(self, prepared: Prepared, addresses: list[int]) -> None:
         self.layout = prepared.layout
-        self.signature = prepared.signature
         self.addresses = addresses
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []

@@ -65,9 +65,10 @@ class Layout:
         dtypes: The torch dtype of each leaf.
         nbytes: Bytes of the payload, a multiple of 64.
         digest: 16 bytes that identify the layout.
+        index: Which leaf each name stands for, also those of tied tensors.
     """
 
-    __slots__ = ("digest", "dtypes", "manifest", "nbytes")
+    __slots__ = ("digest", "dtypes", "index", "manifest", "nbytes")
 
     def __init__(self, manifest: Manifest) -> None:
         """Prepare for a manifest.
@@ -84,6 +85,11 @@ class Layout:
         )
         self.nbytes: int = manifest.nbytes
         self.digest: bytes = manifest.digest
+        self.index: dict[str, int] = {
+            name: at
+            for at, leaf in enumerate(manifest.leaves)
+            for name in (leaf.name, *leaf.aliases)
+        }
 
     @classmethod
     def plan(cls, leaves: Leaves, limits: Limits = DEFAULT_LIMITS) -> Layout:

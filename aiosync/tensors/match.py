@@ -181,10 +181,7 @@ class Plan:
 
     def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: Strict) -> None:
         """Decide what gets which leaf and which value."""
-        leaves = layout.manifest.leaves
-        index = {leaf.name: position for position, leaf in enumerate(leaves)}
-        for position, leaf in enumerate(leaves):
-            index.update(dict.fromkeys(leaf.aliases, position))
+        leaves, index = layout.manifest.leaves, layout.index
         inner = inner_names(values)
         missing: list[str] = []
         mismatched: dict[str, str] = {}

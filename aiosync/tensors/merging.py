@@ -5,9 +5,9 @@ Copies bytes, in whatever thread it is called. Must not import asyncio, a transp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiosync.tensors.buffer import FlatBuffer
 from aiosync.tensors.copying import copy_bytes
@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["Part", "merged"]
 
 
-class Part(NamedTuple):
+class Part(Protocol):
     """What an update holds."""
 
     layout: Layout
     buffer: FlatBuffer
-    values: Mapping[str, Any]
-
-    @property
-    def names(self) -> set[str]:
-        """Every name in it, of tensors and of values."""
-        leaves = self.layout.manifest.leaves
-        return {name for leaf in leaves for name in (leaf.name, *leaf.aliases)} | self.values.keys()
+    values: dict[str, Any]
 
 
-def merged(parts: Sequence[Part], limits: Limits) -> Part:
+def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
     """The newest of each name, in memory of its own.
 
     Names that an older part ties stay tied, and get what is newest under any of them: so would
@@ -69,7 +63,7 @@ def merged(parts: Sequence[Part], limits: Limits) -> Part:
                 leaf.names += rest
             found |= {name: leaf for name in rest if leaf is not None}
         leaves = kept + leaves
-        gone |= part.names
+        gone |= part.layout.index.keys() | part.values.keys()
     layout = Layout(plan_manifest(map(_Leaf.entry, leaves), limits))
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
@@ -78,7 +72,7 @@ def merged(parts: Sequence[Part], limits: Limits) -> Part:
     for leaf, spec in zip(leaves, layout.manifest.leaves, strict=True):
         if spec.nbytes:
             copy_bytes(target[spec.offset : spec.offset + spec.nbytes], leaf.source())
-    return Part(layout, buffer, values)
+    return layout, buffer, values
 
 
 @dataclass(slots=True, eq=False)

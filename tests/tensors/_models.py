@@ -76,7 +76,7 @@ def packed(
     flattener = Flattener(extract_as)
     prepared = flattener.prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
-    flattener.copy_into(prepared, flat)
+    prepared.copy_into(flat)
     return prepared.layout, flat, prepared.values
 
 

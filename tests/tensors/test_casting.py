@@ -27,7 +27,7 @@ def contents(flattener: Flattener, source: Any, **kwargs: Any) -> dict[str, torc
     prepared = flattener.prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
     flat.array[:] = 0xAA
-    flattener.copy_into(prepared, flat, **kwargs)
+    prepared.copy_into(flat, **kwargs)
     assert not any(flat.array[start:end].any() for start, end in prepared.layout.padding())
     return {
         leaf.name: view

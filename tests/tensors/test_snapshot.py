@@ -30,7 +30,7 @@ def contents(flattener: Flattener, source: Any) -> dict[str, bytes]:
 
 def copied(flattener: Flattener, prepared: Prepared) -> dict[str, bytes]:
     flat = FlatBuffer(prepared.layout.nbytes)
-    flattener.copy_into(prepared, flat)
+    prepared.copy_into(flat)
     views = flat.views(prepared.layout)
     return {
         leaf.name: bits(view)
@@ -99,7 +99,7 @@ def test_a_steady_model_takes_few_calls(wrap: Any) -> None:
         calls.clear()
         sys.setprofile(count)
         try:
-            flattener.copy_into(flattener.prepare(model), flat)
+            flattener.prepare(model).copy_into(flat)
         finally:
             sys.setprofile(None)
     assert 0 < len(calls) <= 6, calls
