@@ -449,8 +449,8 @@ MUTANTS = [
     Mutant(
         "links to the metrics outlive them",
         "metrics/http.py",
-        "            link.abort()\n\n    def _answer",
-        "            pass\n\n    def _answer",
+        "            link.cancel()\n\n    async def _serve",
+        "            pass\n\n    async def _serve",
         "tests/metrics/test_http.py",
     ),
 ]
