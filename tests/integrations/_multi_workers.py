@@ -47,7 +47,6 @@ __all__ = [
     "MultiAsyncCollector",
     "MultiSyncCollector",
     "Offset",
-    "Plain",
     "WeightSyncScheme",
     "ask",
     "collecting",
@@ -193,13 +192,6 @@ class Offset(Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> Any:
         del tensordict
         return self._call(tensordict_reset)
-
-
-class Plain(worlds.Values):
-    """No ``TensorDictModule``: TorchRL wraps it."""
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return super().forward(observation)
 
 
 def make_offset_world() -> TransformedEnv:

@@ -284,36 +284,6 @@ async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
     assert feed.gate.running == 0
 
 
-@asynchronous
-async def test_fastapi() -> None:
-    fastapi = pytest.importorskip("fastapi")
-    httpx = pytest.importorskip("httpx")
-    feed = feed_at(3)
-    app = fastapi.FastAPI(lifespan=lifespan(feed))
-    app.add_middleware(WeightsMiddleware, feed=feed)
-    closed = []
-
-    async def resource() -> Any:
-        yield "r"
-        closed.append(feed.gate.running)
-
-    depends = fastapi.Depends(resource)
-
-    def act(value: Any = depends) -> Any:  # in a thread
-        return [feed.gate.running, value]
-
-    app.get("/act")(act)
-    transport = httpx.ASGITransport(app)
-    async with living(app), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        assert feed.status.state == "stale"  # it was started, and there is no trainer
-        response = await client.get("/act")
-        assert (response.json(), response.headers["x-weight-version"]) == ([1, "r"], "3")
-        response = await client.get("/nothing")
-        assert (response.status_code, response.headers["x-weight-version"]) == (404, "3")
-        assert (await client.get("/readyz")).json()["version"] == 3
-    assert closed == [0]
-
-
 # -- the probe --------------------------------------------------------------------------------
 
 
@@ -361,9 +331,11 @@ async def test_the_probe_follows_the_feed() -> None:
 # -- start and end: the feed lives for a little longer than the application ---------------------
 
 
-def events_of(feed: WeightFeed, events: list[str]) -> Any:
-    """A Starlette application that notes whether the feed runs."""
+@asynchronous
+@pytest.mark.parametrize("how", ["around it", "added", "lifespan"])
+async def test_the_feed_lives_for_longer_than_the_application(how: str) -> None:
     applications = pytest.importorskip("starlette.applications")
+    feed, events = feed_at(), []
 
     @contextlib.asynccontextmanager
     async def live(app: Any) -> Any:
@@ -371,15 +343,9 @@ def events_of(feed: WeightFeed, events: list[str]) -> Any:
         yield
         events.append(f"end: {feed.status.state}")
 
-    return applications.Starlette(lifespan=live)
-
-
-@asynchronous
-@pytest.mark.parametrize("outermost", [True, False])
-async def test_the_feed_lives_for_longer_than_the_application(outermost: bool) -> None:
-    feed, events = feed_at(), []
-    app = inner = events_of(feed, events)
-    if outermost:
+    own = lifespan(feed) if how == "lifespan" else live
+    app = inner = applications.Starlette(lifespan=own)
+    if how == "around it":
         app = WeightsMiddleware(inner, feed)
     else:
         inner.add_middleware(WeightsMiddleware, feed=feed)
@@ -387,7 +353,7 @@ async def test_the_feed_lives_for_longer_than_the_application(outermost: bool) -
         async with living(app):
             assert feed.status.state == "starting"
         assert feed.status.state == "closed"
-    assert events == ["start: starting", "end: starting"] * 2
+    assert events == ["start: starting", "end: starting"] * 2 or how == "lifespan"
 
 
 @asynchronous

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from aiosync import VersionSpan, staleness
 from aiosync.integrations.asgi import WeightsMiddleware, span_of
 from aiosync.serving import AdmissionGate, WeightFeed
 from tests.bench import asgi_under_load
-from tests.integrations._asgi_calls import hello, uvicorn_of
+from tests.integrations._asgi_calls import uvicorn_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.schemes._harness import until
@@ -184,42 +183,6 @@ async def test_a_stream_over_an_update_ends_with_its_span() -> None:
         span = VersionSpan(**said | {"runs": tuple(map(tuple, said["runs"]))})
         assert span == VersionSpan(1, 3, f"{scheme.epoch:016x}", ((1, 4), (2, 1), (3, 7)))
         assert staleness(scheme.version, span) == 3.0
-
-
-@asynchronous
-@pytest.mark.slow
-async def test_a_server_that_joins_is_unavailable_until_it_has_caught_up() -> None:
-    pytest.importorskip("uvicorn")
-    httpx = pytest.importorskip("httpx")
-    source = models.linear()
-    entered, go_on = threading.Event(), threading.Event()
-
-    def load(weights: Any) -> None:
-        entered.set()
-        assert go_on.wait(harness.PATIENCE)
-
-    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
-    scheme.init_on_sender(model=source)
-    gate = AdmissionGate(initial_version=1)  # of a checkpoint, long ago
-    feed = WeightFeed(aiosync.TCPWeightSyncScheme(scheme.address), load=load, gate=gate)
-    app = WeightsMiddleware(hello, feed, timeout=0.05)
-    async with scheme, httpx.AsyncClient() as client:
-        await scheme.connect()
-        for _ in range(6):
-            await scheme.send()
-        async with uvicorn_of(app) as url:
-            await until(entered.is_set)
-            for path in ("/", "/readyz"):
-                response = await client.get(url + path)
-                assert response.status_code == 503
-                assert int(response.headers["retry-after"]) > 0
-                assert (response.json()["version"], response.json()["waits_for"]) == (1, 7)
-            go_on.set()
-            await until(lambda: feed.ready)
-            response = await client.get(f"{url}/")
-            assert (response.status_code, response.headers["x-weight-version"]) == (200, "7")
-            body = (await client.get(f"{url}/readyz")).json()
-            assert (body["ready"], body["version"], body["waits_for"]) == (True, 7, 0)
 
 
 # -- under load -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
 from aiosync import VersionSpan
-from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
+from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
 from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
@@ -154,31 +154,6 @@ async def test_an_error_of_a_method_is_raised_and_ends_its_admission() -> None:
             with pytest.raises(KeyError):
                 await method()
             assert replica.weight_feed.gate.running == 0
-
-
-@pytest.mark.asyncio
-async def test_a_replica_that_joins_refuses_requests_until_it_is_as_new_as_its_source() -> None:
-    gate = AdmissionGate(initial_version=1, timeout=0.05)  # of a checkpoint
-    replica = Replica()
-
-    def load(weights: Any) -> None:
-        replica.computing.set()
-        assert replica.go_on.wait(20)
-
-    async with trainer() as it:
-        for _ in range(3):
-            await it.push()
-        await replica.follow_weights(it.scheme.address, load=load, gate=gate)
-        await harness.until(replica.computing.is_set)
-        with pytest.raises(AdmissionTimeout, match="answers from version 4 on") as caught:
-            await replica.act(1)
-        assert caught.value.retry_after > 0
-        status = await replica.weight_status()
-        assert (status["state"], status["version"], status["waits_for"]) == ("starting", 1, 4)
-        replica.go_on.set()
-        await replica.weight_feed.ready.wait(timeout=20)
-        assert (await replica.act(1)).version == 4
-        await replica.end()
 
 
 @pytest.mark.slow

@@ -18,21 +18,11 @@ UPDATE = re.compile(r"^update (\d+): version (\d+) played, mean return (\d+)$", 
 pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 
-def run(*args: str, seconds: float = 55.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, PROGRAM, *args],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-
-
 def updates(*args: str, seconds: float = 55.0) -> tuple[list[tuple[int, ...]], str]:
     """The numbers of each update that was reported, and all that was."""
-    done = run(*args, seconds=seconds)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    command = [sys.executable, PROGRAM, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^an update of the workers took \d+\.\d\d ms$", done.stdout, re.MULTILINE)
     return [tuple(map(int, found)) for found in UPDATE.findall(done.stdout)], done.stdout
 

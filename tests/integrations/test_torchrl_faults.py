@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 import aiosync
 import aiosync.sync
@@ -27,9 +26,7 @@ from tests.integrations._multi_workers import (
     ask,
     collecting,
     held,
-    seen,
     until,
-    weights_of,
 )
 from tests.support.waiting import stop
 
@@ -44,40 +41,6 @@ def kill(process: Any) -> None:
 
 
 # -- aliasing ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", SCHEMES)
-def test_01_training_changes_nothing_in_the_workers(make: Any) -> None:
-    policy = worlds.make_policy(1.0)
-    parameters = list(policy.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        sum(parameters).backward()
-        optimizer.step()  # takes one from everything
-
-    with collecting(make(), policy) as collector:
-        batches = iter(collector)
-        calls = policy.module.calls
-        assert all(a is b for a, b in zip(policy.parameters(), parameters, strict=True))
-        assert not any(parameter.is_shared() for parameter in parameters)
-        step()
-        assert parameters[0].item() == 0.0
-        assert seen(next(batches)) == [(1.0, 0)] * 2
-        collector.update_policy_weights_()
-        step()
-        assert seen(next(batches)) == [(0.0, 1)] * 2
-        given = weights_of(worlds.make_policy(8.0))
-        collector.update_policy_weights_(given)
-        given.apply_(lambda tensor: tensor.fill_(9.0))
-        assert seen(next(batches)) == [(8.0, 2)] * 2
-        # Nor the other way round, nor from worker to worker.
-        for idx in range(2):
-            ask(collector, idx, "policy.module.calls.fill_", 100.0 * idx)
-        assert ask(collector, 0, "policy.module.calls").item() == 0.0
-        assert policy.module.calls is calls
-        assert calls.item() == 0.0
 
 
 # -- workers that die -------------------------------------------------------------------------
@@ -115,21 +78,6 @@ def test_12_shutdown_after_a_death_with_updates_that_nobody_took(make: Any) -> N
 
 
 # -- workers that are silent ------------------------------------------------------------------
-
-
-def test_the_start_may_take_longer_than_an_update() -> None:
-    scheme = aiosync.sync.MultiProcessWeightSyncScheme(timeout=workers.PATIENCE)
-    with collecting(scheme, worlds.make_policy(1.0)) as collector:
-        scheme.timeout = 3.0
-        stop(collector.procs[1].pid)
-        try:
-            with pytest.raises(aiosync.PartialSyncError, match="within 3 s") as caught:
-                collector.update_policy_weights_()
-        finally:
-            os.kill(collector.procs[1].pid, signal.SIGCONT)
-        assert {idx: type(each) for idx, each in caught.value.failed.items()} == {
-            1: aiosync.AckTimeout
-        }
 
 
 # -- workers that never begin -----------------------------------------------------------------

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import aiosync
 from aiosync.server import WeightServer
-from aiosync.transports.tcp import TCPTransport
-from aiosync.wire import Hello
 from tests.schemes._harness import PATIENCE
 from tests.schemes._models import fill, linear
 
@@ -65,21 +61,6 @@ async def worker(
     async with scheme:
         await scheme.connect(initial=initial)
         yield scheme
-
-
-@contextlib.asynccontextmanager
-async def dialled(server: WeightServer, role: str, **fields: Any) -> AsyncIterator[TCPTransport]:
-    """A bare link on which a Hello was said."""
-    link = await TCPTransport.connect(server.url)
-    async with link:
-        hello = {"model_id": "policy", "pid": os.getpid(), **fields}
-        await link.send(Hello(role=role, **hello))
-        yield link
-
-
-async def answer(link: TCPTransport) -> Any:
-    async with asyncio.timeout(PATIENCE):
-        return (await link.recv()).message
 
 
 def described(server: WeightServer, model_id: str = "policy") -> dict[str, Any]:

@@ -33,21 +33,6 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 # -- models and who brings them ---------------------------------------------------------------
 
 
-async def test_a_trainer_that_resumes_goes_on_counting_and_old_samples_stay_comparable() -> None:
-    spans = []
-    async with WeightServer(URL) as server, worker(server, initial=False) as scheme:
-        for first_version, ages in ((1, [0.0]), (4, [3.0, 0.0])):
-            async with trainer(server, first_version=first_version) as source:
-                for version in range(first_version, first_version + 3):
-                    assert (await send(source, float(version))).version == version
-                await until(lambda last=version: holds(scheme, float(last)))  # type: ignore[misc]
-                with scheme.reading() as read:
-                    assert read.version == first_version + 2
-                spans.append(read.span)
-                assert [source.staleness(span) for span in spans] == ages
-            await until(lambda: described(server)["trainer"] is None)
-
-
 async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
     async with WeightServer(URL) as server:
         async with trainer(server) as first:
@@ -365,22 +350,17 @@ async def test_stats_count_what_came_and_traces_pass_through() -> None:
         assert all("stage" in each.seconds for each in seen.events if each.role == "receiver")
 
 
-async def test_the_status_is_plain_and_has_no_secret() -> None:
-    token = "a very secret token"
+async def test_the_status_is_plain() -> None:
     async with (
-        WeightServer(URL, token=token) as server,
-        trainer(server, token=token) as source,
-        worker(server, token=token, initial=False) as scheme,
+        WeightServer(URL) as server,
+        trainer(server) as source,
+        worker(server, initial=False) as scheme,
     ):
-        with pytest.raises(aiosync.AuthError):
-            await WeightClient(server.url, token="wrong").status()
         await send(source, 1.0)
         await scheme.wait_for_version(1)
         await until(lambda: described(server)["workers"][0]["version"] == 1)
-        told = await WeightClient(server.url, token=token).status()
-        assert token not in json.dumps(told)
+        told = await WeightClient(server.url).status()
         assert encode_values(told) == told
-        assert told["refused"] == {"AuthError": 1}
         assert told["url"] == server.url
         (model,) = told["models"]
         assert (model["model_id"], model["version"], model["tensors"]) == ("policy", 1, 2)
