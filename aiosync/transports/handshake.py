@@ -49,12 +49,12 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
         ConnectError: It went away.
         RemoteProtocolError: It does not speak aiosync.
     """
-    auth = DialerAuth(credentials.token_bytes)
     try:
         # The first word, so that a side that expects TLS notices at once.
         greeting = Challenge(secrets.token_bytes(32), credentials.token is not None)
         await transport.send(greeting)
-        await transport.send(auth.answer((await transport.recv()).message))
+        auth = DialerAuth(credentials.token_bytes, (await transport.recv()).message)
+        await transport.send(auth.answer)
         auth.verify((await transport.recv()).message)
     except (PeerClosed, TransportBroken) as exc:
         if isinstance(exc.__cause__, ssl.SSLError):
@@ -83,9 +83,8 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
     auth = ListenerAuth(credentials.token_bytes, credentials.pull_token_bytes)
     try:
         # At once, before anything is read: a peer that speaks TLS finds out from it.
-        challenge = auth.challenge()
-        if not transport.send_nowait(challenge):
-            await transport.send(challenge)
+        if not transport.send_nowait(auth.challenge):
+            await transport.send(auth.challenge)
         greeting = (await transport.recv()).message
         if not isinstance(greeting, Challenge):
             raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")

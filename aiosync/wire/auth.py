@@ -15,13 +15,7 @@ from __future__ import annotations
 import hmac
 import secrets
 
-from aiosync.errors import (
-    AuthError,
-    ConfigError,
-    ConnectError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from aiosync.errors import AuthError, ConfigError, ConnectError, RemoteProtocolError
 from aiosync.wire.messages import NONCE_NBYTES, Challenge, Message, Proof, Refuse
 
 __all__ = ["DialerAuth", "ListenerAuth"]
@@ -33,34 +27,28 @@ _MAX_TEXT = 200
 
 
 class ListenerAuth:
-    """The side that accepted one link. Not for a second link.
+    """The side that accepted one link; not for a second link, nor for a second answer.
 
     Args:
         token: What both sides have to know; ``None`` lets in who has none either.
         pull_token: What a dialer may know instead, that is to get weights only.
 
     Attributes:
+        challenge: The first message of the link.
         read_only: Whether the dialer proved that it has the ``pull_token``.
-
-    Raises:
-        ConfigError: A token is no bytes, or empty.
     """
 
-    __slots__ = ("_nonce", "_pull_token", "_token", "read_only")
+    __slots__ = ("_pull_token", "_token", "challenge", "read_only")
 
     def __init__(self, token: bytes | None, pull_token: bytes | None = None) -> None:
-        self._token = _checked(token)
-        self._pull_token = _checked(pull_token)
-        self._nonce: bytes | None = None
+        self._token = token
+        self._pull_token = pull_token
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        self.challenge: Challenge = Challenge(nonce, required=token is not None)
         self.read_only: bool = False
 
-    def challenge(self) -> Challenge:
-        """Make the first message of the link."""
-        self._nonce = secrets.token_bytes(NONCE_NBYTES)
-        return Challenge(self._nonce, required=self._token is not None)
-
     def verify(self, message: Message) -> Proof:
-        """Check the dialer's answer. A challenge is good for one call.
+        """Check the dialer's answer.
 
         Returns:
             What the dialer gets back.
@@ -69,11 +57,8 @@ class ListenerAuth:
             AuthError: The two sides do not share a token. The dialer should get a ``Refuse``
                 with the name and text of this error, and the link be closed.
             RemoteProtocolError: The peer sent something else than a proof.
-            LocalProtocolError: There is no challenge that was not answered.
         """
-        nonce, self._nonce = self._nonce, None
-        if nonce is None:
-            raise LocalProtocolError("no challenge is waiting for an answer")
+        nonce = self.challenge.nonce
         if not isinstance(message, Proof):
             raise _unexpected("dialer", message, "Proof")
         if bool(message.mac) != (self._token is not None):
@@ -91,57 +76,48 @@ class ListenerAuth:
 
 
 class DialerAuth:
-    """The side that opened one link. Not for a second link.
+    """The side that opened one link; not for a second link.
+
+    A side without a token answers too: it is the listener that refuses it, and both know why.
 
     Args:
         token: What both sides have to know; ``None`` when there is none.
+        message: The listener's first one.
+
+    Attributes:
+        answer: What the listener gets.
 
     Raises:
-        ConfigError: The token is no bytes, or empty.
+        ConfigError: The listener cannot take this side, and says why.
+        ConnectError: It refused the link for another reason.
+        RemoteProtocolError: The peer sent something else than a challenge.
     """
 
-    __slots__ = ("_challenge", "_nonce", "_token")
+    __slots__ = ("_challenge", "_token", "answer")
 
-    def __init__(self, token: bytes | None) -> None:
-        self._token = _checked(token)
-        self._challenge: Challenge | None = None
-        self._nonce = b""
-
-    def answer(self, message: Message) -> Proof:
-        """Answer the listener's first message.
-
-        A side without a token answers too: it is the listener that refuses it, and both know why.
-
-        Raises:
-            ConfigError: The listener cannot take this side, and says why.
-            ConnectError: It refused the link for another reason.
-            RemoteProtocolError: The peer sent something else than a challenge.
-        """
+    def __init__(self, token: bytes | None, message: Message) -> None:
         if isinstance(message, Refuse):
             raise _refused(message)
         if not isinstance(message, Challenge):
             raise _unexpected("listener", message, "Challenge")
+        self._token = token
         self._challenge = message
-        self._nonce = secrets.token_bytes(NONCE_NBYTES)
-        return Proof(self._nonce, _mac(self._token, _DIALER, message.nonce, self._nonce))
+        nonce = secrets.token_bytes(NONCE_NBYTES)
+        self.answer: Proof = Proof(nonce, _mac(token, _DIALER, message.nonce, nonce))
 
     def verify(self, message: Message) -> None:
-        """Check the listener's proof. An answer is good for one call.
+        """Check the listener's proof.
 
         Raises:
             AuthError: The two sides do not share a token.
             ConnectError: The listener refused the link for another reason.
             RemoteProtocolError: The peer sent something else than a proof or a refusal.
-            LocalProtocolError: There is no answer that was not checked.
         """
-        challenge, self._challenge = self._challenge, None
-        if challenge is None:
-            raise LocalProtocolError("no answer is waiting for a proof")
+        challenge, mine = self._challenge, self._token is not None
         if isinstance(message, Refuse) and message.error_type != AuthError.__name__:
             raise _refused(message)
         if not isinstance(message, Proof | Refuse):
             raise _unexpected("listener", message, "Proof")
-        mine = self._token is not None
         has_mac = bool(message.mac) if isinstance(message, Proof) else challenge.required
         if challenge.required != mine or has_mac != mine:
             raise _one_sided(dialer_has_it=mine)
@@ -151,15 +127,9 @@ class DialerAuth:
             # The peer's text is not needed here, and may hold anything.
             raise AuthError("the listener refused the dialer: their tokens are not the same")
         same = hmac.compare_digest(message.nonce, challenge.nonce)
-        expected = _mac(self._token, _LISTENER, challenge.nonce, self._nonce)
+        expected = _mac(self._token, _LISTENER, challenge.nonce, self.answer.nonce)
         if not hmac.compare_digest(message.mac, expected) or not same:
             raise AuthError("the listener does not have the token of the dialer")
-
-
-def _checked(token: bytes | None) -> bytes | None:
-    if token is not None and (type(token) is not bytes or not token):
-        raise ConfigError("token is no bytes, or empty; it must have bytes, or be None")
-    return token
 
 
 def _mac(token: bytes | None, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:

@@ -163,9 +163,10 @@ class Peer(TCPTransport):
 
     @classmethod
     async def proven(cls, url: str) -> Peer:
-        peer, auth = cls(await dial(url)), DialerAuth(TOKEN.encode())
+        peer = cls(await dial(url))
         await peer.send(Challenge(secrets.token_bytes(32)))
-        await peer.send(auth.answer((await peer.recv(timeout=PATIENCE)).message))
+        auth = DialerAuth(TOKEN.encode(), (await peer.recv(timeout=PATIENCE)).message)
+        await peer.send(auth.answer)
         auth.verify((await peer.recv(timeout=PATIENCE)).message)
         return peer
 
