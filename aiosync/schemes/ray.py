@@ -241,10 +241,7 @@ class RayWeightSyncScheme(ClusterScheme):
         if listened and self._objects is None:
             self._objects = RayObjects()
             self._to_close.add(self._objects)
-        link = RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
-        if not listened:
-            link.introduce()
-        return link
+        return RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
 
     def _called(self) -> str:
         name = actor_name(load_ray())

@@ -72,8 +72,6 @@ class LinkStore(Store):
         self._changed = threading.Condition()
         self._unknown: set[str] = set()  # keys of this side that the other may not have yet
         self._closed = False
-        self.met = False
-        """Whether both sides said where they are, so that what remains is to connect."""
 
     def learn(self, key: str, value: bytes) -> None:
         """Take over what the other side set."""
@@ -119,8 +117,6 @@ class LinkStore(Store):
         with self._changed:
             if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
                 raise dist.DistStoreError("the peer did not join the process group")
-            # Each side sets one key, and asks for that of the other one.
-            self.met = self.met or len(self._values) >= 2
 
 
 class GlooPlane(DataPlane):
@@ -176,7 +172,7 @@ class GlooPlane(DataPlane):
     def _begin(self) -> asyncio.Future[None]:
         """Do this side's part of the meeting."""
         if self._met is None:
-            self._met = self._threads.start(lambda: self._call(self._make_group))
+            self._met = self._threads.start(self._make_group)
         return self._met
 
     async def _meet(self) -> None:
@@ -194,11 +190,6 @@ class GlooPlane(DataPlane):
         if self._met is not None and not self._stop:
             await asyncio.wait({self._met}, timeout=_CLOSE_SECONDS)
 
-    def hint(self) -> str:
-        """See :class:`DataPlane`."""
-        connected = self._group is not None or not self._store.met
-        return "" if connected else f"Gloo had not connected the two hosts: {_PORTS}"
-
     def _make_group(self) -> None:
         """Make a group of two; where that fails, nothing of Gloo is left when this raises.
 
@@ -213,11 +204,9 @@ class GlooPlane(DataPlane):
             options._threads = 1
             self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
         except RuntimeError as exc:
-            if not self._store.met:
-                raise
             raise TransportBroken(
-                f"Gloo could not connect {self._host} and the peer's host, although the control "
-                f"stream stands: {_PORTS}. It said: {_first_line(exc)}"
+                f"Gloo could not connect {self._host} and the peer's host: {_PORTS}. It said: "
+                f"{_first_line(exc)}"
             ) from exc
         finally:
             del options  # errors keep this frame

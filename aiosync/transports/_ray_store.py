@@ -38,7 +38,6 @@ from aiosync.transports.data_plane import (
     copy_bytes,
     outlast,
 )
-from aiosync.transports.handshake import name_from
 from aiosync.wire import ALIGNMENT, ExtValue, Setup
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ _CLOSE_SECONDS = 5.0
 # Ray starts six threads for each array above 1 MiB, which only pays for much larger ones.
 _SLICE_NBYTES = 2**20
 _THREADED_NBYTES = 32 * 2**20
-_ACTOR, _GOT = "actor", "got"
+_GOT = "got"
 
 _regions = itertools.count(1)
 
@@ -281,13 +280,7 @@ class RayObjects:
             hub = await self.threads.run(self._start_hub)
         self._check_cluster()
         name, actor = hub
-        told = landed(actor.put.remote(entry.ticket, [entry.ref]), self._loop)
-        told.add_done_callback(functools.partial(self._on_told, hub))
-        return name, told
-
-    def _on_told(self, hub: tuple[str, Any], told: asyncio.Future[Any]) -> None:
-        if not told.cancelled() and told.exception() is not None and self._hub is hub:
-            self._hub = None  # the next payload gets another one
+        return name, landed(actor.put.remote(entry.ticket, [entry.ref]), self._loop)
 
     def _start_hub(self) -> tuple[str, Any]:
         if self._hub is not None:
@@ -372,24 +365,13 @@ class RayPlane(DataPlane):
         self._announced: tuple[Entry, asyncio.Future[None]] | None = None
         self._hub: tuple[str, Any] = ("", None)
 
-    def introduce(self) -> None:
-        """Tell the peer which actor this is, for its errors."""
-        name = actor_name(self._ray)
-        if name:
-            self.say(_ACTOR, name.encode("ascii"))
-
     def hear(self, message: Setup) -> None:
         """See :class:`DataPlane`."""
-        if message.key == _GOT:
-            if self._announced is not None and self._announced[0].ticket == message.value:
-                self._announced[1].set_result(None)
-                self._announced = None
-        elif message.key == _ACTOR:
-            name = name_from(message.value)
-            if name and not self.control.name.startswith("actor "):
-                self.control.name = f"actor {name} at {self.control.name}"
-        else:
+        if message.key != _GOT:
             raise RemoteProtocolError("unexpected set-up of the object store")
+        if self._announced is not None and self._announced[0].ticket == message.value:
+            self._announced[1].set_result(None)
+            self._announced = None
 
     # -- sending -------------------------------------------------------------------------------
 

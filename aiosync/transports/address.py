@@ -9,6 +9,7 @@ import contextlib
 import errno
 import ipaddress
 import os
+import re
 import socket
 import stat
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ class Address:
             raise ConfigError(
                 "an address must not contain credentials: pass them as token= or tls="
             )
+        shown = repr(re.split("[?#]", url)[0][:200])  # a query may hold a token
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as exc:
-            raise ConfigError(f"{_shown(url)} is not an address: {exc}") from exc
+            raise ConfigError(f"{shown} is not an address: {exc}") from exc
         path, plain = parts.path, not (parts.query or parts.fragment)
         if plain and parts.scheme == "tcp" and parts.hostname and path in ("", "/"):
             if port is not None:
@@ -68,7 +70,7 @@ class Address:
             if 1 < len(os.fsencode(path)) <= _MAX_PATH_NBYTES:
                 return cls("unix", path=path)
         raise ConfigError(
-            f"{_shown(url)} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
+            f"{shown} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
             f"with a path of at most {_MAX_PATH_NBYTES} bytes"
         )
 
@@ -87,13 +89,6 @@ class Address:
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
-
-
-def _shown(text: str) -> str:
-    rest = min((at for at in map(text.find, "?#") if at >= 0), default=len(text))
-    if rest < len(text):  # a query may hold a token
-        text = f"{text[: rest + 1]}..."
-    return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:

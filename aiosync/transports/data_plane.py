@@ -205,10 +205,6 @@ class DataPlane(abc.ABC):
     async def aclose(self) -> None:
         """Give everything back. Bounded."""
 
-    def hint(self) -> str:
-        """What the peer may have ended the link for, as far as this side can tell; or nothing."""
-        return ""
-
     def say(self, key: str, value: bytes = b"") -> None:
         """Tell the peer's data plane something, once the stream is between two frames."""
         if not self.control.ended:
@@ -378,11 +374,6 @@ class DataPlaneTransport(Transport):
                 async with self._transfer(what, timeout, RecvTimeout):
                     await self._fetch(received, received.ext, into)
             return received
-        except PeerClosed as exc:
-            hint = self._plane.hint()
-            if not hint:
-                raise
-            raise PeerClosed(f"{exc}; {hint}") from exc
         finally:
             self._receiving = False
 

@@ -82,12 +82,9 @@ class DistributedTransport(DataPlaneTransport):
     @classmethod
     @contextlib.asynccontextmanager
     async def pair(
-        cls, *, limits: Limits | None = None, inline_nbytes: int = INLINE_NBYTES
+        cls, *, limits: Limits | None = None
     ) -> AsyncIterator[tuple[DistributedTransport, DistributedTransport]]:
         """Two connected ends in this process, closed when the context ends."""
         async with TCPTransport.pair(limits=limits) as (left, right):
-            async with (
-                cls(left, rank=0, inline_nbytes=inline_nbytes) as one,
-                cls(right, rank=1, inline_nbytes=inline_nbytes) as two,
-            ):
+            async with cls(left, rank=0) as one, cls(right, rank=1) as two:
                 yield one, two

@@ -70,28 +70,16 @@ class RayTransport(DataPlaneTransport):
         objects: RayObjects | None = None,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
-        self._ray_plane = plane = RayPlane(objects)
-        super().__init__(control, plane, inline_nbytes)
-
-    def introduce(self) -> None:
-        """Tell the other end which actor this process is, for its errors."""
-        self._ray_plane.introduce()
+        super().__init__(control, RayPlane(objects), inline_nbytes)
 
     @classmethod
     @contextlib.asynccontextmanager
     async def pair(
-        cls,
-        *,
-        limits: Limits | None = None,
-        objects: RayObjects | None = None,
-        inline_nbytes: int = INLINE_NBYTES,
+        cls, *, limits: Limits | None = None
     ) -> AsyncIterator[tuple[RayTransport, RayTransport]]:
         """Two connected ends in this process, closed when the context ends."""
         async with TCPTransport.pair(limits=limits) as (left, right):
-            async with (
-                cls(left, objects=objects, inline_nbytes=inline_nbytes) as one,
-                cls(right, objects=objects, inline_nbytes=inline_nbytes) as two,
-            ):
+            async with cls(left) as one, cls(right) as two:
                 yield one, two
 
 

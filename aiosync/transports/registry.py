@@ -1,13 +1,8 @@
-"""Transports by name, imported only when asked for.
-
-A package may add its own under the entry-point group ``aiosync.transports``. Must not import
-torch or schemes.
-"""
+"""Transports by name, imported only when asked for. Must not import torch or schemes."""
 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
 from typing import cast
 
 from aiosync.errors import ConfigError, UnknownTransportError
@@ -15,7 +10,6 @@ from aiosync.transports.base import Transport
 
 __all__ = ["get_transport", "register_transport", "transport_names"]
 
-_ENTRY_POINT_GROUP = "aiosync.transports"
 _known: dict[str, str | type[Transport]] = {
     "distributed": "aiosync.transports.distributed:DistributedTransport",
     "memory": "aiosync.transports.pipe:MemoryTransport",
@@ -44,7 +38,7 @@ def register_transport(name: str, transport: str | type[Transport]) -> None:
 
 def transport_names() -> list[str]:
     """Every name that :func:`get_transport` knows, sorted."""
-    return sorted({*_known, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})
+    return sorted(_known)
 
 
 def get_transport(name: str) -> type[Transport]:
@@ -55,8 +49,6 @@ def get_transport(name: str) -> type[Transport]:
     """
     found = _known.get(name)
     if found is None:
-        for entry in entry_points(group=_ENTRY_POINT_GROUP, name=name):
-            return cast("type[Transport]", entry.load())
         names = ", ".join(transport_names())
         raise UnknownTransportError(f"no transport is named {name!r}; there are: {names}")
     if isinstance(found, str):

@@ -93,12 +93,12 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
     with silent_port() as Forged.port:
         before = descriptors()
         for _ in range(2):
-            async with DistributedTransport.pair(inline_nbytes=64) as (left, right):
-                sending = left.send(Update(1, 1, bytes(16)), [bytes(1000)])
+            async with DistributedTransport.pair() as (left, right):
+                sending = left.send(Update(1, 1, bytes(16)), [bytes(2**18)])
                 errors = await asyncio.gather(sending, right.recv(), return_exceptions=True)
                 # The peer may be the first to give up.
                 assert all(isinstance(each, TransportBroken | PeerClosed) for each in errors)
-                assert all("any port" in str(each) and each.__cause__ for each in errors)
+                assert any("any port" in str(each) for each in errors)
                 assert any("Connect timeout" in str(each) for each in errors)
             # While somebody keeps the errors, and with them the frames.
             assert (descriptors(), threads_of_gloo()) == (before, [])

@@ -1,10 +1,8 @@
-"""Transports by name, those that other packages bring included."""
+"""Transports by name."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,21 +31,3 @@ def test_register() -> None:
     transports.register_transport("mine", Mine)  # the same again
     with pytest.raises(errors.ConfigError, match="'mine' is registered"):
         transports.register_transport("mine", transports.MPTransport)
-
-
-def test_an_installed_package_brings_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "pigeon-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[aiosync.transports]\npigeon = pigeon:Pigeon\n")
-    (tmp_path / "pigeon.py").write_text(
-        "from aiosync.transports import MemoryTransport\nclass Pigeon(MemoryTransport): ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "pigeon" in transports.transport_names()
-    try:
-        assert transports.get_transport("pigeon").__name__ == "Pigeon"
-    finally:
-        sys.modules.pop("pigeon", None)
