@@ -1,21 +1,17 @@
-"""Pages are short, their sentences too, each has a place, and shell commands are real ones."""
+"""Pages are short, their sentences too, each has a place, and the tutorial runs."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import aiosync.cli
 from tests.support.pages import DOCS, FENCE, PAGES, ROOT, name_of, shell_blocks, typed_lines
 from tests.support.waiting import free_address, wait_until
 
@@ -102,149 +98,21 @@ def test_every_page_stands_in_a_toctree() -> None:
     assert found == set(PAGES[1:])
 
 
-# -- shell commands --------------------------------------------------------------------------------
+# -- shell commands: test_shell_blocks.py runs the others ------------------------------------------
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a block, as lists of words."""
-    for typed in typed_lines(text):
-        lexer = shlex.shlex(typed, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in lexer:
-            if set(word) <= set("();<>|&"):
-                if words:
-                    yield words
-                words = []
-            else:
-                words.append(word)
-        if words:
-            yield words
-
-
-def _without_python(words: list[str]) -> list[str]:
-    """The command itself: without variables, and with `python -m aiosync` as `aiosync`."""
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    if not words:
-        return []
-    program = Path(words[0]).name
-    if re.fullmatch(r"python3?(\.\d+)?", program):
-        rest = [word for word in words[1:] if word != "-u"]
-        if rest[:2] == ["-m", "aiosync"]:
-            return rest[1:]
-        return ["python", *rest]
-    return [program, *words[1:]]
-
-
-def _options(words: list[str]) -> list[str]:
-    found = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
-    return [each for each in found if each != "--help"]
-
-
-def _source_of(module: str) -> Path | None:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return None
-    origin = Path(spec.origin)
-    return origin.with_name("__main__.py") if origin.name == "__init__.py" else origin
-
-
-def _unparsed(words: list[str], source: Path) -> list[str]:
-    """Options that stand nowhere in the source of a program, in quotes."""
-    quoted = set(re.findall(r'"(?:--)?([\w-]+)"', source.read_text()))
-    return [each for each in _options(words) if each.removeprefix("--") not in quoted]
-
-
-def _faults(words: list[str], help_of: Callable[[str], str]) -> list[str]:
-    """What a command has that does not exist."""
-    words = _without_python(words)
-    match words:
-        case ["aiosync", command, *rest] if not command.startswith("-"):
-            if not re.search(rf"│ {command} ", help_of("")):
-                return [f"aiosync {command}"]
-            there = help_of(command)
-            return [each for each in _options(rest) if not re.search(rf"(?<!\S){each}\b", there)]
-        case ["aiosync", *rest]:
-            return [each for each in _options(rest) if each not in help_of("")]
-        case ["python", "-m", module, *rest] if module.split(".")[0] == "tests":
-            source = _source_of(module)
-            if source is None:
-                return [module]
-            return _unparsed(rest, source)
-        case ["python", file, *rest] if file.startswith("examples/"):
-            if not (ROOT / file).exists():
-                return [file]
-            return _unparsed(rest, ROOT / file)
-        case ["pip", "install", *rest]:
-            return [fault for word in rest for fault in _faults_of_requirement(word)]
-    return []
-
-
-def _faults_of_requirement(word: str) -> list[str]:
-    """Extras that do not exist, and aiosync from an index: it is on none."""
-    match = re.fullmatch(r"(\.|aiosync)(?:\[(.*)\])?(?:[=<>~].*)?", word)
-    if match is None:
-        return []
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = (match[2] or "").split(",") if match[2] else []
-    faults = [extra for extra in asked if extra.strip() not in project["optional-dependencies"]]
-    return [*faults, *([word] if match[1] != "." else [])]
-
-
-@pytest.fixture
-def help_of(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], str]:
-    """The help of a command, or with "" that of all of them, in one line for each option."""
-    monkeypatch.setenv("COLUMNS", "250")
-    known: dict[str, str] = {}
-
-    def ask(command: str) -> str:
-        if command not in known:
-            capsys.readouterr()
-            assert aiosync.cli.main([*command.split(), "--help"]) == 0
-            known[command] = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-        return known[command]
-
-    return ask
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_shell_commands_and_their_options_exist(page: Path, help_of: Callable[[str], str]) -> None:
-    faults = [
-        f"{' '.join(words)}: {fault}"
-        for text in shell_blocks(page)
-        for words in _commands(text)
-        for fault in _faults(words, help_of)
-    ]
-    assert faults == []
-
-
-@pytest.mark.parametrize(
-    ("typed", "faults"),
-    [
-        ("aiosync push policy.pt tcp://host:1 --token-file token  # --nothing", []),
-        ("aiosync push policy.pt tcp://host:1 --token-fil token", ["--token-fil"]),
-        ("X=1 .venv/bin/aiosync pish a b && aiosync status --jso", ["aiosync pish", "--jso"]),
-        ("python -m aiosync top --html 127.0.0.1:1 --nothing=1", ["--nothing"]),
-        ("(umask 077; aiosync --version --nothing) > token", ["--nothing"]),
-        ("python -m tests.bench --profile full --nothing", ["--nothing"]),
-        ("python -m tests.bench.nothing", ["tests.bench.nothing"]),
-        ("python examples/two_machines.py work URL token --nothing", ["--nothing"]),
-        ("python examples/nothing.py", ["examples/nothing.py"]),
-        (
-            ".venv/bin/pip install torch -e '.[cli,nothing]' 'aiosync[cli]'",
-            ["nothing", "aiosync[cli]"],
-        ),
-        ("$ aiosync push \\\n    a --nothing\nsaid --something else", ["--nothing"]),
-        ("python -c 'print(1)\nprint(2)'\naiosync nothing", ["aiosync nothing"]),
-    ],
-)
-def test_a_wrong_command_is_found(
-    typed: str, faults: list[str], help_of: Callable[[str], str]
-) -> None:
-    assert [fault for words in _commands(typed) for fault in _faults(words, help_of)] == faults
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["aiosync bench", "python -m tests.bench"])
+def test_options_of_commands_that_take_minutes_exist(command: str) -> None:
+    lines = [line for page in PAGES for text in shell_blocks(page) for line in typed_lines(text)]
+    typed = "\n".join(line.partition("#")[0] for line in lines if f"{command} " in line)
+    options = set(re.findall(r"(?<=\s)--[\w-]+", typed))
+    assert len(options) >= 3
+    words = command.replace("aiosync", "python -m aiosync").split()[1:]
+    helped = subprocess.check_output(
+        [sys.executable, *words, "--help"], text=True, env={**os.environ, "COLUMNS": "250"}
+    )
+    assert [option for option in options if not re.search(rf"{option}\b", helped)] == []
 
 
 # -- the tutorial ----------------------------------------------------------------------------------

@@ -129,9 +129,9 @@ async def test_a_worker_behind_a_users_pipe_is_killed(make, method) -> None:
     crew = []
     try:
         for _, theirs in ends:
-            crew.append(harness.start_with_pipe(scheme, models.linear, theirs, method=method))
+            crew.append(harness.start(scheme, models.linear, method=method, pipe=theirs))
         for idx, worker in enumerate(crew):
-            worker.post(harness.join_through_pipe, idx)
+            worker.post(harness.join, idx)
         await scheme.connect(timeout=harness.PATIENCE)
         for worker in crew:
             await worker.answer()
@@ -203,7 +203,6 @@ def _refused(pid: int) -> int:
     [
         (True, True, aiosync.ConnectError),
         (False, True, aiosync.ConnectError),
-        (True, None, aiosync.ConnectError),  # as on another system
         (True, False, aiosync.ConnectTimeout),  # a sandbox forbids them: nothing is known
     ],
 )
@@ -218,10 +217,8 @@ async def test_dialling_a_dead_trainer_fails_at_once(
             trainer.process.join()
         else:
             await asyncio.to_thread(os.waitid, os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
-        if pidfds is None:
-            monkeypatch.delattr(os, "pidfd_open", raising=False)
-        elif not pidfds:
-            monkeypatch.setattr(os, "pidfd_open", _refused, raising=False)
+        if not pidfds:
+            monkeypatch.setattr(os, "pidfd_open", _refused)
         async with scheme:
             scheme.init_on_receiver(model=models.linear())
             with within(SOON), pytest.raises(error) as caught:

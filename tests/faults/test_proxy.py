@@ -8,18 +8,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from aiosync.testing import FaultProxy, Faults, Plan, PlanSource, assert_no_leaks
-from aiosync.transports.address import Address, bind
 
 DATA = random.Random(7).randbytes(300_000)
 OFFSETS = [0, 1, 65_536, 200_001]
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.asyncio]
-by_kind = pytest.mark.parametrize("kind", ["tcp", "unix"])
 by_direction = pytest.mark.parametrize("direction", ["forward", "back"])
 
 
@@ -39,32 +36,20 @@ class Pair:
         return self.proxy.bytes_forward + self.proxy.bytes_back
 
 
-def listen(kind: str, folder: Path) -> tuple[socket.socket, str]:
-    listener, address = bind(
-        Address.parse({"tcp": "tcp://127.0.0.1:0", "unix": f"unix://{folder}/up"}[kind])
-    )
-    return listener, str(address)
-
-
 async def dial(url: str) -> socket.socket:
-    scheme, _, rest = url.partition("://")
-    host, _, port = rest.rpartition(":")
-    sock = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET)
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    sock = socket.socket()
     sock.setblocking(False)
-    try:
-        target = rest if scheme == "unix" else (host, int(port))
-        await asyncio.get_running_loop().sock_connect(sock, target)
-    except BaseException:
-        sock.close()
-        raise
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
     return sock
 
 
 @asynccontextmanager
-async def relayed(kind: str, folder: Path, plan: PlanSource = None) -> AsyncIterator[Pair]:
+async def relayed(plan: PlanSource = None) -> AsyncIterator[Pair]:
     """One connection through a proxy; leaks of the proxy are the caller's failure."""
-    listener, url = listen(kind, folder)
-    with listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         async with assert_no_leaks(), FaultProxy(url) as proxy:
             proxy.plan = plan
             with await dial(proxy.url) as dialer:
@@ -121,10 +106,9 @@ def plan_of(direction: str, **faults) -> Plan:
 # -- without faults ----------------------------------------------------------------------------
 
 
-@by_kind
-async def test_it_is_transparent_both_ways_at_once(kind: str, tmp_path: Path) -> None:
+async def test_it_is_transparent_both_ways_at_once() -> None:
     back = DATA[::-1]
-    async with relayed(kind, tmp_path) as pair:
+    async with relayed() as pair:
         forward, backward, *sent = await asyncio.gather(
             read_all(pair.server),
             read_all(pair.dialer),
@@ -140,14 +124,11 @@ async def test_it_is_transparent_both_ways_at_once(kind: str, tmp_path: Path) ->
 # -- faults at an offset -----------------------------------------------------------------------
 
 
-@by_kind
 @by_direction
 @pytest.mark.parametrize("fault", ["cut_at", "reset_at"])
 @pytest.mark.parametrize("at", OFFSETS)
-async def test_ends_at_an_offset(
-    kind: str, direction: str, fault: str, at: int, tmp_path: Path
-) -> None:
-    async with relayed(kind, tmp_path, plan_of(direction, **{fault: at})) as pair:
+async def test_ends_at_an_offset(direction: str, fault: str, at: int) -> None:
+    async with relayed(plan_of(direction, **{fault: at})) as pair:
         source, destination = pair.ends(direction)
         (arrived, how), (returned, source_how), sent = await asyncio.gather(
             read_all(destination), read_all(source), send(source)
@@ -158,29 +139,26 @@ async def test_ends_at_an_offset(
         if fault == "cut_at":
             assert how == "end"
             assert source_how == "end" or sent == "refused"
-        elif kind == "tcp":
+        else:
             assert how == "reset"
             assert source_how == "reset" or sent == "refused"
 
 
 @by_direction
 @pytest.mark.parametrize(("at", "mask"), [(0, 0xFF), (65_536, 0x01), (len(DATA) - 1, 0xFF)])
-async def test_corrupt_at(direction: str, at: int, mask: int, tmp_path: Path) -> None:
+async def test_corrupt_at(direction: str, at: int, mask: int) -> None:
     plan = plan_of(direction, corrupt_at=at, corrupt_mask=mask)
-    async with relayed("tcp", tmp_path, plan) as pair:
+    async with relayed(plan) as pair:
         source, destination = pair.ends(direction)
         (arrived, _), _ = await asyncio.gather(read_all(destination), send(source, end=True))
         assert arrived == DATA[:at] + bytes([DATA[at] ^ mask]) + DATA[at + 1 :]
 
 
-@by_kind
 @by_direction
 @pytest.mark.parametrize("at", [0, 65_536])
-async def test_a_stall_holds_the_source_up_until_resume(
-    kind: str, direction: str, at: int, tmp_path: Path
-) -> None:
+async def test_a_stall_holds_the_source_up_until_resume(direction: str, at: int) -> None:
     """That of a plan at its byte, before a cut there, and that of all connections now."""
-    async with relayed(kind, tmp_path, plan_of(direction, stall_at=at, cut_at=200_000)) as pair:
+    async with relayed(plan_of(direction, stall_at=at, cut_at=200_000)) as pair:
         source, destination = pair.ends(direction)
         sending = asyncio.create_task(send(source, bytes(6_000_000)))
         await read_exactly(destination, at)

@@ -60,11 +60,8 @@ class State:
 
     scheme: aiosync.WeightSyncScheme
     model: Any
+    link: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-
-
-_pipe: Connection | None = None
-"""The worker's end of a pipe that the user made."""
 
 
 def serve(
@@ -75,11 +72,9 @@ def serve(
     pipe: Connection | None = None,
 ) -> None:
     """Run a worker until the test closes its end of ``conn``."""
-    global _pipe
-    _pipe = pipe
     torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
-        runner.run(_serve(conn, scheme, build))
+        runner.run(_serve(conn, scheme, build, {} if pipe is None else {"pipe": pipe}))
 
 
 def loop_factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -90,8 +85,10 @@ def loop_factory(loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-async def _serve(conn: Connection, scheme: Any, build: Callable[[], Any] | None) -> None:
-    state = State(scheme, build() if build is not None else None)
+async def _serve(
+    conn: Connection, scheme: Any, build: Callable[[], Any] | None, link: dict[str, Any]
+) -> None:
+    state = State(scheme, build() if build is not None else None, link)
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -131,15 +128,11 @@ async def _obey(state: State, data: bytes) -> bytes:
 async def join(
     state: State, worker_idx: int | None = None, timeout: float = 30, **init: Any
 ) -> int:
-    """Become a receiver of the worker's model."""
-    init = {"model_id": "policy", "model": state.model, **init}
+    """Become a receiver of the worker's model, through its pipe if it has one."""
+    init = {"model_id": "policy", "model": state.model, **state.link, **init}
     state.scheme.init_on_receiver(worker_idx=worker_idx, **init)
     await state.scheme.connect(timeout=timeout)
     return state.scheme.version
-
-
-async def join_through_pipe(state: State, worker_idx: int) -> int:
-    return await join(state, worker_idx, pipe=_pipe)
 
 
 def version(state: State) -> int:
@@ -292,13 +285,6 @@ _harness.serve(Connection(int(sys.argv[1])), scheme, build, loop)
 """
 
 
-def start_with_pipe(
-    scheme: Any, build: Callable[[], Any], pipe: Connection, *, method: str
-) -> Worker:
-    """Start a worker process with its end of a pipe that the user made."""
-    return start(scheme, build, method=method, pipe=pipe)
-
-
 def _start_subprocess(mine: Connection, theirs: Connection, scheme: Any, build: Any) -> Worker:
     process = subprocess.Popen(
         [sys.executable, "-c", _SUBPROCESS, str(theirs.fileno())],
@@ -402,15 +388,6 @@ async def stage(
     handle: aiosync.SendHandle = sender.send_nowait(weights, **options)
     await receiver.wait_staged(handle.version, timeout=PATIENCE)
     return handle
-
-
-async def came_again(sender: Any, idx: int, target: Any = None) -> Any:
-    """Who comes after worker ``idx`` has gone."""
-    await until(lambda: idx not in sender.worker_versions)
-    late = twin(sender)
-    late.init_on_receiver(model_id="policy", model=target or models.linear(), worker_idx=idx)
-    await late.connect(timeout=PATIENCE)
-    return late
 
 
 @contextlib.contextmanager

@@ -267,33 +267,6 @@ async def faults_of_the_store() -> None:
         assert scheme.sender_transports[0] is link
 
 
-async def near_and_far() -> None:
-    """Who comes late finds what was sent to nobody, or put into the store for others."""
-    scheme, actors = RayWeightSyncScheme(), []
-    async with crew(scheme, actors) as model:
-        fill(model, 2.0)
-        await scheme.send()
-        fill(model, -1.0)
-        actors += [Worker.remote() for _ in range(4)]
-        assert await join(scheme, actors[:2], copies={1: as_if_far(scheme)}) == [2, 2]
-        assert kinds(scheme) == {0: SharedMemTransport, 1: RayTransport}
-        assert await each(actors[:2], "look") == [(2, {2.0})] * 2
-        await actors[0].close.remote()
-        await until(lambda: 0 not in kinds(scheme))
-        fill(model, 3.0)
-        with contextlib.suppress(PartialSyncError):  # it may be told of who has left
-            await scheme.send()
-        fill(model, -1.0)
-        assert await join(scheme, actors[2:], 2) == [3, 3]
-        assert kinds(scheme) == {1: RayTransport, 2: SharedMemTransport, 3: SharedMemTransport}
-        for value in range(4, 9):
-            assert await each(actors[1:], "look") == [(value - 1, {value - 1.0})] * 3
-            fill(model, float(value))
-            sent = scheme.send() if value % 3 else scheme.send_nowait()
-            assert (await sent).acked == {1, 2, 3}
-            fill(model, -1.0)
-
-
 async def lost_in_the_store() -> None:
     """Weights that the store has lost are given to nobody, and the next ones arrive."""
     scheme, actors, owner = RayWeightSyncScheme(), [Worker.remote()], Owner.remote()

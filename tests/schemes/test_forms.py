@@ -30,18 +30,6 @@ class _Owner:
         self.env = SimpleNamespace(transform=[module])
 
 
-class _Trainer:
-    """A context that says how many workers it has, and which models."""
-
-    num_workers = 1
-
-    def __init__(self, model: nn.Module) -> None:
-        self.nets = {"policy": model}
-
-    def get_model(self, model_id: str) -> nn.Module:
-        return self.nets[model_id]
-
-
 FORMS: dict[str, Any] = {
     "model": lambda m: {"model": m},
     "devices": lambda m: {"model": m, "devices": ["cpu"], "num_workers": None},
@@ -66,23 +54,6 @@ async def test_weights_in_every_form(make, form) -> None:
         models.fill(source, 5.0)
         assert (await sender.send()).acked == {0}
         assert models.holds(receiver, 5.0)
-
-
-@pytest.mark.asyncio
-@both
-async def test_context_with_get_model(make) -> None:
-    context = _Trainer(models.linear())
-    init = {"context": context, "num_workers": None}
-    async with harness.here(make(), models.linear(), sender=init) as (sender, receiver):
-        await sender.send()
-        context.nets["policy"] = models.linear(6.0)  # re-created behind our back
-        await sender.send()
-        assert models.holds(receiver, 6.0)
-        del context
-        init.clear()
-        assert sender.context is None  # a weak reference
-        with pytest.raises(aiosync.ConfigError, match="the context is gone"):
-            await sender.send()
 
 
 @pytest.mark.asyncio

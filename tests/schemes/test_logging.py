@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import pickle
 import secrets
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import aiosync
 from tests.contract.bench import large, small
 from tests.schemes import _harness as harness
 from tests.support.waiting import until
-from tests.sync import _tools as tools
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,22 +52,22 @@ async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int)
     async def a_trainer_without_workers() -> None:
         async with sender_of() as trainer:
             with pytest.raises(aiosync.ConnectTimeout):
-                await trainer.connect(timeout=9)
+                await trainer.connect(timeout=6)
 
     async def a_worker_without_a_trainer() -> None:
         worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{unused_tcp_port}")
         worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
         async with worker:
             with pytest.raises(aiosync.ConnectTimeout):
-                await worker.connect(timeout=9)
+                await worker.connect(timeout=6)
 
     async def a_worker_that_does_not_answer() -> None:
         async with trainer:
             await asyncio.gather(trainer.connect(), process.call(harness.join, 0))
-            waiting = asyncio.create_task(trainer.wait_for_version(2, timeout=9))
+            waiting = asyncio.create_task(trainer.wait_for_version(2, timeout=6))
             process.stop()
             with pytest.raises(aiosync.PartialSyncError):
-                await trainer.send(timeout=9)
+                await trainer.send(timeout=6)
             with pytest.raises(aiosync.RecvTimeout):
                 await waiting
             process.cont()
@@ -81,53 +76,20 @@ async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int)
 
     trainer = sender_of()
     process = harness.start(trainer, small)  # blocks
-    ends = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(3,))
-    ends.start()
     await asyncio.gather(
         a_trainer_without_workers(), a_worker_without_a_trainer(), a_worker_that_does_not_answer()
     )
-    ends.join()
     texts = [each.getMessage() for each in told("waiting")]
     assert all(each.levelno == logging.WARNING for each in told("waiting"))
-    [connect] = [each for each in texts if "connect() has" in each and "workers [0]" in each]
-    assert "policy: connect() has waited for " in connect
-    assert " s (timeout=)" in connect
-    assert "ended with exit code 3" in connect
-    [worker] = [each for each in texts if f":{unused_tcp_port} was not reached: " in each]
-    assert "connect() has waited for " in worker
-    assert "; the last attempt: " in worker
-    [send] = [each for each in texts if "send() of version 2" in each]
-    assert "worker 0 (process" in send
-    [wait] = [each for each in texts if "wait_for_version(2)" in each]
-    assert "versions {0: 1}" in wait
+    for pieces in (
+        ("policy: connect() has waited for ", "workers [0]", " s (timeout=)"),
+        (f":{unused_tcp_port} was not reached: ", "connect() has waited", "; the last attempt: "),
+        ("send() of version 2", "worker 0 (process"),
+        ("wait_for_version(2)", "versions {0: 1}"),
+    ):
+        assert any(all(piece in text for piece in pieces) for text in texts), texts
     [record] = [each for each in told("waiting") if "send() of" in each.getMessage()]
     assert (record.model, record.version) == ("policy", 2)  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_send_that_cannot_copy_yet_says_why(told: Any) -> None:
-    class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            begun.set()
-            done.wait(harness.PATIENCE)
-
-    begun, done, model = threading.Event(), threading.Event(), large(1.0)
-    trainer = sender_of(model)
-    worker, optimizer = receiver_of(trainer, large()), Slow(model.parameters(), lr=0.1)
-    async with trainer, worker:
-        await asyncio.gather(trainer.connect(), worker.connect())
-        with tools.threads(optimizer.step):
-            await until(begun.is_set)
-            sends = [asyncio.create_task(trainer.send(timeout=30)) for _ in range(2)]
-            try:
-                await until(lambda: len(told("waiting")) == 2)
-            finally:
-                done.set()
-            await asyncio.gather(*sends)
-    for record in told("waiting"):
-        assert record.getMessage().startswith("policy: send() has waited for 5 s: an optimizer's")
-        assert record.getMessage().endswith("it gives up in 25 s (timeout=)")
 
 
 @pytest.mark.asyncio
@@ -217,7 +179,7 @@ async def test_an_http_server_is_no_trainer(told: Any) -> None:
         worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{port}")
         worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
         with pytest.raises(aiosync.ConnectTimeout, match="not aiosync"):
-            await worker.connect(timeout=2)
+            await worker.connect(timeout=0.5)
     [record] = told("waiting")
     assert "b'HTTP': the peer is not aiosync" in record.getMessage()
 

@@ -9,7 +9,6 @@ import errno
 import os
 import pickle
 import random
-import re
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ import aiosync
 from tests.contract.bench import large, small, value_of
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import wake_ups
 
 pytestmark = pytest.mark.asyncio
 
@@ -87,18 +87,12 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
         assert scheme.worker_versions == {0: 101, 1: 101}
 
 
-def _wake_ups(pid: int) -> int:
-    """Voluntary context switches of a process."""
-    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
-    return sum(map(int, re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.M)))
-
-
 @pytest.mark.slow
 async def test_whoever_does_not_compute_follows_soon_and_is_seldom_woken() -> None:
     scheme, source = SHM(timeout=harness.PATIENCE), models.linear()
     scheme.init_on_sender(model=source, num_workers=1)
     async with harness.workers(scheme, models.linear) as [worker]:
-        before, begun = _wake_ups(worker.pid), time.monotonic()
+        before, begun = sum(wake_ups(worker.pid).values()), time.monotonic()
         for value in range(1000):
             models.fill(source, float(value))
             await scheme.send()
@@ -106,7 +100,8 @@ async def test_whoever_does_not_compute_follows_soon_and_is_seldom_woken() -> No
         await harness.until(lambda: scheme.worker_versions == {0: scheme.version})
         assert time.monotonic() - ended < harness.PATIENCE / 10  # 0.02 on a quiet machine
         # Once in 5 ms: a busy machine may make that a long burst.
-        assert _wake_ups(worker.pid) - before < 50 + (ended - begun) / 0.005
+        woken = sum(wake_ups(worker.pid).values()) - before
+        assert woken < 50 + (ended - begun) / 0.005
         assert await worker.call(_looked_at) == {999.0}
 
 

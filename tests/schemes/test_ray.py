@@ -45,7 +45,6 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.killed, [True], "uvloop"),
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
-        (scenarios.near_and_far, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),

@@ -1,4 +1,4 @@
-"""Weights over TCP and Unix sockets, with both sides in this process and real links between.
+"""Weights over TCP and Unix sockets: links that are lost, transfers that are cut, impostors, TLS.
 
 What holds for every scheme (late joiners, restarted trainers, cancelling) is in the contract suite.
 """
@@ -10,7 +10,9 @@ import contextlib
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,21 +21,16 @@ from torch import nn
 import aiosync
 from aiosync.testing import FaultProxy, Faults, Plan
 from aiosync.wire import Challenge, Message, Proof, Refuse, encode_frame
+from tests._certificates import certificates
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_port
+from tests.support.waiting import free_address, free_port
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from typing import Self
-
-pytestmark = pytest.mark.one_loop
+pytestmark = [pytest.mark.one_loop, pytest.mark.asyncio]
 
 PATIENCE = harness.PATIENCE
 TCP = "tcp://127.0.0.1:0"
-NOWHERE = "unix:///nowhere/at/all"
-SMALL = 2**16
-"""Bytes that links need for all but weights, and far fewer than those of :func:`mebibyte`."""
+CHUNK = 2**14
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -52,154 +49,129 @@ def make(address: str = TCP, **options: Any) -> aiosync.TCPWeightSyncScheme:
     return aiosync.TCPWeightSyncScheme(address, **{"timeout": PATIENCE, **options})
 
 
-def mebibyte() -> nn.Module:
-    model = nn.Module()
-    model.block = nn.Parameter(torch.zeros(2**18))
-    return model
+def blocks() -> nn.Module:
+    """20 chunks of random numbers."""
+    return nn.ParameterList([torch.randn(20 * CHUNK // 4)])
+
+
+def same(receiver: Any, source: nn.Module) -> bool:
+    with receiver.reading():
+        return torch.equal(receiver.model[0], source[0])
 
 
 class Stage:
-    """A connected sender with version 1, a proxy before it, and receivers as the test adds them."""
+    """A connected sender with version 1, and a receiver behind a proxy."""
 
-    def __init__(self, url: str = TCP, build: Any = models.linear, **options: Any) -> None:
-        self.url, self.build, self.options = url, build, options
-        self.receivers: list[aiosync.TCPWeightSyncScheme] = []
-
-    async def __aenter__(self) -> Self:
-        await self.start_sender()
-        self.proxy = FaultProxy(self.sender.address)
-        await self.proxy.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for receiver in self.receivers:
-            await receiver.aclose()
-        await self.proxy.aclose()
-        await self.sender.aclose()
-
-    async def start_sender(self, value: float = 1.0) -> None:
-        self.source = self.build()
-        models.fill(self.source, value)
-        self.sender = make(self.url, **self.options)
-        self.sender.init_on_sender(model=self.source)
-        await self.sender.connect()
-
-    async def add(
-        self, idx: int | None = None, through: bool = False, **options: Any
-    ) -> aiosync.TCPWeightSyncScheme:
-        address = self.proxy.url if through else self.sender.address
-        receiver = make(address, **{**self.options, **options})
-        receiver.init_on_receiver(model=self.build(), worker_idx=idx)
-        self.receivers.append(receiver)
-        await receiver.connect()
-        return receiver
-
-    async def send(self, value: float, **options: Any) -> aiosync.SendReport:
-        models.fill(self.source, value)
-        return await self.sender.send(**options)
-
-    def send_nowait(self, value: float, **options: Any) -> aiosync.SendHandle:
-        models.fill(self.source, value)
-        return self.sender.send_nowait(**options)
-
-    async def gone(self, idx: int = 0) -> None:
-        """Until the sender has noticed that a link is lost."""
-        await harness.until(lambda: idx not in self.sender.worker_versions)
+    def __init__(self, sender: Any, proxy: FaultProxy, receiver: Any) -> None:
+        self.sender, self.proxy, self.receiver = sender, proxy, receiver
 
     @contextlib.asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
-        """Nobody comes through the proxy inside."""
-        upstream, self.proxy.upstream = self.proxy.upstream, NOWHERE
+        """The link is cut, and nobody comes through the proxy inside."""
+        upstream, self.proxy.upstream = self.proxy.upstream, "unix:///nowhere/at/all"
         self.proxy.cut()
-        await self.gone()
+        await harness.until(lambda: not self.sender.worker_versions)
         yield
         self.proxy.upstream = upstream
 
-    async def back(self, receiver: aiosync.TCPWeightSyncScheme, times: int = 1) -> None:
-        """Until a receiver that was cut off has its link again."""
-        idx = receiver.worker_idx
-        await harness.until(
-            lambda: receiver.reconnects == times and idx in self.sender.worker_versions
-        )
+    async def back(self) -> None:
+        """Until the receiver has its link again."""
+        await harness.until(lambda: self.receiver.reconnects == 1 and self.sender.worker_versions)
+
+
+@contextlib.asynccontextmanager
+async def stage(url: str, plan: Plan | None = None, **options: Any) -> AsyncIterator[Stage]:
+    """With a plan for the first link."""
+    sender = make(url, chunk_nbytes=CHUNK)
+    sender.init_on_sender(model=blocks())
+    async with sender, FaultProxy(sender.address) as proxy, make(proxy.url, **options) as receiver:
+        proxy.plan = lambda number: None if number else plan
+        receiver.init_on_receiver(model=blocks())
+        await asyncio.gather(sender.connect(), receiver.connect())
+        yield Stage(sender, proxy, receiver)
 
 
 # -- links that are lost -------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
-async def test_nothing_is_sent_again_to_who_has_it(url: str) -> None:
-    async with Stage(url, mebibyte) as stage:
-        receiver, other = await stage.add(through=True), await stage.add()
-        link, before = stage.sender.sender_transports[0], stage.proxy.bytes_back
-        stage.proxy.cut()
-        await harness.until(
-            lambda: receiver.reconnects == 1 and stage.sender.sender_transports.get(0) is not link
-        )
-        await stage.back(receiver)
-        assert (receiver.version, receiver.worker_idx, other.reconnects) == (1, 0, 0)
-        assert stage.sender.worker_versions == {0: 1, 1: 1}
-        assert stage.proxy.bytes_back - before < SMALL
-        report = await stage.send(2.0)
-        assert (report.acked, report.lost) == ({0, 1}, {})
-        assert models.holds(receiver, 2.0)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("applied", ["while it is away", "on the next link"])
-async def test_a_staged_update_outlives_its_link(url: str, applied: str) -> None:
-    async with Stage(url) as stage:
-        receiver = await stage.add(through=True, apply="manual")
-        handle = stage.send_nowait(2.0)
+@pytest.mark.parametrize("applied", ["before", "while it is away", "on the next link"])
+async def test_what_has_come_outlives_its_link_and_is_not_applied_twice(
+    url: str, applied: str
+) -> None:
+    async with stage(url, apply="manual") as ends:
+        receiver, weights = ends.receiver, blocks()
+        handle = ends.sender.send_nowait(weights)
         await receiver.wait_staged(2)
-        async with stage.away():
-            with pytest.raises(aiosync.PartialSyncError):
-                await handle
+        if applied == "before":
+            assert receiver.apply_pending() == 2
+            await handle
+        before = ends.proxy.bytes_back
+        async with ends.away():
+            if applied != "before":
+                with pytest.raises(aiosync.PartialSyncError):
+                    await handle
             if applied == "while it is away":
                 assert receiver.apply_pending() == 2
-        await stage.back(receiver)
-        if applied != "while it is away":
+        await ends.back()
+        if applied == "on the next link":
             assert (receiver.version, receiver.lag) == (1, 1)
             assert receiver.apply_pending() == 2
-        await harness.until(lambda: stage.sender.worker_versions == {0: 2})
-        assert models.holds(receiver, 2.0)
-        assert receiver.apply_pending() is None  # it did not come twice
+        await harness.until(lambda: ends.sender.worker_versions == {0: 2})
+        assert same(receiver, weights)
+        assert receiver.apply_pending() is None
+        if applied != "on the next link":  # who has a version does not get it again
+            assert ends.proxy.bytes_back - before < CHUNK
 
 
-@pytest.mark.asyncio
 async def test_a_worker_takes_over_from_its_own_half_open_link(url: str) -> None:
-    async with Stage(url) as stage:
-        receiver = await stage.add(0, through=True)
-        old = stage.sender.sender_transports[0]
-        stage.proxy.stall()  # whatever the worker's end does, the trainer does not see it
-        receiver.receiver_transport.abort()
-        await harness.until(lambda: stage.sender.sender_transports[0] is not old)
-        await stage.back(receiver)
-        assert (await stage.send(2.0)).acked == {0}
+    async with stage(url) as ends:
+        old = ends.sender.sender_transports[0]
+        ends.proxy.stall()  # whatever the worker's end does, the trainer does not see it
+        ends.receiver.receiver_transport.abort()
+        await harness.until(lambda: ends.sender.sender_transports[0] is not old)
+        await ends.back()
+        assert (await ends.sender.send()).acked == {0}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("reconnect", [0, 0.1])
 async def test_a_link_is_given_up_after_reconnect_seconds(url: str, reconnect: float) -> None:
-    async with Stage(url) as stage:
-        receiver = await stage.add(through=True, reconnect=reconnect)
-        async with stage.away():
+    async with stage(url, reconnect=reconnect) as ends:
+        async with ends.away():
             with pytest.raises(aiosync.PeerClosed):
-                await receiver.receive(timeout=PATIENCE)
-        assert stage.proxy.connections == 1 or reconnect
-        assert models.holds(receiver, 1.0)  # the model keeps what it has
+                await ends.receiver.receive(timeout=PATIENCE)
+        assert ends.proxy.connections == 1 or reconnect
+        assert same(ends.receiver, ends.sender.model)  # the model keeps what it has
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_trainer_that_answers_nothing_does_not_stretch_reconnect() -> None:
-    async with Stage() as stage:
-        receiver = await stage.add(through=True, reconnect=0.5, subscribe=False)
-        # All that came is the handshake; the next time all but the last byte of its Welcome.
-        stage.proxy.plan = Plan(back=Faults(stall_at=stage.proxy.bytes_back - 1))
-        stage.proxy.cut()
-        async with asyncio.timeout(10):
-            with pytest.raises(aiosync.PeerClosed):
-                await receiver.receive(timeout=PATIENCE)
+@pytest.mark.parametrize("newer", [False, True])
+async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, newer: bool) -> None:
+    plan = Plan(back=Faults(cut_at=33 * CHUNK))  # one version is 20 chunks
+    async with stage(url, plan) as ends:
+        weights = blocks()
+        with pytest.raises(aiosync.PartialSyncError):
+            await ends.sender.send(weights)
+        if newer:
+            async with ends.away():
+                with contextlib.suppress(aiosync.PartialSyncError):
+                    await ends.sender.send(weights := blocks())
+        await ends.back()
+        await ends.receiver.wait_for_version(ends.sender.version)
+        assert same(ends.receiver, weights)
+        rest = ends.proxy.bytes_back - 33 * CHUNK
+        assert (rest > 20 * CHUNK) if newer else (CHUNK < rest < 15 * CHUNK)
+
+
+async def test_pulls_that_wait_get_what_they_ask_for_on_the_next_link(url: str) -> None:
+    async with stage(url, subscribe=False) as ends:
+        waiting = asyncio.ensure_future(ends.receiver.pull(min_version=2))
+        async with ends.away():
+            now = asyncio.ensure_future(ends.receiver.pull())
+            await asyncio.sleep(0)
+        await ends.back()
+        assert await now == 1
+        assert not waiting.done()
+        await ends.sender.send()
+        assert await waiting == 2
 
 
 IMPOSTORS: dict[str, list[Message]] = {
@@ -211,7 +183,6 @@ IMPOSTORS: dict[str, list[Message]] = {
 
 
 @pytest.mark.parametrize("said", IMPOSTORS.values(), ids=list(IMPOSTORS))
-@pytest.mark.asyncio
 async def test_who_has_the_port_for_a_moment_and_proves_nothing_ends_no_worker(
     said: list[Message],
 ) -> None:
@@ -221,133 +192,75 @@ async def test_who_has_the_port_for_a_moment_and_proves_nothing_ends_no_worker(
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"".join(map(encode_frame, said)))
         with contextlib.suppress(ConnectionError):
-            while await reader.read(1000):
-                pass
+            await reader.read()
         refused.set()
         writer.close()
 
-    options: dict[str, Any] = {"token": "a secret of sixteen", "timeout": PATIENCE}
-    address = f"tcp://127.0.0.1:{port}"
-    async with aiosync.TCPWeightSyncScheme(address, reconnect=None, **options) as worker:
+    plain = make(f"tcp://127.0.0.1:{port}", token="a secret of sixteen", reconnect=None)
+    async with harness.twin(plain) as worker:
         worker.init_on_receiver("policy", model=models.linear())
+        joining = asyncio.ensure_future(worker.connect())
         for value in (1.0, 2.0):
-            async with aiosync.TCPWeightSyncScheme(address, **options) as trainer:
-                source = models.linear()
-                models.fill(source, value)
-                trainer.init_on_sender("policy", model=source, num_workers=1)
-                again = value == 2.0
-                await asyncio.gather(trainer.connect(), *([] if again else [worker.connect()]))
+            async with harness.twin(plain) as trainer:
+                trainer.init_on_sender("policy", model=models.linear(value), num_workers=1)
+                await asyncio.gather(trainer.connect(), joining)
                 await harness.until(lambda value=value: models.holds(worker, value))  # type: ignore[misc]
-            if not again:
+            if value == 1.0:
                 async with await asyncio.start_server(impostor, "127.0.0.1", port):
                     await asyncio.wait_for(refused.wait(), PATIENCE)
 
 
-# -- transfers that are cut ----------------------------------------------------------------------
-
-CHUNK = 2**14
+# -- worker processes ----------------------------------------------------------------------------
 
 
-def blocks() -> nn.Module:
-    """20 chunks of random numbers."""
-    return nn.ParameterList([torch.randn(20 * CHUNK // 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared memory", "group"])
+async def test_a_killed_trainer_is_followed_by_the_next(way: str, tmp_path: Path) -> None:
+    """Slots of both have the same names, and the first one leaves its socket in the file system."""
+    options: dict[str, Any] = {"timeout": PATIENCE, "token": "a secret of sixteen"}
+    address = f"unix://{tmp_path}/socket" if way == "unix" else free_address()
+    plain: Any = make(address, **options)
+    if way in ("shared memory", "group"):
+        options |= {"address": address, "shared_memory": way == "shared memory"}
+        plain = aiosync.DistributedWeightSyncScheme(**options)
+    receiver = harness.twin(plain)
+    receiver.init_on_receiver(model_id="policy", model=models.medium())
+    crew: list[harness.Worker] = []
+    try:
+        for value in (10.0, 20.0):
+            crew.append(harness.start(plain, models.medium))
+            await crew[-1].call(become_sender, value)
+            if not receiver.synchronized_on_receiver:
+                await receiver.connect()
+            await harness.until(lambda value=value: models.holds(receiver, value))  # type: ignore[misc]
+            assert receiver.version == 1
+            for number in (1.0, 2.0, 3.0, 4.0):
+                assert await crew[-1].call(send, value + number) == {0}
+                assert models.holds(receiver, value + number)
+            crew[-1].kill()
+        assert receiver.reconnects == 1
+    finally:
+        await receiver.aclose()
+        for worker in crew:
+            worker.end()
 
 
-def same(receiver: Any, source: nn.Module) -> bool:
-    with receiver.reading():
-        return torch.equal(receiver.model[0], source[0])
+async def become_sender(state: harness.State, value: float) -> None:
+    models.fill(state.model, value)
+    state.scheme.init_on_sender(model_id="policy", model=state.model)
+    await state.scheme.connect()
 
 
-@contextlib.asynccontextmanager
-async def harmed(url: str, **faults: int) -> AsyncIterator[tuple[Stage, nn.Module]]:
-    """A stage whose first link through the proxy is harmed in the middle of new weights."""
-    async with Stage(url, blocks, chunk_nbytes=CHUNK) as stage:
-        plan = Plan(back=Faults(**faults))
-        stage.proxy.plan = lambda number: plan if number == 0 else None
-        yield stage, blocks()
+async def send(state: harness.State, value: float) -> set[int]:
+    models.fill(state.model, value)
+    return set((await state.scheme.send(timeout=PATIENCE)).acked)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("newer", [False, True])
-async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, newer: bool) -> None:
-    async with harmed(url, cut_at=33 * CHUNK) as (stage, weights):  # one version is 20 chunks
-        receiver = await stage.add(through=True)
-        with pytest.raises(aiosync.PartialSyncError):
-            await stage.sender.send(weights)
-        if newer:
-            async with stage.away():
-                with contextlib.suppress(aiosync.PartialSyncError):
-                    await stage.sender.send(weights := blocks())
-        await stage.back(receiver)
-        assert await receiver.wait_for_version(stage.sender.version) == stage.sender.version
-        assert same(receiver, weights)
-        rest = stage.proxy.bytes_back - 33 * CHUNK
-        assert (rest > 20 * CHUNK) if newer else (CHUNK < rest < 15 * CHUNK)
-        await stage.sender.send(weights := blocks())
-        assert same(receiver, weights)
-
-
-# -- asking --------------------------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_pulls_that_wait_get_what_they_ask_for_also_on_the_next_link(url: str) -> None:
-    async with Stage(url) as stage:
-        puller = await stage.add(through=True, subscribe=False)
-        with pytest.raises(aiosync.RecvTimeout):
-            await puller.pull(min_version=3, timeout=0.02)
-        waiting = {n: asyncio.ensure_future(puller.pull(min_version=n)) for n in (3, 2)}
-        assert await puller.pull() == 1  # meanwhile
-        async with stage.away():
-            now = asyncio.ensure_future(puller.pull())
-            await asyncio.sleep(0)
-            assert not now.done()
-        await stage.back(puller)
-        assert await now == 1
-        for version in (2, 3):
-            assert not waiting[version].done()
-            await stage.send(float(version))
-            assert await waiting[version] == version
-        assert models.holds(puller, 3.0)
-        await stage.send(4.0)
-        assert await puller.pull(min_version=2) == 4
-
-
-@pytest.mark.asyncio
-async def test_pull_of_a_version_that_the_model_refused_says_so(url: str) -> None:
-    async with Stage(url, models.extra) as stage:
-        receiver, puller = await stage.add(through=True), await stage.add(subscribe=False)
-        stage.source.counter = -1
-        with pytest.raises(aiosync.PartialSyncError):
-            await stage.sender.send()
-        for each in (receiver, puller, puller):
-            with pytest.raises(aiosync.ApplyError, match="no good here"):
-                await each.pull(timeout=5)
-        stage.proxy.cut()
-        await stage.back(receiver)
-        puller.receiver_transport.abort()
-        await stage.back(puller)
-        for each in (receiver, puller):  # for the same reason on the next link
-            with pytest.raises(aiosync.ApplyError, match="no good here"):
-                await each.pull(timeout=5)
-        assert stage.sender.worker_versions == {0: 1, 1: 0}
-        stage.source.counter = 1
-        await stage.sender.send()
-        assert await receiver.pull() == await puller.pull() == 3
-
-
-# -- options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"address": "http://x"}, "http"),
-        ({"address": []}, "one address"),
-        ({"address": ["tcp://a:1", "tcp://b:1"]}, "dial='sender'"),
-        ({"dial": "nobody"}, "dial must be"),
-    ],
-)
-def test_addresses_are_checked(options: Any, text: str) -> None:
-    with pytest.raises(aiosync.ConfigError, match=text):
-        aiosync.TCPWeightSyncScheme(**options)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+async def test_tls_and_token_travel_into_workers(method: str) -> None:
+    scheme = make(token="t" * 20, tls=certificates().both)
+    scheme.init_on_sender(model_id="policy", model=models.linear(2.0), num_workers=1)
+    async with harness.workers(scheme, models.linear, method=method) as [worker]:
+        assert await worker.value() == 2.0
+    assert scheme.refused == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import threading
@@ -72,3 +73,12 @@ def resident_nbytes() -> int:
 def num_slots() -> int:
     """Slots of shared memory that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:")
+
+
+def wake_ups(pid: int) -> dict[str, int]:
+    """Voluntary context switches of each thread of a process."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        [switches] = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", path.read_text(), re.M)
+        found[path.parent.name] = int(switches)
+    return found
