@@ -5,7 +5,12 @@ For programs that were written for ``init_on_worker()``, ``get_sender()`` and
 change in a worker as a whole. Importing it starts nothing.
 """
 
-from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
+from aiosync.legacy.remote import (
+    DistributedTransport,
+    RayActorTransport,
+    RayTransport,
+    RPCTransport,
+)
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.schemes import (
     DistributedWeightSyncScheme,
@@ -19,7 +24,6 @@ from aiosync.legacy.schemes import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.legacy.store import DistributedTransport
 from aiosync.legacy.strategy import WeightStrategy
 from aiosync.legacy.transports import MPTransport, SharedMemTransport, TransportBackend
 from aiosync.legacy.updaters import (

@@ -13,8 +13,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import (
@@ -27,14 +25,14 @@ from aiosync.errors import (
     SyncTimeout,
     TransportBroken,
 )
-from aiosync.legacy.backends import Backend
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
-from aiosync.legacy.strategy import WeightStrategy, hint
-from aiosync.legacy.transports import MPTransport, is_patient
+from aiosync.legacy.strategy import WeightStrategy
+from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.schemes.inside import guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
-from aiosync.sync._schemes import core_of
+from aiosync.sync._portal import refuse_inside_loop
+from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.tensors import Target
 from aiosync.tensors.match import Strict
 from aiosync.transports._processes import FORKING
@@ -69,7 +67,7 @@ class OfScheme(abc.ABC):
         """
         for transport in self._ends():
             if at_once and isinstance(transport, MPTransport):
-                transport.link.abort()
+                transport.abort()
             elif hasattr(transport, "close"):  # what users bring need not have it
                 transport.close()
 
@@ -81,34 +79,6 @@ class OfScheme(abc.ABC):
 
 
 # -- sending --------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Started:
-    """A send that is under way: who has yet to answer, who has the weights, who never will."""
-
-    pending: dict[int, Any] = field(default_factory=dict)
-    acked: set[int] = field(default_factory=set)
-    failed: dict[int, Exception] = field(default_factory=dict)
-    copies: list[Weights] = field(default_factory=list)
-
-    def drop(self) -> None:
-        """Let no later send take the answers to this one for its own."""
-        while self.pending:
-            getattr(self.pending.popitem()[1], "drop_oldest", lambda: None)()
-
-
-def _as_failure(idx: int, error: Exception) -> AiosyncError:
-    cause = error.__cause__
-    if isinstance(cause, ApplyError):
-        return ApplyError(
-            f"worker {idx} could not apply the weights: {cause}",
-            worker_idx=idx,
-            version=cause.version,
-            remote_type=cause.remote_type,
-        )
-    # Transports of users raise what they like.
-    return error if isinstance(error, AiosyncError) else TransportBroken(repr(error))
 
 
 class WeightSender(OfScheme):
@@ -125,7 +95,7 @@ class WeightSender(OfScheme):
         super().__init__(scheme)
         self._transports: dict[int, Any] = {}
         self._copier = Copier()
-        self._pending: _Started | None = None
+        self._pending: Deliveries | None = None
         self._give_up: float | None = None  # when nobody waits for late workers any more
         self._lost: set[int] = set()  # of whose end a send has told
 
@@ -138,17 +108,13 @@ class WeightSender(OfScheme):
             worker_idx: Its index.
             pipe_or_context: What the scheme's ``create_transport()`` takes.
         """
-        self.use(worker_idx, self._scheme.create_transport(pipe_or_context))
-
-    def use(self, worker_idx: int, transport: Any) -> None:
-        """Send to one more worker, over this transport."""
-        self._transports[worker_idx] = transport
+        self._transports[worker_idx] = self._scheme.make_transport(pipe_or_context)
 
     def meet(self) -> None:
         """Let transports that have to meet the workers do so."""
         for transport in self._ends():
             if isinstance(transport, Backend):
-                transport.meet_workers()
+                transport.setup_connection_and_weights_on_sender()
 
     @property
     def context(self) -> Any:
@@ -169,7 +135,7 @@ class WeightSender(OfScheme):
 
         Raises:
             PartialSyncError: A worker died, did not answer, or could not apply the weights; the
-                others have them. With transports and one worker: the error itself.
+                others have them.
             ConfigError: There is no such worker, or the weights cannot travel (a
                 ``ValueError``).
             KeyError: Shared memory without ``auto_register``: the model is not registered.
@@ -207,12 +173,12 @@ class WeightSender(OfScheme):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
                 )
-        prepared, started = self._prepare(weights), _Started()
+        prepared, sending = self._prepare(weights), Deliveries()
         if self._transports:
-            started = self._start(prepared, worker_ids)
+            sending = self._start(prepared, worker_ids)
         else:
             self._scheme.send_async(prepared, worker_ids)
-        self._pending = started
+        self._pending = sending
 
     def wait_async(self) -> None:
         """Wait for the pending :meth:`send_async`.
@@ -235,7 +201,7 @@ class WeightSender(OfScheme):
 
     def offer(self, weights: Any) -> None:
         """Have workers that attach before the first send get these."""
-        self._start(weights, None).drop()
+        self._start(weights, None)
 
     def _prepare(self, weights: Any) -> Any:
         scheme = self._scheme
@@ -253,13 +219,13 @@ class WeightSender(OfScheme):
         there = [idx for idx in chosen if named is not None or idx not in self._lost]
         return {idx: self._transports[idx] for idx in there or chosen}
 
-    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> _Started:
+    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
         each_its_own = is_per_worker(weights)
         chosen = self._chosen(weights if each_its_own and worker_ids is None else worker_ids)
         if each_its_own and (missing := chosen.keys() - weights.keys()):
             raise ConfigError(f"no weights were given for worker {min(missing)}")
         each = {idx: weights[idx] if each_its_own else weights for idx in chosen}
-        started, model_id = _Started(), self._scheme.model_id or "policy"
+        copies: dict[int, Weights] = {}
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(
@@ -269,59 +235,29 @@ class WeightSender(OfScheme):
             given = {id(value): value for value in each.values()}  # one copy of what is the same
             copies = {key: self._copier.copy(value) for key, value in given.items()}
             each = {idx: copies[id(value)] for idx, value in each.items()}
-            started.copies += copies.values()
-        try:
-            for idx, transport in chosen.items():
-                try:
-                    if hasattr(transport, "send_weights_async"):
-                        transport.send_weights_async(model_id, each[idx])
-                        started.pending[idx] = transport
-                    else:
-                        transport.send_weights(model_id, each[idx])
-                        started.acked.add(idx)
-                except (ConfigError, KeyError, LocalProtocolError):
-                    raise  # the caller's mistake, not a worker's
-                except Exception as exc:  # noqa: BLE001 - raised once all were served
-                    started.failed[idx] = exc
-        except BaseException:  # goes on to the caller
-            started.drop()
-            raise
-        return started
+        sending, model_id = Deliveries(copies.values()), self._scheme.model_id or "policy"
+        for idx, transport in chosen.items():
+            sending.begin(idx, functools.partial(_begin, transport, model_id, each[idx]))
+        return sending
 
-    def _wait(self, started: _Started) -> None:
+    def _wait(self, sending: Deliveries) -> None:
         """Wait for all, then raise what went wrong."""
-        # Over pipes workers may attach later, and may be lost.
-        patient = all(is_patient(transport) for transport in self._transports.values())
-        began, limit, late = time.monotonic(), self._scheme.timeout, []
+        began, late = time.monotonic(), []
         if self._give_up is None:
             self._give_up = began + _GRACE_SECONDS
-        try:
-            for idx, transport in list(started.pending.items()):
-                now = time.monotonic()
-                try:
-                    if patient and not transport.wait_for_peer(max(0.0, self._give_up - now)):
-                        late.append(idx)
-                        continue
-                    del started.pending[idx]
-                    if patient:
-                        transport.wait_ack(limit and max(0.0, began + limit - now))
-                    elif hasattr(transport, "wait_ack"):
-                        transport.wait_ack()
-                    started.acked.add(idx)
-                except Exception as exc:  # noqa: BLE001 - raised once all were waited for
-                    started.failed[idx] = exc
-        finally:
-            started.drop()  # of who is late; and after Ctrl-C
-        failed, acked = started.failed, started.acked
-        if patient:
-            self._lost |= {idx for idx in failed if not self._transports[idx].check_connection()}
-        elif len(failed) == 1 and not acked:
-            raise next(iter(failed.values()))
-        if failed:
-            failures = {idx: _as_failure(idx, error) for idx, error in failed.items()}
-            error = PartialSyncError(acked=acked, failed=failures)
-            hint(error)
-            raise error
+        for idx in list(sending.pending):
+            transport, grace = self._transports[idx], self._give_up - time.monotonic()
+            if isinstance(transport, MPTransport) and not transport.wait_for_peer(max(0.0, grace)):
+                late.append(idx)
+                continue
+            timeout = transport.timeout if isinstance(transport, Answered) else None
+            sending.finish(idx, timeout, began)
+        if sending.failed:
+            failed = {idx: _as_failure(idx, error) for idx, error in sending.failed.items()}
+            over_pipes = {idx for idx in failed if isinstance(self._transports[idx], MPTransport)}
+            gone = {idx for idx in over_pipes if not self._transports[idx].check_connection()}
+            self._lost |= gone
+            raise PartialSyncError(acked=sending.acked, failed=failed)
         if late:
             warnings.warn(
                 f"no worker has attached to the pipes of workers {late} yet: they get the newest "
@@ -329,11 +265,33 @@ class WeightSender(OfScheme):
                 stacklevel=3,
             )
             return
-        for copied in started.copies:
-            copied.give_back()
+        sending.give_back()
 
     def _ends(self) -> Iterable[Any]:
         return self._transports.values()
+
+
+def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
+    if isinstance(transport, Answered):
+        return transport.begin(model_id, weights)
+    if not hasattr(transport, "send_weights_async"):
+        transport.send_weights(model_id, weights)
+        return lambda _: None
+    transport.send_weights_async(model_id, weights)
+    return lambda _: transport.wait_ack() if hasattr(transport, "wait_ack") else None
+
+
+def _as_failure(idx: int, error: Exception) -> AiosyncError:
+    cause = error.__cause__
+    if isinstance(cause, ApplyError):
+        return ApplyError(
+            f"worker {idx} could not apply the weights: {cause}",
+            worker_idx=idx,
+            version=cause.version,
+            remote_type=cause.remote_type,
+        )
+    # Transports of users raise what they like.
+    return error if isinstance(error, AiosyncError) else TransportBroken(repr(error))
 
 
 # -- receiving ------------------------------------------------------------------------------------
@@ -367,13 +325,8 @@ class _Destination:
             raise ConfigError("Context has been garbage collected")
         return context
 
-    def find(self, *, guarded: bool = False) -> Any:
-        """The model as it is now, whose forwards are guarded from then on; or ``None``.
-
-        Args:
-            guarded: Raise unless weights can change between two forwards without a call of the
-                program.
-        """
+    def find(self) -> Any:
+        """The model as it is now, whose forwards are guarded from then on; or ``None``."""
         context, model = self.context, self.model
         if isinstance(model, str):
             if context is None:
@@ -384,19 +337,18 @@ class _Destination:
                 model = resolve_model(context, self.model_id or "policy")
         if self._target is None or self._target.target is not model:
             self._target = None if model is None else Target(model, strict=self._strict)
-            if self._hooks and model is not None:
-                why = why_unguarded(model)
-                if why is None:
-                    self.guard.install(model)
-                elif guarded:
-                    raise ConfigError(
-                        f"a {type(model).__name__} {why}: construct the scheme with "
-                        "guard='reading' and read inside `with scheme.reading():`, or with "
-                        "apply='manual' and call receive()"
-                    )
+            if self._hooks and model is not None and why_unguarded(model) is None:
+                self.guard.install(model)
         return model
 
-    def _change(self, weights: Weights) -> Callable[[], None]:
+    async def put(self, weights: Weights) -> None:
+        """Change the model, between two forwards. On the portal's loop: no signal interrupts.
+
+        Raises:
+            ApplyError: They do not fit; nothing was changed.
+            ConfigError: There is no model.
+            SyncTimeout: A forward of another thread did not end.
+        """
         self.find()
         target = self._target
         if target is None:
@@ -411,74 +363,58 @@ class _Destination:
             if before is not None and before.flat.exclusive():
                 before.give_back()
 
-        return change
-
-    def put(self, weights: Any) -> None:
-        """Change the model, between two forwards, and not on a thread that signals interrupt.
-
-        Raises:
-            ManifestMismatch: They do not fit; nothing was changed.
-            ConfigError: There is no model.
-            LocalProtocolError: This thread is in a forward.
-            SyncTimeout: One of another thread did not end.
-        """
-        self.guard.refuse_inside_read("receive")
-        change = self._change(Copier().copy(weights))
-        between = functools.partial(self.guard.between_reads, advice="", patience=_READ_SECONDS)
-        other = ThreadPoolExecutor(1)
+        give_up = time.monotonic() + _READ_SECONDS
         try:
-            other.submit(between, change).result()
-        finally:
-            other.shutdown(wait=False)  # after Ctrl-C it goes on, and splits nothing
+            while not self.guard.exclusively(change, timeout=0.0):
+                if time.monotonic() > give_up:
+                    raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
+                await self.guard.wait_free(1.0)
+        except ManifestMismatch as exc:
+            raise ApplyError(str(exc), remote_type=type(exc).__name__) from exc
 
-    async def take(self, endpoint: Endpoint, timeout: float | None) -> bool:
-        """Change the model to the next update of a link, on the portal's loop, and answer it.
+    async def take(self, end: Endpoint, timeout: float | None) -> bool:
+        """Change the model to the next update of a link, and answer it.
 
         Returns:
             False when none came in time.
 
         Raises:
-            ConfigError: There is no model, or the update is of another one.
-            Exception: As for :meth:`put`.
+            ConfigError: There is no model; or the update is of another one.
+            ApplyError: It does not fit.
+            SyncTimeout: As for :meth:`put`.
         """
-        arrived = await endpoint.peek(timeout)
+        arrived = await end.peek(timeout)
         if arrived is None:
             return False
-        give_up = time.monotonic() + _READ_SECONDS
+        if self.find() is None:
+            raise ConfigError("No model registered")  # what has come stays
         try:
             if self.model_id not in (None, arrived.model_id):
                 raise ConfigError(
                     f"weights of the model {arrived.model_id!r} came for the worker of "
                     f"{self.model_id!r}"
                 )
-            change = self._change(arrived)
-            while not self.guard.exclusively(change, timeout=0.0):
-                if time.monotonic() > give_up:
-                    raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
-                await self.guard.wait_free(1.0)
+            await self.put(arrived)
         except Exception as exc:  # the trainer hears it, and so does who waits
-            await endpoint.acknowledge(arrived, exc)
+            await end.acknowledge(arrived, exc)
             raise
         self._news = True
-        await endpoint.acknowledge(arrived)
+        await end.acknowledge(arrived)
         return True
 
-    async def follow(self, endpoint: Endpoint) -> None:
+    async def follow(self, end: Endpoint) -> None:
         """Take all that comes, without a call of the program, for as long as the link lives."""
-        endpoint.tasks.start(self._follow(endpoint), "aiosync legacy follow")
-
-    async def _follow(self, endpoint: Endpoint) -> None:
-        while endpoint.error is None:
+        while end.error is None:
             try:
-                await self.take(endpoint, None)
+                await self.take(end, None)
             except Exception as exc:  # noqa: BLE001 - receive() raises it
-                if endpoint.error is None:  # else that is raised
+                if end.error is None:  # else that is raised
                     self._news = without_frames(exc)
-            endpoint.notify()
+            end.changed.notify()
 
-    async def news(self, endpoint: Endpoint, timeout: float | None) -> bool:
+    async def news(self, end: Endpoint, timeout: float | None) -> bool:
         """Whether there is an update that was not reported, within ``timeout`` seconds."""
-        await endpoint.until(lambda: self._news, timeout)
+        await end.until(lambda: self._news, timeout)
         news, self._news = self._news, False
         if isinstance(news, Exception):
             raise news
@@ -529,7 +465,7 @@ class WeightReceiver(OfScheme):
         Args:
             pipe_or_context: What the scheme's ``create_transport()`` takes.
         """
-        self.use(self._scheme.create_transport(pipe_or_context), follows=False)
+        self.use(self._scheme.make_transport(pipe_or_context), follows=False)
 
     def use(self, transport: Any, *, follows: bool) -> None:
         """Receive over this transport.
@@ -542,27 +478,40 @@ class WeightReceiver(OfScheme):
             ConfigError: It does, and its forwards cannot be guarded.
         """
         self._transport, self._is_to_follow = transport, follows
-        if follows:
-            self._destination.find(guarded=True)
-            self._begin_to_follow()
-        else:
-            with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
-                self._destination.find()
+        with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
+            self._destination.find()
+        self._begin_to_follow()
 
     def meet(self) -> None:
         """Let a transport that has to meet the trainer do so, and take its weights."""
         if isinstance(self._transport, Backend):
-            scheme = self._scheme
-            strategy = WeightStrategy(scheme.strategy)
-            weights = self._transport.meet_trainer(scheme.worker_idx or 0, strategy)
+            weights = self._transport.setup_connection_and_weights_on_receiver(
+                worker_idx=self._scheme.worker_idx or 0,
+                weights=None,
+                model=None,
+                strategy=WeightStrategy(self._scheme.strategy),
+            )
             if weights is not None:
-                self._destination.put(weights)
+                self._put(weights)
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.
-        if self._is_to_follow and not self._follows and self.model is not None:
-            self._transport.link.call("init_on_worker", self._destination.follow)
-            self._follows = True
+        if not self._is_to_follow or self._follows or self.model is None:
+            return
+        why = why_unguarded(self.model) if self._scheme.guard == "forward" else None
+        if why is not None:
+            raise ConfigError(
+                f"a {type(self.model).__name__} {why}: construct the scheme with guard='reading' "
+                "and read inside `with scheme.reading():`, or with apply='manual' and call "
+                "receive()"
+            )
+        end, follow = self._transport.end, self._destination.follow
+
+        async def begin() -> None:
+            end.tasks.start(follow(end), "aiosync legacy follow")
+
+        end.call("init_on_worker", begin)
+        self._follows = True
 
     @property
     def model(self) -> Any:
@@ -593,51 +542,35 @@ class WeightReceiver(OfScheme):
             ConfigError: Weights have come, but ``No model registered``, or they are of another
                 model (a ``ValueError``).
         """
-        transport = self._transport
+        transport, destination = self._transport, self._destination
         if transport is None:
             return self._scheme.receive(timeout=timeout) is not None
-        try:
-            self._begin_to_follow()
-            if self._follows:
-                news = self._destination.news
-                return bool(transport.link.call("receive", lambda end: news(end, timeout)))
-            if isinstance(transport, MPTransport):
-                return self._receive_from(transport, timeout)
-            return self._receive_by(transport, timeout)
-        except ManifestMismatch as exc:
-            error = ApplyError(str(exc), remote_type=type(exc).__name__)
-            hint(error)
-            raise error from exc
-
-    def _receive_from(self, transport: MPTransport, timeout: float | None) -> bool:
-        taken, call = self._destination, transport.link.call
-        taken.guard.refuse_inside_read("receive")
-        if self.model is not None:
-            return call("receive", lambda end: taken.take(end, timeout))
-        if not transport.pipe.poll(timeout):
-            return False
-        raise ConfigError("No model registered")  # what has come stays
-
-    def _receive_by(self, transport: Any, timeout: float | None) -> bool:
+        self._begin_to_follow()
+        if isinstance(transport, MPTransport):
+            get = destination.news if self._follows else destination.take
+            if not self._follows:
+                destination.guard.refuse_inside_read("receive")
+            return transport.end.call("receive", lambda: get(transport.end, timeout))
         received = transport.receive_weights(timeout=timeout)
         if received is None:
             return False
         try:
-            self._destination.put(received[1])
+            self._put(received[1])
         except BaseException as exc:  # goes on to the caller, after the trainer
             # Left without an answer, they would take the one to the next weights.
-            try:
-                self._answer(transport, f"{type(exc).__name__}: {exc}")
-            except Exception as other:  # noqa: BLE001 - goes to the caller with the first error
-                exc.add_note(f"the trainer could not be notified: {type(other).__name__}: {other}")
+            self._answer(f"{type(exc).__name__}: {exc}")
             raise
-        self._answer(transport, "updated")
+        self._answer("updated")
         return True
 
-    @staticmethod
-    def _answer(transport: Any, message: str) -> None:
-        if hasattr(transport, "send_ack"):
-            transport.send_ack(message)
+    def _put(self, weights: Any) -> None:
+        refuse_inside_loop("receive", "a scheme of aiosync")
+        self._destination.guard.refuse_inside_read("receive")
+        run_on_loop(self._scheme, self._destination.put(Copier().copy(weights)))
+
+    def _answer(self, message: str) -> None:
+        if hasattr(self._transport, "send_ack"):
+            self._transport.send_ack(message)
 
     def apply_weights(self, weights: Any) -> None:
         """Put weights into the model by hand, between two forward passes.
@@ -647,15 +580,15 @@ class WeightReceiver(OfScheme):
 
         Raises:
             ConfigError: ``No model registered`` (a ``ValueError``).
-            ManifestMismatch: They do not fit; nothing was changed.
+            ApplyError: They do not fit; nothing was changed. Without a transport it is a
+                ``ManifestMismatch``.
         """
-        scheme, transport = self._scheme, self._transport
-        if transport is None and scheme.initialized_on_receiver:
-            scheme.apply_weights(weights)
+        if self._transport is None and self._scheme.initialized_on_receiver:
+            self._scheme.apply_weights(weights)
             return
-        self._destination.put(weights)
-        if not isinstance(transport, MPTransport) or transport.owes_ack:
-            self._answer(transport, "updated")
+        self._put(weights)
+        if getattr(self._transport, "owes_ack", True):
+            self._answer("updated")
 
     def _ends(self) -> Iterable[Any]:
         return [self._transport]

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.legacy.backends import Backend
-from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
+from aiosync.legacy.remote import (
+    DistributedTransport,
+    RayActorTransport,
+    RayTransport,
+    RPCTransport,
+)
 from aiosync.legacy.roles import WeightReceiver, WeightSender
-from aiosync.legacy.store import DistributedTransport
-from aiosync.legacy.strategy import WeightStrategy, nested
-from aiosync.legacy.transports import MPTransport, SharedMemTransport
-from aiosync.schemes.inside import change_hooks, sources_of
+from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport
+from aiosync.schemes.inside import sources_of
 from aiosync.schemes.sources import is_per_worker
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
@@ -43,17 +45,13 @@ __all__ = [
 StrategyName = Literal["tensordict", "state_dict"]
 
 
-def _is_of_torchrl(context: Any) -> bool:
-    return type(context).__module__.partition(".")[0] == "torchrl"
-
-
-def _of_old_context(context: Any, name: str) -> Any:
+def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
+    """An argument, or else what an old-style context has under this name."""
+    value = kwargs.pop(name, None)
     # TorchRL's present collectors have such attributes, too, but use them for something else.
-    return None if _is_of_torchrl(context) else getattr(context, name, None)
-
-
-def _to_nobody(epoch: int, version: int) -> None:
-    """Pass on nothing."""
+    if value is not None or type(context).__module__.partition(".")[0] == "torchrl":
+        return value
+    return getattr(context, name, None)
 
 
 class WeightSyncScheme(facade.WeightSyncScheme):
@@ -64,8 +62,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     for the other side. What the newer generation calls (``init_on_receiver()``, ``connect()``,
     ``send()``) works, too, as long as no pipes are given.
 
-    A trainer whose program ends while child processes of ``multiprocessing`` have yet to attach,
-    and to get what was sent to them, waits for that: for 5 seconds at most, and for no daemons.
+    A trainer's program should not end before its workers have what was sent to them, or those see
+    ``PeerClosed``: ``send()`` and ``wait_async()`` wait for all who have attached.
 
     This class itself has no link. To bring one of your own, override :meth:`create_transport`;
     see :class:`TransportBackend`.
@@ -80,16 +78,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     """
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
-    _needs_pipes: ClassVar[bool] = False  # or anything else that says who the workers are
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         super().__init__(strategy, **options)
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         super()._adopt(scheme)
-        # A send of this generation ends when the weights are in the model, whoever looks at it:
-        # a worker that passes them on does not promise anything.
-        change_hooks(scheme, carried=True, relay=_to_nobody)
         # In a forked child the transports are the parent's.
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
@@ -105,27 +99,6 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         self._scheme.strategy = get_strategy(getattr(value, "extract_as", value))
 
     strategy_str = strategy
-
-    @classmethod
-    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme of this generation for a back-end name, such as ``"shared"``.
-
-        Args:
-            backend: For example ``"shared"``, ``"process"``, ``"rpc"``, ``"ray"`` or ``"none"``.
-            options: For the scheme's constructor.
-
-        Raises:
-            ConfigError: There is none with that name, or only one of the newer generation (a
-                ``ValueError``).
-        """
-        wanted = aio.scheme_class(backend)
-        for scheme in _SCHEMES:
-            if scheme._async_class is wanted:
-                return scheme(**options)
-        raise ConfigError(
-            f"Unsupported weight-sync backend {backend!r}: it is newer than aiosync.legacy; use "
-            f"aiosync.sync.WeightSyncScheme.from_backend({backend!r})"
-        )
 
     # -- roles ---------------------------------------------------------------------------------
 
@@ -144,24 +117,17 @@ class WeightSyncScheme(facade.WeightSyncScheme):
                 the arguments of :meth:`aiosync.sync.WeightSyncScheme.init_on_sender`.
 
         Raises:
-            ConfigError: The arguments exclude each other, or a pipe is not two-way; or
-                :class:`MultiProcessWeightSyncScheme` was given neither pipes nor any other
-                argument that says who the workers are or what they get (a ``ValueError``).
+            ConfigError: The arguments exclude each other, or a pipe is not two-way (a
+                ``ValueError``).
             LocalProtocolError: This object is a sender already (a ``RuntimeError``).
             TypeError: An argument is unknown.
         """
         self._after_fork()
-        pipes = kwargs.pop("pipes", None)
+        pipes, cached = _given("pipes", kwargs, context), kwargs.pop("cached_weights", None)
         if pipes is None:
-            pipes = _of_old_context(context, "pipes")
-        cached = kwargs.pop("cached_weights", None)
-        if pipes is not None:
-            self._init_sender(model_id, context, pipes, **kwargs)
-        else:
-            given = any(value is not None for name, value in kwargs.items() if name != "ctx")
-            if self._needs_pipes and context is None and not given:
-                raise ConfigError("pipes must be provided via context or kwargs")
             super().init_on_sender(model_id, context, **kwargs)
+        else:
+            self._init_sender(model_id, context, pipes, **kwargs)
         self._cached = cached
 
     def _init_sender(
@@ -179,7 +145,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             raise LocalProtocolError("init_on_sender(): this object is already a sender")
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
-        if num_workers is not None and num_workers != len(ends):
+        if num_workers not in (None, len(ends)):
             raise ConfigError(f"num_workers is {num_workers}, but there are {len(ends)} pipes")
         if self.require != "all" or self.wire_dtype is not None or self.first_version != 1:
             raise ConfigError(
@@ -189,25 +155,24 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         sender = self.create_sender()
         try:
             for idx, end in enumerate(ends):
-                sender.use(idx, self._transport_for(end))
+                sender.register_worker(idx, end)
         except BaseException:  # goes on to the caller
             sender.close()
             raise
         self.context, self._sender = context, sender
         sources_of(self._scheme).replace(weights if model is None else model)
 
-    def _transport_for(self, end: Any) -> Any:
+    def make_transport(self, end: Any) -> Any:
         """What a role has of one end. The worker of a pipe may come at any time."""
-        transport = self._make_transport(end)
+        transport = self._transport_of(end)
         if isinstance(transport, facade.InitialSyncTransport):
             return Backend(transport, self.model_id or "policy")
         if isinstance(transport, MPTransport):
-            transport.timeout = self.timeout
-            transport.link.patient = True
-            transport.link.greet()
+            transport.timeout, transport.end.patient = self.timeout, True
+            transport.end.greet()
         return transport
 
-    def _make_transport(self, end: Any) -> Any:
+    def _transport_of(self, end: Any) -> Any:
         return self.create_transport(end)
 
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
@@ -225,22 +190,17 @@ class WeightSyncScheme(facade.WeightSyncScheme):
                 :meth:`aiosync.sync.WeightSyncScheme.init_on_receiver`.
 
         Raises:
-            ConfigError: The arguments exclude each other, or the pipe is not two-way; or
-                :class:`MultiProcessWeightSyncScheme` was given no pipe, context or transport (a
+            ConfigError: The arguments exclude each other, or the pipe is not two-way (a
                 ``ValueError``).
             LocalProtocolError: This object is a receiver already (a ``RuntimeError``).
             TypeError: An argument is unknown.
         """
         self._after_fork()
-        pipe = kwargs.pop("pipe", None)
+        pipe = _given("pipe", kwargs, context)
         if pipe is None:
-            pipe = _of_old_context(context, "pipe")
-        if pipe is not None:
+            super().init_on_receiver(model_id, context, **kwargs)
+        else:
             self._init_receiver(model_id, context, pipe, **kwargs)
-            return
-        if self._needs_pipes and context is None and kwargs.get("transport") is None:
-            raise ConfigError("pipe must be provided via context or kwargs")
-        super().init_on_receiver(model_id, context, **kwargs)
 
     def init_on_receiver(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # as well
         """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
@@ -265,7 +225,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         receiver = self.create_receiver()
         receiver.register_model(model if model is not None else weights)
         receiver.context = context
-        receiver.use(self._transport_for(pipe), follows=self._follows)
+        receiver.use(self.make_transport(pipe), follows=self._follows)
         self._receiver = receiver
 
     @property
@@ -333,11 +293,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
         """
-        side = self._side
-        if side is None:
+        if self._side is None:
             super().connect(**kwargs)
         else:
-            side.meet()
+            self._side.meet()
 
     def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
         """As :meth:`aiosync.sync.WeightSyncScheme.send`; with pipes as the sender's."""
@@ -417,7 +376,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSy
     """
 
     _async_class: ClassVar[AsyncClass] = aio.MultiProcessWeightSyncScheme
-    _needs_pipes = True
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
@@ -435,15 +393,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
     that the program registered get what is sent, in place; no worker has them from aiosync.
 
     Attributes:
-        policy_weights: What is registered: what the program did, and copies of what was sent.
+        policy_weights: What is registered, by the program or by a transport of this scheme.
         auto_register: As it was given; may be changed.
 
     Args:
-        policy_weights: Model id -> TensorDict: models that are registered from the start. Their
-            values of now are what workers get that attach before the first send.
+        policy_weights: Model id -> TensorDict: models that are registered from the start. Workers
+            that attach before the first send get what they are in ``init_on_sender()``.
         strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
-        auto_register: Register a model with the first send of it; otherwise sending one that is
-            not registered raises ``KeyError``.
+        auto_register: Send models that are not registered, too; otherwise sending one raises
+            ``KeyError``.
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
@@ -463,59 +421,48 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         super().__init__(strategy, **options)
         self.auto_register: bool = auto_register
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self._first: dict[str, TensorDictBase] = {}  # of what the program registered
         for model_id, weights in (policy_weights or {}).items():
-            self._register(model_id, weights)
-
-    def _register(self, model_id: str, weights: Any) -> None:
-        self.create_transport(None).register_weights(model_id, weights)
-        self._first[model_id] = weights.detach().clone()
+            self.register_shared_weights(model_id, weights)
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model; workers that attach before the first send get these values.
 
         Args:
             model_id: Name of the model.
-            weights: Its first values, of which a copy is taken; then kept up to date, in place.
+            weights: Its first values, of which a copy is sent; then kept up to date, in place.
 
         Raises:
             ConfigError: They are not a TensorDict (a ``ValueError``).
             LocalProtocolError: The model is registered already (a ``RuntimeError``).
         """
         self._after_fork()
-        self._register(model_id, weights)
-        self._offer_first()
-
-    def _offer_first(self) -> None:
-        first = self._first.get(self.model_id or "policy")
-        if self._sender is not None and first is not None:
-            self._sender.offer(first)
+        self.create_transport(None).register_weights(model_id, weights)
+        if self._sender is not None and model_id == self.model_id:
+            self._sender.offer(weights)
 
     def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
 
-        ``cached_weights``, or ``get_cached_weights(model_id)`` of a context with pipes, are the
-        first values of the model, unless it is registered already.
+        With pipes, ``cached_weights``, or ``get_cached_weights(model_id)`` of a context, are the
+        first values of the model, unless it is registered.
         """
         super().init_on_sender(model_id, context, **kwargs)
-        name, cached = self.model_id or "policy", self._cached
-        if cached is None and self._sender is not None and hasattr(context, "get_cached_weights"):
-            cached = context.get_cached_weights(name)
-        if cached is not None and name not in self.policy_weights:
-            self._register(name, nested(WeightStrategy().extract_weights(cached)))
-        self._offer_first()
+        first = self.policy_weights.get(self.model_id or "policy", self._cached)
+        if first is None and hasattr(context, "get_cached_weights"):
+            first = context.get_cached_weights(self.model_id)
+        if first is not None and self._sender is not None:
+            self._sender.offer(first)
 
     def register_sent(self, weights: Any) -> None:
         """See :class:`SharedMemTransport`; each worker's own weights are not registered."""
         name = self.model_id or "policy"
-        if weights is None or is_per_worker(weights):
-            return
-        if name in self._first or name not in self.policy_weights:
+        registered = name in self.policy_weights or not self.auto_register
+        if registered and weights is not None and not is_per_worker(weights):
             self.create_transport(None).update_registered(name, weights)
 
-    def _make_transport(self, end: Any) -> Any:
+    def _transport_of(self, end: Any) -> Any:
         return MPTransport(end)  # which answers when the model has the weights
 
     @property
@@ -538,27 +485,23 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies again: multiprocessing shares the memory of tensors that it pickles.
-        own = {
-            name: {model_id: each.detach().clone() for model_id, each in weights.items()}
-            for name, weights in (("_first", self._first), ("policy_weights", self.policy_weights))
-        }
-        return {**super().__getstate__(), **own, "auto_register": self.auto_register}
+        # Copies: multiprocessing shares the memory of tensors that it pickles.
+        own = {name: weights.detach().clone() for name, weights in self.policy_weights.items()}
+        state = {"policy_weights": own, "auto_register": self.auto_register}
+        return {**super().__getstate__(), **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._first, self.policy_weights = state["_first"], state["policy_weights"]
-        self.auto_register = state["auto_register"]
+        self.policy_weights, self.auto_register = state["policy_weights"], state["auto_register"]
 
 
 class _NoTransport:
     """A transport of this generation that does nothing."""
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send nothing."""
-
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send nothing."""
+
+    send_weights = send_weights_async
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Return ``None`` at once."""
@@ -578,34 +521,15 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
     ) -> None:
         """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
 
-        Keywords that it does not know are ignored: they are meant for schemes that do something.
+        Keywords are ignored: they are meant for schemes that do something.
         """
-        pipes = kwargs.get("pipes") or _of_old_context(context, "pipes") or ()
-        known = {name: kwargs.get(name) for name in ("model", "num_workers", "weights")}
-        known["num_workers"] = known["num_workers"] or len(pipes) or None
-        facade.NoWeightSyncScheme.init_on_sender(self, model_id, **known)
-        self.context = context
+        self._init_sender(model_id, context, _given("pipes", kwargs, context) or [None])
 
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`."""
-        kwargs.pop("pipe", None)
-        facade.NoWeightSyncScheme.init_on_receiver(self, model_id, **kwargs)
-        self.context = context
-
-    def create_sender(self) -> WeightSender:
-        """A sender for this scheme; :meth:`get_sender` is what programs want."""
-        sender = WeightSender(self)
-        for idx in range(sources_of(self._scheme).num_workers or 1):
-            sender.use(idx, _NoTransport())
-        return sender
-
-    def create_receiver(self) -> WeightReceiver:
-        """A receiver for this scheme; :meth:`get_receiver` is what programs want."""
-        receiver = WeightReceiver(self)
-        receiver.use(_NoTransport(), follows=False)
-        return receiver
+        self._init_receiver(model_id, context, None, model=kwargs.get("model"))
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
@@ -713,9 +637,7 @@ class RayWeightSyncScheme(WeightSyncScheme, facade.RayWeightSyncScheme):
             ConfigError: The arguments exclude each other (a ``ValueError``).
         """
         self._after_fork()
-        names = () if _is_of_torchrl(context) else self._handle_names
-        given = [kwargs.pop(name, None) for name in names]
-        given += [getattr(context, name, None) for name in names]
+        given = [_given(name, kwargs, context) for name in self._handle_names]
         handles = next((each for each in given if each is not None), None)
         if (source := kwargs.pop("source_model", None)) is not None:
             kwargs["model"] = source
@@ -772,14 +694,3 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
     def create_receiver(self) -> RayModuleTransformReceiver:
         """A receiver for this scheme."""
         return RayModuleTransformReceiver(self)
-
-
-_SCHEMES: list[type[WeightSyncScheme]] = [  # what from_backend() makes
-    MultiProcessWeightSyncScheme,
-    SharedMemWeightSyncScheme,
-    NoWeightSyncScheme,
-    RPCWeightSyncScheme,
-    DistributedWeightSyncScheme,
-    RayWeightSyncScheme,
-    RayModuleTransformScheme,
-]

@@ -6,12 +6,12 @@ Must not import torch or schemes.
 from __future__ import annotations
 
 import abc
+import functools
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from aiosync._tasks import Notifier
 from aiosync.errors import (
     ApplyError,
     ConfigError,
@@ -20,8 +20,9 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from aiosync.legacy.endpoint import Copier, Link, Weights
-from aiosync.legacy.strategy import WeightStrategy, nested
+from aiosync.legacy.endpoint import Copier, Endpoint, Weights
+from aiosync.legacy.strategy import WeightStrategy
+from aiosync.sync import InitialSyncTransport
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
@@ -32,10 +33,20 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDictBase
 
-__all__ = ["Answered", "MPTransport", "SharedMemTransport", "TransportBackend", "is_patient"]
+__all__ = [
+    "Answered",
+    "Backend",
+    "Deliveries",
+    "Finish",
+    "MPTransport",
+    "SharedMemTransport",
+    "TransportBackend",
+]
+
+Finish: TypeAlias = Callable[[float | None], None]
+"""Waits for an answer for so many seconds, and raises what went wrong."""
 
 _TIMEOUT = 60.0  # workers that are spawned import torch first, and machines are busy
-_Sent: TypeAlias = tuple[int, Weights | None]  # its version, and the memory if it is our own
 
 
 @runtime_checkable
@@ -65,15 +76,11 @@ class Answered(abc.ABC):
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self._pending: deque[Any] = deque()
+        self._pending: deque[Finish] = deque()
 
     @abc.abstractmethod
-    def _post(self, model_id: str, weights: Any) -> Any:
-        """Copy weights and begin to send them; returns what :meth:`_finish` waits for."""
-
-    @abc.abstractmethod
-    def _finish(self, sent: Any, timeout: float | None) -> None:
-        """Wait for an answer, and raise what went wrong."""
+    def begin(self, model_id: str, weights: Any) -> Finish:
+        """Copy weights and begin to send them; returns what waits for the answer."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights and wait until the other side said that it applied them.
@@ -90,11 +97,11 @@ class Answered(abc.ABC):
             TransportBroken: The store is gone.
             ConfigError: The weights cannot travel (a ``ValueError``).
         """
-        self._finish(self._post(model_id, weights), self.timeout)
+        self.begin(model_id, weights)(self.timeout)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Copy weights and send them in the background; :meth:`wait_ack` waits."""
-        self._pending.append(self._post(model_id, weights))
+        self._pending.append(self.begin(model_id, weights))
 
     def wait_ack(self, timeout: float | None = None) -> None:
         """Wait for the answer to the oldest :meth:`send_weights_async`.
@@ -108,19 +115,111 @@ class Answered(abc.ABC):
         """
         if not self._pending:
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
-        self._finish(self._pending.popleft(), self.timeout if timeout is None else timeout)
-
-    def drop_oldest(self) -> None:
-        """Have the next :meth:`wait_ack` not wait for the oldest :meth:`send_weights_async`."""
-        self._pending.popleft()
+        self._pending.popleft()(self.timeout if timeout is None else timeout)
 
 
-class _Closing(abc.ABC):
-    """``with transport:``."""
+class Deliveries:
+    """Sends to several ends that are under way.
 
-    @abc.abstractmethod
+    Attributes:
+        pending: What waits for those that have yet to answer.
+        acked: Those that have the weights.
+        failed: Those that never will, and why.
+
+    Args:
+        copies: What is sent.
+    """
+
+    def __init__(self, copies: Iterable[Weights] = ()) -> None:
+        self._copies = list(copies)
+        self.pending: dict[int, Finish] = {}
+        self.acked: set[int] = set()
+        self.failed: dict[int, Exception] = {}
+
+    def begin(self, idx: int, begin: Callable[[], Finish]) -> None:
+        """Begin with one of them.
+
+        Raises:
+            ConfigError: A mistake of the caller, and not of this end; like the next two.
+            KeyError: As well.
+            LocalProtocolError: As well.
+        """
+        try:
+            self.pending[idx] = begin()
+        except (ConfigError, KeyError, LocalProtocolError):
+            raise
+        except Exception as exc:  # noqa: BLE001 - raised once all were served
+            self.failed[idx] = exc
+
+    def finish(self, idx: int, timeout: float | None, began: float) -> None:
+        """Wait for one of them, for so many seconds from ``began`` on."""
+        try:
+            left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
+            self.pending.pop(idx)(left)
+            self.acked.add(idx)
+        except Exception as exc:  # noqa: BLE001 - raised once all were waited for
+            self.failed[idx] = exc
+
+    def give_back(self) -> None:
+        """All have what was sent: its memory may be used again."""
+        for copied in self._copies:
+            copied.give_back()
+
+
+class Backend:
+    """Stands between a role and a transport that has TorchRL's present interface.
+
+    Weights that the transport returns are put into the model between two forwards; it is given
+    none to change by itself. The rest is that of the transport, ``setup_...()`` included;
+    ``send_weights_async(weights)``, ``wait_ack()``, ``send_ack(text)``, ``check_connection()`` and
+    ``close()`` are optional.
+
+    Args:
+        inner: The transport.
+        model_id: Name of the model.
+    """
+
+    def __init__(self, inner: InitialSyncTransport, model_id: str) -> None:
+        self._inner: Any = inner
+        self._model_id = model_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Begin to send the weights of a model."""
+        del model_id
+        getattr(self._inner, "send_weights_async", self._inner.send_weights)(weights)
+
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
+        """See :class:`aiosync.legacy.TransportBackend`."""
+        found = self._inner.receive_weights(timeout, weights=None, model=None, strategy=None)
+        return None if found is None else (self._model_id, found)
+
+
+class _OverPipes:
+    """Has ends of pipes, and closes them."""
+
+    _ends: list[Endpoint]
+
     def close(self) -> None:
         """Close every link; the other side sees ``PeerClosed``. Idempotent."""
+        for end in self._ends:
+            end.close()
+
+    def check_connection(self) -> bool:
+        """Whether every link is open and nobody has closed the other end.
+
+        False in a process that was forked after the link was used.
+        """
+        return all(end.is_up for end in self._ends)
+
+    def abort(self) -> None:
+        """Close at once, for destructors and signal handlers."""
+        for end in getattr(self, "_ends", ()):
+            end.abandon()
+
+    __del__ = abort
 
     def __enter__(self) -> Self:
         return self
@@ -145,8 +244,8 @@ class PipeView:
 
         ``None`` waits as long as it takes.
         """
-        link = self._transport.link
-        return link.call("poll", lambda end: end.until(lambda: link.is_ready, timeout))
+        end = self._transport.end
+        return end.call("poll", lambda: end.until(lambda: end.is_ready, timeout))
 
     def recv(self) -> tuple[tuple[str, Any], str]:
         """Wait for weights; ``receiver.apply_weights()`` or ``send_ack()`` answers them.
@@ -165,7 +264,7 @@ class PipeView:
         return taken, "update_weights"
 
 
-class MPTransport(Answered, _Closing):
+class MPTransport(_OverPipes, Answered):
     """One end of a two-way pipe that carries weights and acknowledgements.
 
     Args:
@@ -177,7 +276,7 @@ class MPTransport(Answered, _Closing):
             ``((model_id, weights), "update_weights")``. What was given is closed: what was
             below it belongs to the transport.
         timeout: As it was given; may be changed.
-        link: What is below.
+        end: What is below.
 
     Raises:
         ConfigError: The pipe is not two-way (a ``ValueError``).
@@ -186,39 +285,37 @@ class MPTransport(Answered, _Closing):
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         super().__init__(timeout)
         self.pipe: PipeView = PipeView(self)
-        is_link = isinstance(pipe_connection, Link)
-        self.link: Link = pipe_connection if is_link else Link(pipe_connection)
+        self.end: Endpoint = Endpoint(pipe_connection)
+        self._ends = [self.end]
         self._copier = Copier()
         self._unanswered: deque[Weights] = deque()
 
-    def _post(self, model_id: str, weights: Any) -> _Sent:
+    def begin(self, model_id: str, weights: Any) -> Finish:
+        """As for :class:`Answered`; the weights may be a copy already."""
         own = None if isinstance(weights, Weights) else self._copier.copy(weights)
-        post = lambda end: end.post(model_id, own or weights, self.timeout)  # noqa: E731 - short
-        return self.link.call("send_weights", post), own
+        version = _post(self.end, model_id, own or weights, self.timeout)
 
-    def _finish(self, sent: _Sent, timeout: float | None, message: str = "updated") -> None:
-        version, own = sent
-        ack = self.link.call("wait_ack", lambda end: end.wait_for_ack(version, timeout))
-        if own is not None:
-            own.give_back()
-        said = _said(ack)
-        if said != message:
-            cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
-            raise LocalProtocolError(
-                f"Expected acknowledgment {message!r}, got {said!r}"
-            ) from cause
+        def finish(timeout: float | None) -> None:
+            ack = self.end.call("wait_ack", lambda: self.end.wait_for_ack(version, timeout))
+            if own is not None:
+                own.give_back()
+            _check(ack)
+
+        return finish
 
     def check_ack(self, message: str = "updated") -> None:
-        """As :meth:`wait_ack`, for an answer of another text."""
-        if not self._pending:
-            self.wait_ack()  # says so
-        self._finish(self._pending.popleft(), self.timeout, message)
+        """The same as :meth:`wait_ack`: there is no success but ``"updated"``."""
+        del message
+        self.wait_ack()
 
     def wait_for_peer(self, timeout: float) -> bool:
-        """Wait until the other side has used its end; False when it did not in time."""
-        if (endpoint := self.link.endpoint) is not None and endpoint.heard:
-            return True
-        return self.link.call("wait_ack", lambda end: end.until(lambda: end.heard, timeout))
+        """Wait until the other side has used its end, or is gone; False when it did not in time."""
+        end = self.end
+
+        def known() -> bool:
+            return end.heard or end.error is not None
+
+        return known() or end.call("wait_ack", lambda: end.until(known, timeout))
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """Wait for the next weights, in the order in which they were sent; none is ever lost.
@@ -234,7 +331,7 @@ class MPTransport(Answered, _Closing):
             PeerClosed: The other side went away.
             RemoteProtocolError: It sent something that is not of this format.
         """
-        arrived = self.link.call("receive_weights", lambda end: end.take(timeout))
+        arrived = self.end.call("receive_weights", lambda: self.end.take(timeout))
         if arrived is None:
             return None
         self._unanswered.append(arrived)
@@ -261,34 +358,23 @@ class MPTransport(Answered, _Closing):
             raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
         error = None if message == "updated" else LocalProtocolError(message)
         arrived = self._unanswered.popleft()
-        self.link.call("send_ack", lambda end: end.acknowledge(arrived, error))
-
-    def check_connection(self) -> bool:
-        """Whether the link is open and the other side has not closed it.
-
-        False in a process that was forked after the link was used.
-        """
-        return self.link.is_up
-
-    def close(self) -> None:
-        """Close the link; the other side sees ``PeerClosed``. Idempotent."""
-        self.link.close()
+        self.end.call("send_ack", lambda: self.end.acknowledge(arrived, error))
 
 
-def is_patient(transport: Any) -> bool:
-    """Whether the worker at the other end may come later."""
-    return isinstance(transport, MPTransport) and transport.link.patient
+def _post(end: Endpoint, model_id: str, weights: Weights, timeout: float | None) -> int:
+    return end.call("send_weights", lambda: end.post(model_id, weights, timeout))
 
 
-def _said(ack: Ack) -> str:
-    if ack.status is not AckStatus.NACK:
-        return "updated"
-    if ack.error_type == LocalProtocolError.__name__:  # of send_ack(message)
-        return ack.error_text
-    return f"{ack.error_type}: {ack.error_text}"
+def _check(ack: Ack) -> None:
+    """Raise unless the answer says that the weights were applied."""
+    if ack.status is AckStatus.NACK:
+        by_hand = ack.error_type == LocalProtocolError.__name__  # of send_ack(message)
+        said = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
+        cause = ApplyError(ack.error_text, version=ack.version, remote_type=ack.error_type)
+        raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}") from cause
 
 
-class SharedMemTransport(_Closing):
+class SharedMemTransport(_OverPipes):
     """Weights that change in place, over any number of two-way pipes.
 
     The trainer registers a pipe for each worker and sends; a worker registers its own end and
@@ -315,8 +401,7 @@ class SharedMemTransport(_Closing):
         self.auto_register = auto_register
         self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self._ends: list[MPTransport] = []
-        self._changed = Notifier()
+        self._ends = []
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -327,7 +412,9 @@ class SharedMemTransport(_Closing):
         Raises:
             ConfigError: It is not two-way (a ``ValueError``).
         """
-        self._ends.append(MPTransport(Link(pipe, settles=True, changed=self._changed)))
+        end = Endpoint(pipe)
+        end.settles, end.changed = True, (self._ends or [end])[0].changed
+        self._ends.append(end)
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -349,7 +436,7 @@ class SharedMemTransport(_Closing):
         if model_id in self.policy_weights:
             WeightStrategy().apply_weights(self.policy_weights[model_id], weights)
         elif self.auto_register:
-            self.policy_weights[model_id] = nested(weights)
+            self.policy_weights[model_id] = Copier().copy(weights).rebuild("tensordict")
         else:
             raise KeyError(
                 f"model {model_id!r} is not registered: register its weights, or use "
@@ -373,22 +460,21 @@ class SharedMemTransport(_Closing):
         """
         self.update_registered(model_id, weights)
         copied = self._copier.copy(self.policy_weights[model_id])
-        give_up = time.monotonic() + self.timeout
-        sent, errors = [], []
-        for end in self._ends:
-            try:
-                end.send_weights_async(model_id, copied)
-                sent.append(end)
-            except Exception as exc:  # noqa: BLE001 - raised once all were served
-                errors.append(exc)
-        for end in sent:
-            try:
-                end.wait_ack(max(0.0, give_up - time.monotonic()))
-            except Exception as exc:  # noqa: BLE001 - raised once all were served
-                errors.append(exc)
-        if errors:
-            raise errors[0]
-        copied.give_back()
+
+        def begin(end: Endpoint) -> Finish:
+            version = _post(end, model_id, copied, self.timeout)
+            return lambda left: _check(
+                end.call("send_weights", lambda: end.wait_for_ack(version, left))
+            )
+
+        began, sending = time.monotonic(), Deliveries([copied])
+        for idx, end in enumerate(self._ends):
+            sending.begin(idx, functools.partial(begin, end))
+        for idx in list(sending.pending):
+            sending.finish(idx, self.timeout, began)
+        if sending.failed:
+            raise next(iter(sending.failed.values()))
+        sending.give_back()
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -406,20 +492,21 @@ class SharedMemTransport(_Closing):
             PeerClosed: Another side went away, and nothing has come from the others.
         """
         if self._ends and not self._apply_all():
+            first = self._ends[0]
 
             def ready() -> bool:
-                return any(end.link.is_ready for end in self._ends)
+                return any(end.is_ready for end in self._ends)
 
-            self._ends[0].link.call("receive_weights", lambda end: end.until(ready, timeout))
+            first.call("receive_weights", lambda: first.until(ready, timeout))
             self._apply_all()
 
     def _apply_all(self) -> bool:
         """Apply what is here; whether anything was."""
         ended: Exception | None = None
         count = 0
-        for each in self._ends:
+        for end in self._ends:
             try:
-                while arrived := each.link.call("receive_weights", lambda end: end.take(0.0)):
+                while arrived := end.call("receive_weights", functools.partial(end.take, 0.0)):
                     self.update_registered(arrived.model_id, arrived.rebuild())
                     count += 1
             except (TransportError, RemoteProtocolError) as exc:
@@ -433,12 +520,3 @@ class SharedMemTransport(_Closing):
 
     def check_ack(self, message: str = "updated") -> None:
         """Do nothing: :meth:`send_weights` has waited for the acknowledgements."""
-
-    def check_connection(self) -> bool:
-        """Whether every registered pipe is open, and nobody has closed the other end."""
-        return all(end.check_connection() for end in self._ends)
-
-    def close(self) -> None:
-        """Close every link. Idempotent."""
-        for end in self._ends:
-            end.close()

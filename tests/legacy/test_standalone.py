@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +16,7 @@ from tensordict import TensorDict
 import aiosync
 from aiosync import legacy
 from tests.legacy import _tools as workers
-from tests.legacy._tools import BOTH, MP, SHM
+from tests.legacy._tools import BOTH
 from tests.sync import _tools as tools
 
 pytestmark = [pytest.mark.apart, pytest.mark.slow]
@@ -193,36 +191,3 @@ def test_a_trainer_that_did_not_make_the_pipe(make: Any, kills: bool) -> None:
         workers.process(_train, make, theirs, pipe, True, kills),
     ):
         assert tools.recv(mine) == (1, 1.0)
-
-
-EXITING = """
-import multiprocessing, sys, time
-import torch
-from aiosync.legacy import {make} as Scheme
-
-mine, theirs = multiprocessing.Pipe()
-scheme = Scheme(strategy="state_dict")
-scheme.init_on_sender(model_id="policy", pipes=[mine])
-
-def work(pipe):
-    time.sleep(1.0)  # longer than the trainer needs to end
-    own = Scheme(strategy="state_dict")
-    model = torch.nn.Linear(4, 2)
-    own.init_on_worker(model_id="policy", pipe=pipe, model=model)
-    print(own.get_receiver().receive(timeout=20.0), float(model.bias.detach().sum()), flush=True)
-
-if {child}:
-    multiprocessing.get_context("fork").Process(target=work, args=(theirs,)).start()
-else:  # it attaches, and never looks
-    own = Scheme(strategy="state_dict")
-    own.init_on_worker(model_id="policy", pipe=theirs, model=torch.nn.Linear(4, 2))
-scheme.get_sender().send_async({{"weight": torch.zeros(2, 4), "bias": torch.ones(2)}})
-"""
-
-
-def test_a_program_that_ends_with_a_send_under_way() -> None:
-    with contextlib.closing(tools.Fresh()) as fresh:
-        for make, child in itertools.product((MP, SHM), (True, False)):
-            done = fresh.script(EXITING.format(make=make.__name__, child=child))
-            assert (done.returncode, done.stderr) == (0, "")
-            assert done.stdout == ("True 2.0\n" if child else "")

@@ -199,7 +199,11 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
             sender.send(tools.filled(2.0))
         assert receiver.receive(timeout=tools.PATIENCE)
         workers.refuses(
-            (TimeoutError, "", lambda: sender.send(tools.filled(3.0), worker_ids=1 - dead)),
+            (
+                aiosync.PartialSyncError,
+                "AckTimeout",
+                lambda: sender.send(tools.filled(3.0), worker_ids=1 - dead),
+            ),
             (ValueError, "Worker 7", lambda: sender.send(tools.filled(4.0), [1 - dead, 7])),
         )
         assert receiver.receive(timeout=tools.PATIENCE)
