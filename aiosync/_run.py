@@ -1,4 +1,4 @@
-"""Running a coroutine on the fastest loop there is. Must not import torch."""
+"""The fastest loop there is, and the cores for it. Must not import torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aiosync.errors import ConfigError
 
-__all__ = ["find_descriptors", "new_event_loop", "run"]
+__all__ = ["find_descriptors", "new_event_loop", "run", "usable_cores"]
 
 _T = TypeVar("_T")
 _LOOP_DESCRIPTORS = 10
@@ -60,3 +61,10 @@ def find_descriptors() -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(_LOOP_DESCRIPTORS):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # pragma: no cover - the tests run on Linux

@@ -32,6 +32,7 @@ translated. This module imports nothing from aiosync and nothing heavy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -174,10 +175,6 @@ class AckTimeout(SyncTimeout):
         self.worker_ids: frozenset[int] = frozenset(worker_ids)
         self.version = version
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {"worker_ids": self.worker_ids, "version": self.version}
-        return (type(self), (str(self),), state)
-
 
 class AdmissionTimeout(SyncTimeout):
     """A request was not admitted in time.
@@ -198,14 +195,6 @@ class AdmissionTimeout(SyncTimeout):
         self.min_version = min_version
         self.retry_after = retry_after
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {
-            "version": self.version,
-            "min_version": self.min_version,
-            "retry_after": self.retry_after,
-        }
-        return (type(self), (str(self),), state)
-
 
 class SwapTimeout(SyncTimeout):
     """Requests that were running did not end in time, so the weights were not switched.
@@ -217,9 +206,6 @@ class SwapTimeout(SyncTimeout):
     def __init__(self, message: str, *, running: int = 0) -> None:
         super().__init__(message)
         self.running = running
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (str(self),), {"running": self.running})
 
 
 class WeightsError(AiosyncError):
@@ -270,20 +256,14 @@ class ManifestMismatch(WeightsError, ValueError, KeyError):
         return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            _rebuild_mismatch,
-            (type(self), self.missing, self.unexpected, dict(self.mismatched), self.hint),
+        again = functools.partial(
+            type(self),
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=dict(self.mismatched),
+            hint=self.hint,
         )
-
-
-def _rebuild_mismatch(
-    cls: type[ManifestMismatch],
-    missing: tuple[str, ...],
-    unexpected: tuple[str, ...],
-    mismatched: dict[str, str],
-    hint: str,
-) -> ManifestMismatch:
-    return cls(missing=missing, unexpected=unexpected, mismatched=mismatched, hint=hint)
+        return again, ()
 
 
 class StaleVersion(WeightsError):
@@ -311,14 +291,6 @@ class ApplyError(WeightsError):
         self.worker_idx = worker_idx
         self.version = version
         self.remote_type = remote_type
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {
-            "worker_idx": self.worker_idx,
-            "version": self.version,
-            "remote_type": self.remote_type,
-        }
-        return (type(self), (str(self),), state)
 
 
 class PartialSyncError(AiosyncError):
@@ -352,13 +324,7 @@ class PartialSyncError(AiosyncError):
         super().__init__(f"version {version} {what}. Workers that have it: {have}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_partial, (type(self), self.acked, dict(self.failed), self.version))
-
-
-def _rebuild_partial(
-    cls: type[PartialSyncError],
-    acked: frozenset[int],
-    failed: dict[int, AiosyncError],
-    version: int | None,
-) -> PartialSyncError:
-    return cls(acked=acked, failed=failed, version=version)
+        again = functools.partial(
+            type(self), acked=self.acked, failed=dict(self.failed), version=self.version
+        )
+        return again, ()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from aiosync._cores import usable_cores
+from aiosync._run import usable_cores
 from aiosync.bench._work import PATIENCE, WORKLOADS, Case, Crew, Desk, Handle, fill
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from aiosync._cores import usable_cores
+from aiosync._run import usable_cores
 from aiosync._version import __version__
 from aiosync.bench._work import WORKLOADS, Case
 

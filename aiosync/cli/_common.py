@@ -22,8 +22,6 @@ from rich.markup import escape
 from aiosync.errors import AiosyncError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.progress import Task
-
     from aiosync.server import WeightClient
     from aiosync.transports.credentials import TLS
 
@@ -295,24 +293,21 @@ def transfer_bar(console: Console, title: str, waits: str) -> Iterator[Show]:
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-    from rich.text import Text
+    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
 
-    class Download(DownloadColumn):
-        def render(self, task: Task) -> Text:
-            return Text(waits) if task.total is None else super().render(task)
-
+    amount = TextColumn("{task.fields[amount]}", markup=False)
     text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), Download(), TransferSpeedColumn())
+    columns = (text, BarColumn(), amount, TransferSpeedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task(title, total=None, amount=waits)
         progress.refresh()
         next_at = 0.0
 
         def show(done: int, total: int) -> None:
             nonlocal next_at
-            progress.update(task, completed=done, total=total)
             if time.monotonic() >= next_at or done >= total:
+                amount = f"{show_nbytes(done)} of {show_nbytes(total)}"
+                progress.update(task, completed=done, total=total, amount=amount)
                 progress.refresh()
                 next_at = time.monotonic() + _LOOK_SECONDS
 

@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aiosync._cores import usable_cores
-from aiosync._run import new_event_loop, run
+from aiosync._run import new_event_loop, run, usable_cores
 from aiosync._version import __version__
 from aiosync.cli._common import (
     TOKEN_VARIABLE,

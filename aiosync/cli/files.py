@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "SAFETENSORS",
     "TORCH",
-    "check_source",
     "check_target",
     "load_weights",
     "save_weights",
@@ -118,20 +117,6 @@ def save_weights(
                 _write_torch(path, file, {**tensors, **values}, texts)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-
-
-def check_source(path: str | os.PathLike[str]) -> None:
-    """Find what is wrong with the name of a file of weights, before it is read.
-
-    Raises:
-        ConfigError: There is no such file, it is a directory, its ending is unknown, or
-            safetensors is not installed.
-    """
-    if os.path.isdir(path):
-        raise ConfigError(f"{path}: this is a directory; push one of the files in it")
-    _kind(os.fspath(path))
-    if not os.path.isfile(path):
-        raise ConfigError(f"{path}: there is no such file")
 
 
 def check_target(path: str | os.PathLike[str]) -> None:

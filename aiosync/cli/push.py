@@ -56,13 +56,12 @@ def push(
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("push", *given, model_id) as (server, errors, exit_status):
         with transfer_bar(errors, f"push {model_id}", f"reads {file.name}") as show:
-            from aiosync.cli.files import check_source, load_weights
+            from aiosync.cli.files import load_weights
 
-            check_source(file)
-            exit_status[0] = 1
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
+            exit_status[0] = 1
             import aiosync
 
             done = aiosync.run(_push(weights, server, model_id, timeout, show))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from aiosync.testing import _checks_endings, _checks_messages
+from aiosync.testing import _checks
 from aiosync.testing._tools import (
     Check,
     ConformanceError,
@@ -33,10 +33,7 @@ __all__ = [
 ]
 
 CONFORMANCE_CHECKS: tuple[Check, ...] = tuple(
-    check
-    for module in (_checks_messages, _checks_endings)
-    for check in vars(module).values()
-    if isinstance(check, Check)
+    check for check in vars(_checks).values() if isinstance(check, Check)
 )
 """Every check of the suite, in the order in which to read it."""
 

@@ -259,8 +259,9 @@ def test_the_pull_token_pulls_and_does_not_push(
         ),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{file}"], "cannot be used"),
         (["serve", "--listen", "tcp://127.0.0.1:{busy}"], "listens there"),
-        (["push", "{no}.pt", "tcp://127.0.0.1:1"], "no such file"),
-        (["push", "{folder}", "tcp://127.0.0.1:1"], "this is a directory"),
+        (["push", "{no}.pt", "tcp://127.0.0.1:1"], "No such file"),
+        (["push", "{folder}", "tcp://127.0.0.1:1"], "must end in one of"),
+        (["push", "{damaged}.pt", "tcp://127.0.0.1:1"], "damaged"),
         (["push", "{file}.pt", "tcp://127.0.0.1:1", "--model-id", ""], "model is empty"),
         (["pull", "tcp://127.0.0.1:1", "copy.pt", "--model-id", ""], "model is empty"),
         (["serve", "--listen", "tcp://127.0.0.1:0", "--model-id", ""], "model is empty"),
@@ -278,12 +279,14 @@ def test_wrong_usage_is_status_2(
     args: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, empty = tmp_path / "file.pt", tmp_path / "empty"
-    file.write_text("no weights")
+    torch.save({"a": torch.zeros(2)}, file)
+    (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and nothing that makes sense")
     empty.touch()
     with contextlib.closing(listening()) as busy:
         names = {
             "file": str(file.with_suffix("")),
             "no": str(tmp_path / "no"),
+            "damaged": str(tmp_path / "damaged"),
             "empty": str(empty),
             "folder": str(tmp_path),
             "busy": str(busy.getsockname()[1]),
@@ -328,15 +331,12 @@ def test_what_fails_on_the_way_is_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unix = f"unix://{tmp_path / 'nobody'}"
-    damaged = tmp_path / "damaged.pt"
-    damaged.write_bytes(b"PK\x03\x04 and nothing that makes sense")
     good = tmp_path / "good.pt"
     torch.save({"a": torch.zeros(2)}, good)
     for args, text in (
         (("status", unix), "cannot be reached"),
         (("push", str(good), unix), "cannot be reached"),
         (("pull", unix, str(tmp_path / "copy.pt")), "cannot be reached"),
-        (("push", str(damaged), unix), "damaged"),
     ):
         status, shown = refused(capsys, *args)
         assert (status, text in shown) == (1, True), shown
