@@ -16,9 +16,9 @@ import os
 import re
 import secrets
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -28,21 +28,17 @@ from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
 
-__all__ = ["DTYPES", "SaveProgress", "StoreError", "StoredUpdate", "WeightStore", "replacing"]
+__all__ = ["DTYPES", "StoreError", "StoredUpdate", "WeightStore", "replacing"]
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = re.compile(r"\.aiosync-[0-9a-f]{16}\.tmp")
 _MAX_STEM = 240
 """Characters of a file name without its ending; the usual file systems allow 255 bytes."""
 
-SaveProgress: TypeAlias = Callable[[int, int], None]
-"""Called with the tensor bytes written so far, and with how many there are."""
-
 _BUFFER_NBYTES = 2**20
 """Bytes that files are buffered with; larger pieces bypass the buffer."""
 
 _FORMAT = "1"
-_CHUNK_NBYTES = 16 * 2**20
 _MAX_HEADER_NBYTES = 100_000_000
 """Where the readers of safetensors files stop."""
 
@@ -135,17 +131,12 @@ class WeightStore:
     def __repr__(self) -> str:
         return f"<WeightStore {self.directory!r}>"
 
-    def save(
-        self, model_id: str, update: StoredUpdate, progress: SaveProgress | None = None
-    ) -> None:
+    def save(self, model_id: str, update: StoredUpdate) -> None:
         """Replace the file of a model; returns when the new one is safely on disk.
 
         Args:
             model_id: Any text that is not too long: the name of the file is derived from it.
             update: The version. Its buffer is read, and must not change during the call.
-            progress: Called from this thread about every 16 MiB, and after the last byte.
-                What it raises ends the save and is raised here; an ``OSError`` becomes a
-                ``StoreError``. The old file stays.
 
         Raises:
             ConfigError: The update cannot be stored; nothing was written.
@@ -153,11 +144,13 @@ class WeightStore:
                 only the directory could not be synced.
         """
         path = self._path(model_id)
-        checksum = _checksum_of(update.layout.manifest, update.buffer.memoryview())
-        header = _encode_header(model_id, update, checksum)
+        manifest, memory = update.layout.manifest, update.buffer.memoryview()
+        header = _encode_header(model_id, update, _checksum_of(manifest, memory))
         try:
             with replacing(path, 0o600) as (file, _):
-                _write(file, header, update, progress)
+                file.write(len(header).to_bytes(8, "little") + header)
+                for leaf in _file_order(manifest):
+                    file.write(memory[leaf.offset : leaf.offset + leaf.nbytes])
         except OSError as exc:
             raise StoreError(f"{path}: cannot be saved: {exc}") from exc
 
@@ -348,32 +341,6 @@ def _checksum_of(manifest: Manifest, memory: memoryview) -> str:
     for leaf in manifest.leaves:
         digest.update(memory[leaf.offset : leaf.offset + leaf.nbytes])
     return digest.hexdigest()
-
-
-def _write(
-    file: BinaryIO, header: bytes, update: StoredUpdate, progress: SaveProgress | None
-) -> None:
-    """Write header and tensors; nothing is flushed.
-
-    Args:
-        file: A buffered file.
-        header: What :func:`_encode_header` returned for this update.
-        update: The version. Its buffer is read.
-        progress: Called about every 16 MiB, and after the last byte.
-    """
-    file.write(len(header).to_bytes(8, "little"))
-    file.write(header)
-    manifest = update.layout.manifest
-    memory = update.buffer.memoryview()
-    total = sum(leaf.nbytes for leaf in manifest.leaves)
-    written = reported = 0
-    for leaf in _file_order(manifest):
-        end = leaf.offset + leaf.nbytes
-        for start in range(leaf.offset, end, _CHUNK_NBYTES):
-            written += file.write(memory[start : min(end, start + _CHUNK_NBYTES)])
-            if progress is not None and (written - reported >= _CHUNK_NBYTES or written == total):
-                progress(written, total)
-                reported = written
 
 
 def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:

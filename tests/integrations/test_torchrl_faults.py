@@ -40,9 +40,6 @@ def kill(process: Any) -> None:
     process.join(workers.PATIENCE)
 
 
-# -- aliasing ---------------------------------------------------------------------------------
-
-
 # -- workers that die -------------------------------------------------------------------------
 
 
@@ -78,6 +75,21 @@ def test_12_shutdown_after_a_death_with_updates_that_nobody_took(make: Any) -> N
 
 
 # -- workers that are silent ------------------------------------------------------------------
+
+
+def test_the_start_may_take_longer_than_an_update() -> None:
+    scheme = aiosync.sync.MultiProcessWeightSyncScheme(timeout=workers.PATIENCE)
+    with collecting(scheme, worlds.make_policy(1.0)) as collector:
+        scheme.timeout = 3.0
+        stop(collector.procs[1].pid)
+        try:
+            with pytest.raises(aiosync.PartialSyncError, match="within 3 s") as caught:
+                collector.update_policy_weights_()
+        finally:
+            os.kill(collector.procs[1].pid, signal.SIGCONT)
+        assert {idx: type(each) for idx, each in caught.value.failed.items()} == {
+            1: aiosync.AckTimeout
+        }
 
 
 # -- workers that never begin -----------------------------------------------------------------

@@ -149,23 +149,6 @@ def test_values_that_cannot_travel_are_refused_before_anything_is_written(
     assert_same(store.load("m"), small(version=1))
 
 
-def test_progress_reaches_the_total_and_can_end_a_save(store: WeightStore) -> None:
-    saved = update_of([(f"t{i}", "uint8", (12 * 2**20,), "param", ()) for i in range(3)])
-    calls: list[tuple[int, int]] = []
-    store.save("m", saved, lambda done, total: calls.append((done, total)))
-    total = 36 * 2**20
-    assert [of for _, of in calls] == [total] * len(calls)
-    assert [done for done, _ in calls] == [24 * 2**20, total]
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        store.save("m", small(version=2), stop)
-    assert_same(store.load("m"), saved)
-    the_file(store)
-
-
 # -- names ------------------------------------------------------------------------------------
 
 IDS = [
@@ -391,7 +374,6 @@ def test_a_failing_disk_leaves_the_old_file(
 @pytest.mark.parametrize(
     ("call", "when", "left"),
     [
-        ("progress", "before", "old"),
         ("fsync", "before", "old"),
         ("fsync", "after", "old"),
         ("replace", "before", "old"),
@@ -404,8 +386,8 @@ def test_a_kill_at_each_step(store: WeightStore, call: str, when: str, left: str
     store.save("m", versions["old"])
     pid = os.fork()
     if pid == 0:
-        die = _killer(call, when)
-        store.save("m", versions["new"], die if call == "progress" else None)
+        _kill_at(call, when)
+        store.save("m", versions["new"])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     stale = [name for name in os.listdir(store.directory) if name.endswith(".tmp")]
@@ -417,14 +399,12 @@ def test_a_kill_at_each_step(store: WeightStore, call: str, when: str, left: str
     assert_same(again.load("m"), versions["new"])
 
 
-def _killer(call: str, when: str) -> Any:
-    real = getattr(os, call, lambda *args: None)
+def _kill_at(call: str, when: str) -> None:
+    real = getattr(os, call)
 
     def die(*args: Any) -> None:
         if when == "after":
             real(*args)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if call != "progress":
-        setattr(os, call, die)
-    return die
+    setattr(os, call, die)
