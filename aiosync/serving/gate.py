@@ -262,20 +262,6 @@ class AdmissionGate:
                 text = "on_admission raised, and is not called any more"
                 log(logging.WARNING, "observer", text, model=None, error=exc)
 
-    def _enter(self, admission: Admission) -> None:
-        if admission.blocks:
-            self._running += 1
-        else:
-            self._open.add(admission)
-
-    def _leave(self, admission: Admission) -> None:
-        if admission.blocks:
-            self._running -= 1
-            if self._running == 0:
-                self._changed.notify()
-        else:
-            self._open.discard(admission)
-
     # -- switching -----------------------------------------------------------------------------
 
     def swap(
@@ -320,7 +306,7 @@ class AdmissionGate:
             if self._satisfies(*self._required):
                 self._required = (0, None)
             for admission in self._open:
-                admission._saw(version, epoch)
+                admission._seen.append((version, epoch))
             self._changed.notify()
 
     def __repr__(self) -> str:
@@ -358,8 +344,7 @@ class Admission:
         self._gate = gate
         self._timeout = timeout
         self._task: asyncio.Task[object] | None = None
-        self._seen: list[int] = []  # since it was let in
-        self._mixed = False  # whether they are of several epochs
+        self._seen: list[tuple[int, int | None]] = []  # versions and epochs since it was let in
         self._steps: list[tuple[int, int]] = []  # of its batches: versions, and how many
         self._counted: list[tuple[int, int]] = []  # the same, as count() was told
         self._parts = 0  # this and what joined it; it is over when none is left
@@ -378,8 +363,8 @@ class Admission:
         batches, or of what was counted, or, without any, all that there were since it was
         admitted.
         """
-        runs = self._counted or self._steps
-        return tuple(dict.fromkeys(version for version, _ in runs) or self._seen)
+        runs = self._counted or self._steps or self._seen
+        return tuple(dict.fromkeys(version for version, _ in runs))
 
     @property
     def span(self) -> VersionSpan:
@@ -394,13 +379,13 @@ class Admission:
         """
         if not self._seen:
             raise LocalProtocolError("a request has no versions before it is let in")
-        if self._mixed:
+        if any(epoch != self.epoch for _, epoch in self._seen):
             return VersionSpan(0, self.versions[-1])
         epoch = None if self.epoch is None else f"{self.epoch:016x}"
         runs = self._counted or self._steps
         if runs:
             return VersionSpan.from_runs(runs, epoch)
-        return VersionSpan(min(self._seen), max(self._seen), epoch)
+        return VersionSpan(min(self.versions), max(self.versions), epoch)
 
     def count(self, version: int, tokens: int = 1) -> None:
         """Note that so many tokens, or steps, of the answer are of a version.
@@ -413,11 +398,6 @@ class Admission:
             tokens: How many.
         """
         _add(self._counted, version, tokens)
-
-    def _saw(self, version: int, epoch: int | None) -> None:
-        self._mixed = self._mixed or epoch != self.epoch
-        if version not in self._seen:
-            self._seen.append(version)
 
     async def __aenter__(self) -> int:
         if self.version:
@@ -436,13 +416,16 @@ class Admission:
                 await self._wait()
             else:
                 gate._tell(0.0)
-            gate._enter(self)
+            if self.blocks:
+                gate._running += 1
+            else:
+                gate._open.add(self)
             self._parts = 1
             self.version, self.epoch = gate._version, gate._epoch
             for each in _around(gate) if self.blocks else ():
                 if not each.blocks:
                     _add(each._steps, self.version, 1)
-        self._saw(self.version, self.epoch)
+        self._seen.append((self.version, self.epoch))
         # Without those that are over: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
         return self.version
@@ -495,8 +478,14 @@ class Admission:
         _inside.set(tuple(each for each in _inside.get() if each is not self))
         holder = self._holder
         holder._parts -= 1
-        if holder._parts == 0:
-            holder._gate._leave(holder)
+        if holder._parts:
+            return
+        gate = self._gate
+        gate._open.discard(holder)
+        if holder.blocks:
+            gate._running -= 1
+            if gate._running == 0:
+                gate._changed.notify()
 
 
 class Swap:
