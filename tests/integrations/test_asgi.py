@@ -14,7 +14,6 @@ from aiosync import VersionSpan
 from aiosync.integrations.asgi import WeightsMiddleware, lifespan, span_of
 from aiosync.serving import WeightFeed
 from tests.integrations._asgi_calls import (
-    Answer,
     Life,
     call,
     feed_at,
@@ -228,42 +227,6 @@ async def test_a_socket_is_not_let_in_as_a_whole() -> None:
 
     await WeightsMiddleware(app, feed)({"type": "websocket", "path": "/"}, None, None)
     assert running == [("websocket", 0, False)]
-
-
-@asynchronous
-async def test_a_response_holds_the_switch_until_it_is_complete_and_no_longer() -> None:
-    feed = feed_at(3)
-    more, over = asyncio.Event(), asyncio.Event()
-    answer = Answer()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"1", "more_body": True})
-        await more.wait()
-        await send({"type": "http.response.body", "body": b"2"})
-        await over.wait()  # as a background task of Starlette
-
-    async def receive() -> Any:
-        return {"type": "http.request"}
-
-    async def send(message: Any) -> None:
-        answer.messages.append(message)
-
-    calling = asyncio.ensure_future(WeightsMiddleware(app, feed)(scope_of(), receive, send))
-    await until(lambda: len(answer.messages) == 2)
-    assert feed.gate.running == 1
-    switching = asyncio.ensure_future(switch(feed, 4))
-    await asyncio.sleep(0.01)
-    assert (feed.version, switching.done()) == (3, False)
-    more.set()
-    await switching
-    assert feed.version == 4
-    assert not calling.done()
-    over.set()
-    await calling
-    assert feed.gate.running == 0
-    assert answer.headers == {"x-weight-version": "3"}
-    assert answer.body == b"12"
 
 
 @asynchronous

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import aiosync
-from aiosync import VersionSpan, staleness
-from aiosync.integrations.asgi import WeightsMiddleware, span_of
-from aiosync.serving import AdmissionGate, WeightFeed
+from aiosync.integrations.asgi import WeightsMiddleware
+from aiosync.serving import WeightFeed
 from tests.bench import asgi_under_load
 from tests.integrations._asgi_calls import uvicorn_of
 from tests.schemes import _harness as harness
@@ -131,58 +128,6 @@ async def test_under_uvicorn_with_a_trainer() -> None:
             assert not sending.done()
         assert await sending == version + 1
         assert feed.gate.running == 0
-
-
-@asynchronous
-@pytest.mark.slow
-async def test_a_stream_over_an_update_ends_with_its_span() -> None:
-    """The header says what there was when it began; the last line which token is of which."""
-    pytest.importorskip("uvicorn")
-    httpx = pytest.importorskip("httpx")
-    from starlette.applications import Starlette
-    from starlette.responses import StreamingResponse
-    from starlette.routing import Route
-
-    source, policy = models.linear(), models.linear()
-    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
-    models.fill(source, 1.0)
-    scheme.init_on_sender(model=source)
-    gate = AdmissionGate(mode="immediate")
-    feed = WeightFeed(aiosync.TCPWeightSyncScheme(scheme.address), model=policy, gate=gate)
-    go_on = asyncio.Queue[int]()
-
-    async def stream(request: Any) -> Any:
-        admission = request.scope["aiosync.admission"]
-
-        async def lines() -> Any:
-            for _ in range(3):
-                for _ in range(await go_on.get()):
-                    async with feed.batch():
-                        token = policy.bias[0].item()
-                    yield f"{token:.0f}\n"
-            yield json.dumps(dataclasses.asdict(admission.span)) + "\n"
-
-        return StreamingResponse(lines())
-
-    app = WeightsMiddleware(Starlette(routes=[Route("/stream", stream)]), feed)
-    async with scheme, uvicorn_of(app) as url, httpx.AsyncClient(base_url=url) as client:
-        await scheme.connect()
-        async with (
-            client.stream("GET", "/stream") as response,
-            contextlib.aclosing(response.aiter_lines()) as lines,
-        ):
-            assert span_of(response.headers) == VersionSpan(1, 1, f"{scheme.epoch:016x}")
-            tokens = []
-            for count in (4, 1, 7):
-                go_on.put_nowait(count)
-                tokens += [int(await anext(lines)) for _ in range(count)]
-                models.fill(source, float(scheme.version + 1))
-                await scheme.send()  # waits for no stream
-            said = json.loads(await anext(lines))
-        assert tokens == [1] * 4 + [2] + [3] * 7
-        span = VersionSpan(**said | {"runs": tuple(map(tuple, said["runs"]))})
-        assert span == VersionSpan(1, 3, f"{scheme.epoch:016x}", ((1, 4), (2, 1), (3, 7)))
-        assert staleness(scheme.version, span) == 3.0
 
 
 # -- under load -----------------------------------------------------------------------------------

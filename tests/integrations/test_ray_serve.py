@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="needs ray[serve]")
 
-from aiosync import VersionSpan
 from aiosync.errors import ConfigError, LocalProtocolError, RecvTimeout
-from aiosync.integrations.ray_serve import Answer, WeightsMixin, admitted
+from aiosync.integrations.ray_serve import WeightsMixin, admitted
 from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
 from tests.integrations._ray_serve_apps import TOKEN, Constant, Trainer, trainer
@@ -112,20 +111,6 @@ async def following(it: Trainer, **options: Any) -> AsyncIterator[Replica]:
 
 
 @pytest.mark.asyncio
-async def test_an_answer_names_its_version() -> None:
-    async with trainer() as it, following(it) as replica:
-        assert (await replica.act(2)).value == 2.0
-        later = asyncio.create_task(replica.act(10, min_version=2))
-        await asyncio.sleep(0)
-        await it.push()
-        epoch = replica.weight_feed.epoch
-        assert await later == Answer(20.0, 2, epoch, (2,), VersionSpan(2, 2, f"{epoch:016x}"))
-        status = await replica.weight_status()
-        assert (status["state"], status["version"]) == ("live", 2)
-        assert status["replica"].startswith("process")
-
-
-@pytest.mark.asyncio
 async def test_no_switch_while_a_thread_computes_though_its_caller_gave_up() -> None:
     async with trainer() as it, following(it) as replica:
         asking = asyncio.create_task(replica.compute())
@@ -163,15 +148,13 @@ async def test_no_source_in_time_is_an_error_that_says_why(
 ) -> None:
     replica = Replica()
 
-    async def follow(address: str, **options: Any) -> int:
-        return await replica.follow_weights(address, model=replica.model, **options)
+    def follow(address: str, **options: Any) -> Coroutine[Any, Any, int]:
+        return replica.follow_weights(address, model=replica.model, **options)
 
-    with pytest.raises(RecvTimeout, match=r"from tcp://127.0.0.1:1 .* not reached yet"):
-        await follow("tcp://127.0.0.1:1", timeout=0.2)
     async with trainer(token=TOKEN) as it:
         address = it.scheme.address
         monkeypatch.setenv("AIOSYNC_TOKEN", "another one")
-        with pytest.raises(RecvTimeout, match="AuthError"):
+        with pytest.raises(RecvTimeout, match="from tcp://.*AuthError"):
             await follow(address, timeout=0.3)
         monkeypatch.setenv("AIOSYNC_TOKEN", TOKEN)
         with pytest.raises(RecvTimeout, match="has version 1 and needs 3; .* nothing newer"):

@@ -58,22 +58,6 @@ async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stor
         assert held(pulled.mapping()) == BOTH
 
 
-@pytest.mark.asyncio
-@pytest.mark.one_loop
-async def test_parts_without_a_whole(tmp_path: Path) -> None:
-    async with WeightServer(URL, store=tmp_path) as server:
-        async with trainer(server, strict=False) as scheme:
-            for value in (1.0, 2.0):
-                await scheme.send(part(bias=value))
-                last = await scheme.send(part(weight=value + 10.0))
-            async with worker(server, strict=False) as late:
-                assert late.version == last.version
-                assert model_of(late) == {"weight": 12.0, "bias": 2.0}
-    async with WeightServer(URL, store=tmp_path) as server:
-        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
-        assert held(pulled.mapping()) == {"weight": 12.0, "bias": 2.0}
-
-
 # -- put together ---------------------------------------------------------------------------------
 
 

@@ -349,26 +349,6 @@ async def test_options_and_errors() -> None:
 # -- which versions answered a request ------------------------------------------------------------
 
 
-async def test_the_span_of_a_request_that_switches_wait_for() -> None:
-    gate = AdmissionGate()
-    await _switch_to(gate, 7, 0xABC)
-    request = gate.request()
-    with pytest.raises(aiosync.LocalProtocolError, match="before it is let in"):
-        _ = request.span
-    async with request:
-        async with gate.batch():
-            pass
-        expected = VersionSpan(7, 7, "0000000000000abc")
-        assert request.span == expected
-        switching = asyncio.ensure_future(_switch_to(gate, 8, 0xABC))
-        await turns()
-    await switching
-    assert request.span == expected  # its end was before
-    async with (after := gate.request()):
-        pass
-    assert after.span.first == 8
-
-
 async def _switch_to(gate: AdmissionGate, version: int, epoch: int | None = None) -> None:
     async with gate.swap(version=version, epoch=epoch):
         pass

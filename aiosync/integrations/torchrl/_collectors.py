@@ -81,7 +81,6 @@ class CollectorOwner:
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         self._collector = weakref.ref(collector)
         self._scheme = weakref.ref(scheme)
-        self._cascade: Cascade | None = None
         self._connecting: threading.Thread | None = None
         self._stamps = True  # who gets the data takes more than what it finds without a scheme
         self._made = False  # by factories: what the workers began with
@@ -261,8 +260,7 @@ class CollectorOwner:
         core = core_of(scheme)
         model_id = scheme.model_id or "policy"
         if has_workers(collector):
-            self._cascade = Cascade(collector, scheme)
-            change_hooks(core, relay=self._cascade.pass_on)
+            change_hooks(core, relay=Cascade(collector, scheme).pass_on)
         elif model_id == "policy":
             labels = Labels(
                 collector,
