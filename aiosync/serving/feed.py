@@ -164,24 +164,23 @@ class WeightFeed:
         self._config = copy.copy(scheme)
         # What is more than a change of pointers must not hold the loop.
         self._in_thread = model is None or scheme.apply_copy or not scheme.strict
-        self._scheme = self._make()  # says now what is wrong with the arguments
-        self._scheme.abort()
         self._users = 0
-        # Of one run, from the first start() on.
+        self._reset()  # says now what is wrong with the arguments
+        self._scheme.abort()
+
+    def _reset(self) -> None:
+        """What there is at the beginning of one run, from the first start() on."""
+        self._scheme = copy.copy(self._config)
+        self._scheme.apply = "manual"
+        follow(self._scheme, longest_pause=self.max_pause)
+        self._scheme.init_on_receiver(**self._init)
         self._thread = WorkerThread("aiosync-apply")
-        self._tasks = TaskOwner(lambda error: None)  # see _ended()
+        self._tasks = TaskOwner(self._on_crash)
         self._receiver: WeightReceiver | None = None  # over one link after the other
         self._crash: BaseException | None = None  # what ended it, if it was not closed
         self._activated_at: float | None = None  # when it switched the last time
         self._blocked: tuple[float, str] | None = None
-        self._started = 0.0
-
-    def _make(self) -> WeightSyncScheme:
-        scheme = copy.copy(self._config)
-        scheme.apply = "manual"
-        follow(scheme, longest_pause=self.max_pause)
-        scheme.init_on_receiver(**self._init)
-        return scheme
+        self._started = time.monotonic()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -194,12 +193,9 @@ class WeightFeed:
         self._users += 1
         if self._users > 1:
             return
-        self._scheme, self._started = self._make(), time.monotonic()
-        self._crash = self._blocked = self._activated_at = None
+        self._reset()
         self.gate.require(self.min_version or 0)
-        self._thread = WorkerThread("aiosync-apply")
-        self._tasks = TaskOwner(lambda error: None)
-        self._tasks.start(self._run(), "aiosync weight feed").add_done_callback(self._ended)
+        self._tasks.start(self._run(), "aiosync weight feed")
 
     async def aclose(self) -> None:
         """Stop the feed, unless another :meth:`start` is still active.
@@ -323,13 +319,11 @@ class WeightFeed:
 
     # -- receiving -----------------------------------------------------------------------------
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if self._users == 0:
-            return
+    def _on_crash(self, error: BaseException) -> None:
         # A bug, or somebody cancelled a task that is not his.
-        self._crash = RuntimeError("it was cancelled") if task.cancelled() else task.exception()
-        task.get_loop().call_exception_handler(
-            {"message": "the weight feed ended with an error", "exception": self._crash}
+        self._crash = error
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "the weight feed ended with an error", "exception": error}
         )
 
     async def _run(self) -> None:

@@ -6,25 +6,19 @@ checkers see nothing else. Must not import anything else of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 HAS_VLLM: bool = find_spec("vllm") is not None
 """Whether vLLM is installed."""
 
 if TYPE_CHECKING or not HAS_VLLM:
-
-    class WeightSource(Protocol):
-        """Names and tensors of a trainer, to be iterated anew for each update."""
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            """Yield whole tensors, in an order that never changes."""
-            ...
+    WeightSource: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+    """Names and tensors of a trainer, to be iterated anew for each update, in one order."""
 
     class VLLMWeightSyncClient(Protocol):
         """How a trainer talks to an engine."""
