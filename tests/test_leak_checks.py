@@ -1,12 +1,16 @@
-"""What conftest.py does around every test works."""
+"""What conftest.py does around every test works, and so does what it uses."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from aiosync.testing import LeakError, assert_no_leaks
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the checks read /proc"
@@ -96,3 +100,28 @@ def test_leaks_fail_a_test(pytester: pytest.Pytester) -> None:
             "*ZeroDivisionError*",
         ]
     )
+
+
+def test_what_is_left_is_seen_and_only_where_it_is_looked_for() -> None:
+    with (
+        pytest.raises(LeakError, match=f"fds: .*{os.devnull}") as caught,
+        assert_no_leaks(grace=0.0),
+        assert_no_leaks(kinds=("threads", "processes"), grace=0.0),
+    ):
+        fd = os.open(os.devnull, os.O_RDONLY)
+    with assert_no_leaks(grace=0.0):  # it was there before
+        pass
+    with pytest.raises(KeyError), assert_no_leaks(grace=0.0):
+        other = os.dup(fd)
+        raise KeyError("the error of the block comes first")
+    os.close(other)
+    os.close(fd)
+    assert os.devnull in caught.value.leaks["fds"][0]
+
+
+@pytest.mark.asyncio
+async def test_what_ends_within_the_grace_is_no_leak() -> None:
+    async with assert_no_leaks():
+        asyncio.ensure_future(asyncio.sleep(0))  # noqa: RUF006 - it ends by itself
+    with assert_no_leaks():
+        threading.Timer(0.02, bool).start()

@@ -14,8 +14,8 @@ apply_weights, calls_that_give_up, wait_staged, calls_in_a_loop,
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 
-spans: version_of_a_block, spans, spans_of_tasks_and_threads, spans_are_those_of_the_weights,
-spans_of_manual_apply, spans_of_a_model_that_goes, first_version, spans_over_a_restart.
+spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version,
+spans_over_a_restart.
 
 lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again,
 leaving_is_not_dying, rolling_restart, restarted_trainer, replaced_model, replaced_while_read,

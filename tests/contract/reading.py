@@ -78,13 +78,16 @@ async def check_manual_apply(bench: Bench) -> None:
         [worker] = crew.workers
         assert await worker.value() == 1.0  # connect() is such a call
         assert worker.scheme.apply_pending() is None
+        worker.scheme.span()
         handles = [crew.send_nowait(2.0), crew.send_nowait(3.0)]
         await worker.scheme.wait_staged(3)
         assert (await worker.version(), await worker.value(), worker.scheme.lag) == (1, 1.0, 2)
+        assert worker.scheme.span().last == 1
         with worker.scheme.reading():
             refuses(aiosync.LocalProtocolError, worker.scheme.apply_pending)
         assert worker.scheme.apply_pending() == 3
         assert (await worker.version(), await worker.value(), worker.scheme.lag) == (3, 3.0, 0)
+        assert worker.scheme.span().last == 3
         reports = [await handle for handle in handles]
         assert [report.acked for report in reports] == [set(), {0}]
         assert reports[0].skipped == {0: 3}
@@ -303,11 +306,15 @@ async def check_waiting_inside_a_read(bench: Bench) -> None:
 
 
 def forwards(worker: Any, seen: list[tuple[float, float]], ended: threading.Event) -> None:
-    """Forwards in a thread, every other inside of ``reading()`` beside a look at the version."""
+    """Forwards in a thread, every other inside of ``reading()``; their spans say what they saw."""
+    worker.scheme.span()
     while not ended.is_set():
         seen.append(worker.model())
-        with worker.scheme.reading():
-            seen.append((worker.scheme.version, worker.model()[1]))
+        with worker.scheme.reading() as read:
+            seen.append((read.version, worker.model()[1]))
+        span = worker.scheme.span()
+        assert (span.first, span.last) == (seen[-2][0], seen[-1][0])
+        assert sum(count for _, count in span.runs) == 2
 
 
 async def check_torn_reads(bench: Bench) -> None:

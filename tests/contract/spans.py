@@ -4,12 +4,11 @@ nor a private name."""
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import aiosync
 from aiosync import VersionSpan
-from tests.contract.bench import PATIENCE, Bench, background, needs, refuses, small, until
+from tests.contract.bench import Bench, needs, refuses, small, until
 
 
 def epoch_of(scheme: Any) -> str:
@@ -45,10 +44,6 @@ async def check_version_of_a_block(bench: Bench) -> None:
         with scheme.reading() as read:
             pass
         assert read.span == VersionSpan(3, 3, epoch)
-    async with bench.sender(small(1.0)) as crew:
-        with crew.sender.reading() as read:
-            assert read.version == 0
-        assert read.span == VersionSpan(0, 0)
 
 
 async def check_spans(bench: Bench) -> None:
@@ -81,6 +76,11 @@ async def check_spans(bench: Bench) -> None:
         span = scheme.span()
         assert (span.first, span.last, sum(count for _, count in span.runs)) == (4, 303, 300)
         assert 100 < len(span.runs) < 300
+        scheme.model = None  # what was never sent has no version
+        with scheme.reading() as read:
+            assert read.version == 0
+        assert read.span == VersionSpan(0, 0)
+        assert crew.sender.staleness(scheme.span()) is None
 
 
 async def check_spans_of_tasks_and_threads(bench: Bench) -> None:
@@ -109,69 +109,6 @@ async def check_spans_of_tasks_and_threads(bench: Bench) -> None:
         assert spans == [None, *(VersionSpan(1, 1, epoch, ((1, 2 * n),)) for n in (1, 3))]
         assert await asyncio.to_thread(compute) == VersionSpan(1, 1, epoch, ((1, 1),))
         assert scheme.span() is None
-
-
-async def check_spans_are_those_of_the_weights(bench: Bench) -> None:
-    """A forward beside sends without a pause has the version that its weights encode."""
-    async with bench.crew(small(1.0), [small()]) as crew:
-        [worker] = crew.workers
-        ended = threading.Event()
-        seen: list[tuple[float, VersionSpan, int]] = []
-
-        def collect() -> None:
-            worker.scheme.span()
-            while not ended.is_set():
-                first, last = worker.model()
-                assert first == last
-                with worker.scheme.reading() as read:
-                    inside = int(worker.model()[0]), read.version
-                span = worker.scheme.span()
-                assert inside == (span.last, span.last)
-                assert read.span == VersionSpan(span.last, span.last, span.epoch)
-                seen.append((first, span, sum(count for _, count in span.runs)))
-
-        async with background(asyncio.to_thread(collect)) as [task]:
-            try:
-                for number in range(2, 200):
-                    await crew.send(float(number))
-                    if number % 8 == 0:
-                        await asyncio.sleep(0.002)
-            finally:
-                ended.set()
-            await asyncio.wait_for(task, PATIENCE)
-        assert all(first == span.first and count == 2 for first, span, count in seen)
-        assert {span.epoch for _, span, _ in seen} == {epoch_of(crew.sender)}
-        assert len({span.first for _, span, _ in seen}) > 8, "hardly anything was sent meanwhile"
-
-
-async def check_spans_of_manual_apply(bench: Bench) -> None:
-    """With apply="manual" a read has the version that was applied, not the one that waits."""
-    async with bench.crew(small(1.0), [small()], apply="manual") as crew:
-        [worker] = crew.workers
-        worker.scheme.span()
-        handle = crew.send_nowait(2.0)
-        await worker.scheme.wait_staged(2)
-        worker.model()
-        assert worker.scheme.span().last == 1
-        assert worker.scheme.apply_pending() == 2
-        assert worker.model() == (2.0, 2.0)
-        assert worker.scheme.span().first == 2
-        await handle
-
-
-async def check_spans_of_a_model_that_goes(bench: Bench) -> None:
-    """A model that was never sent has no version, and neither has what comes after another run."""
-    async with bench.crew(small(1.0), [small()]) as crew:
-        scheme = crew.workers[0].scheme
-        scheme.span()
-        with scheme.reading():
-            pass
-        scheme.model = None
-        with scheme.reading() as read:
-            assert read.version == 0
-        assert read.span == VersionSpan(0, 0)
-        span = scheme.span()
-        assert (span.first, crew.sender.staleness(span)) == (0, None)
 
 
 async def check_first_version(bench: Bench) -> None:
@@ -234,9 +171,6 @@ CHECKS = (
     check_version_of_a_block,
     check_spans,
     check_spans_of_tasks_and_threads,
-    check_spans_are_those_of_the_weights,
-    check_spans_of_manual_apply,
-    check_spans_of_a_model_that_goes,
     check_first_version,
     check_spans_over_a_restart,
 )

@@ -1,4 +1,4 @@
-"""Every check of the contract over shared memory, pipes and TCP.
+"""Every check of the contract over shared memory, pipes and TCP, and some over Gloo.
 
 Without ``--heavy`` each of them runs on one of the loops, but every scheme and every check meet
 both.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import aiosync
 from aiosync.testing import FaultProxy
 from tests.contract.bench import PATIENCE
 from tests.contract.remote import Hired
-from tests.contract.suite import CONTRACT_CHECKS, Check, Hooks
+from tests.contract.suite import ANYWHERE, CONTRACT_CHECKS, Check, Hooks
 from tests.support.waiting import free_address
 
 SCHEMES = {
@@ -83,3 +84,16 @@ async def test_contract(name: str, check: Check, forkserver: None) -> None:
     if reason is not None:
         pytest.skip(reason)
     await check.run(SCHEMES[name], hooks)
+
+
+make_gloo = partial(
+    aiosync.DistributedWeightSyncScheme, timeout=PATIENCE, shared_memory=False, inline_nbytes=64
+)
+
+
+@pytest.mark.parametrize("check", ANYWHERE, ids=lambda check: check.name)
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_over_gloo(check: Check, forkserver: None) -> None:
+    await check.run(make_gloo, Hooks(hire=Hired))

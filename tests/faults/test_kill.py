@@ -80,10 +80,10 @@ class _Dying(models.Extra):
 )
 async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
     """Once it has dialled, has said Hello, was welcomed, or applies the first weights."""
-    scheme, model = make(), models.extra()
+    scheme, model = make(), models.Extra()
     models.fill(model, 1.0)
     scheme.init_on_sender(model=model, num_workers=2)
-    async with harness.workers(scheme, models.extra, 2, connect=False) as crew:
+    async with harness.workers(scheme, models.Extra, 2, connect=False) as crew:
         pids = [worker.pid for worker in crew]
         connecting = asyncio.ensure_future(scheme.connect(timeout=harness.PATIENCE, processes=pids))
         assert await crew[1].call(harness.join, 1) == 1

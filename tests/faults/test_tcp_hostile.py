@@ -448,20 +448,6 @@ async def test_anything_but_a_hello(kind: str, first: Any) -> None:
 
 @both
 @pytest.mark.asyncio
-async def test_acks_for_versions_that_were_never_sent(kind: str) -> None:
-    async with scene(kind) as stage:
-        peer = await stage.join(subscribe=False)
-        epoch = peer.welcome.epoch
-        for version in [*range(1, 200), 2**62, 2**63 - 1]:
-            for status in AckStatus:
-                await peer.send(Ack(epoch, version, status, "ValueError", "no"))
-                await peer.send(Ack(epoch % 1000 + 1, version, status))
-        await stage.goes_on()
-        peer.abort()
-
-
-@both
-@pytest.mark.asyncio
 async def test_a_worker_that_says_it_has_a_version_of_the_future(kind: str) -> None:
     """The epoch is in every Welcome. Nothing that a worker says may make send() fail."""
     async with scene(kind) as stage:

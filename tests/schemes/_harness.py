@@ -14,8 +14,6 @@ import os
 import pickle
 import select
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -167,7 +165,7 @@ async def close(state: State) -> None:
 class Worker:
     """One worker process, from the test's side."""
 
-    process: BaseProcess | subprocess.Popen[bytes]
+    process: BaseProcess
     conn: Connection
 
     @property
@@ -222,12 +220,6 @@ class Worker:
             self.cont()
             self.conn.send_bytes(b"")  # a forked sibling may keep the pipe open
         self.conn.close()
-        if isinstance(self.process, subprocess.Popen):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE)
-            self.process.kill()
-            self.process.wait()
-            return
         end(self.process)
 
 
@@ -267,33 +259,9 @@ def start(
 ) -> Worker:
     """Start a worker process with a pickle of ``scheme``, or a fork of it."""
     mine, theirs = multiprocessing.Pipe()
-    if method == "subprocess":
-        return _start_subprocess(mine, theirs, scheme, build)
     args = (theirs, scheme, build, loop or this_loop(), pipe)
     process = context(method).Process(target=serve, args=args, daemon=True)
     process.start()
-    theirs.close()
-    return Worker(process, mine)
-
-
-_SUBPROCESS = """
-import pickle, sys
-from multiprocessing.connection import Connection
-from tests.schemes import _harness
-scheme, build, loop = pickle.load(sys.stdin.buffer)
-_harness.serve(Connection(int(sys.argv[1])), scheme, build, loop)
-"""
-
-
-def _start_subprocess(mine: Connection, theirs: Connection, scheme: Any, build: Any) -> Worker:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SUBPROCESS, str(theirs.fileno())],
-        stdin=subprocess.PIPE,
-        pass_fds=[theirs.fileno()],
-    )
-    assert process.stdin is not None
-    with process.stdin as stdin:
-        pickle.dump((scheme, build, this_loop()), stdin)
     theirs.close()
     return Worker(process, mine)
 

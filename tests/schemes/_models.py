@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -56,11 +55,6 @@ def medium() -> nn.Module:
     return model
 
 
-def meta() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(4, 2)
-
-
 def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
@@ -79,26 +73,18 @@ class Tied(nn.Module):
 
 
 class Extra(nn.Module):
-    """Has extra state; refuses the value that is -1, and is slow where it is told to be."""
+    """Has extra state."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.seconds = seconds
         self.counter = 0
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"counter": self.counter}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        if state["counter"] < 0:
-            raise RuntimeError(f"counter {state['counter']} is no good here")
-        time.sleep(self.seconds)
         self.counter = state["counter"]
-
-
-def extra() -> nn.Module:
-    return Extra()
 
 
 class Stack(nn.Module):

@@ -147,13 +147,3 @@ class Transform:
 
     def receives(self) -> bool:
         return "aiosync-transform" in [thread.name for thread in threading.enumerate()]
-
-
-@here
-class TransformTrainer:
-    """Sends to the module of a transform from an actor, which can be killed."""
-
-    def connect(self, transform: Any, reconnect: float) -> None:
-        self.scheme = aiosync.sync.RayModuleTransformScheme(reconnect=reconnect)
-        self.scheme.init_on_sender(model=_models.medium(), ray_transform=transform)
-        self.scheme.connect(timeout=30)

@@ -48,7 +48,6 @@ from tests.schemes._ray_actors import (
     Plain,
     Serial,
     Transform,
-    TransformTrainer,
     Worker,
 )
 
@@ -372,26 +371,4 @@ async def transform() -> None:
     async with to_transform(Plain.remote()) as wrong:
         with pytest.raises(ConnectError, match="no attribute 'module'"):
             await wrong.connect(timeout=30)
-    ray.kill(actor)
-
-
-async def transform_given_up() -> None:
-    """Who stops to wait blocks the actor no longer; a trainer that died leaves nothing there."""
-    actor, trainer = Transform.remote(), TransformTrainer.remote()
-    await actor.look.remote()
-    for busy, wait in ((0.0, 0.0), (0.0, 0.01), (1.0, 0.3)):
-        working = actor.work.remote(busy)
-        async with to_transform(actor, _models.medium()) as scheme:
-            connecting = asyncio.ensure_future(scheme.connect(timeout=60))
-            await asyncio.sleep(wait)
-            connecting.cancel()
-            await asyncio.wait({connecting})
-        await working
-        assert not await actor.receives.remote()
-    await trainer.connect.remote(actor, 0.5)
-    assert await actor.receives.remote()
-    ray.kill(trainer)
-    async with asyncio.timeout(20):
-        while await actor.receives.remote():
-            await asyncio.sleep(0.1)
     ray.kill(actor)

@@ -38,7 +38,7 @@ async def round_trips(make: Any, method: str, count: int) -> None:
         (PIPE, "fork", "uvloop"),
         (SHM, "fork", "asyncio"),
         (PIPE, "spawn", "uvloop"),
-        (SHM, "subprocess", "uvloop"),
+        (SHM, "spawn", "uvloop"),
     ],
 )
 def test_weights_reach_workers(make: Any, method: str, loop: str) -> None:

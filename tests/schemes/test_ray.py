@@ -48,7 +48,6 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.lost_in_the_store, [], "uvloop"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),
-        (scenarios.transform_given_up, [], "asyncio"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

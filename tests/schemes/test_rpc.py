@@ -33,12 +33,6 @@ def test_workers_that_are_told_where_to_connect(driver: Driver, loop: str) -> No
     driver.run(_rpc_group.told_where, loop=loop)
 
 
-@pytest.mark.slow
-@pytest.mark.apart
-def test_a_worker_that_is_killed_in_mid_transfer(driver: Driver) -> None:
-    driver.run(_rpc_group.killed, loop="uvloop")  # the last one: the group is of no use then
-
-
 # -- without RPC ---------------------------------------------------------------------------------
 
 

@@ -12,9 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aiosync.errors import (
     AiosyncError,
     ApplyError,
-    LocalProtocolError,
     PartialSyncError,
-    PeerClosed,
     StaleVersion,
     TransportBroken,
 )
@@ -29,35 +27,6 @@ from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
 # -- what is newer, what is stale, what was applied -----------------------------------------------
-
-
-Steps = list[tuple[str, int, int]]
-OFFERED: Steps = [("offer", 9, 3)]
-DONE: Steps = [*OFFERED, ("applied", 9, 3)]
-
-
-def played(steps: Steps) -> Inbox:
-    inbox = Inbox()
-    for method, epoch, version in steps:
-        getattr(inbox, method)(epoch, version)
-    return inbox
-
-
-@pytest.mark.parametrize("steps", [OFFERED, DONE])
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_version_seen_or_older_is_stale(steps: Steps, version: int) -> None:
-    inbox = played(steps)
-    with pytest.raises(StaleVersion, match=f"version {version} .* not newer than version 3"):
-        inbox.offer(9, version)
-    assert repr(inbox) == repr(played(steps))
-
-
-def test_what_was_applied_may_be_forgotten() -> None:
-    inbox = played(DONE)
-    inbox.forget()
-    assert (inbox.epoch, inbox.version, inbox.lag) == (None, 0, 3)
-    with pytest.raises(StaleVersion):
-        inbox.offer(9, 3)
 
 
 # -- what is offered to one worker ----------------------------------------------------------------
@@ -120,34 +89,6 @@ def test_an_answer_to_another_epoch_counts_for_nothing(status: AckStatus) -> Non
     outbox = outbox_with(1, received=False)
     assert outbox.on_ack(ack(1, status, EPOCH + 1)) == []
     assert (outbox.in_flight, outbox.unreceived, outbox.applied) == ((1,), 1, 0)
-
-
-def test_a_version_that_the_link_cannot_carry_fails_alone() -> None:
-    outbox = outbox_with(1)
-    offer_and_take(outbox, 2)
-    outbox.offer(3)
-    error = LocalProtocolError("too large")
-    assert outbox.give_up(1, error) == [], "the receiver has answered to it"
-    assert outbox.give_up(2, error) == [Outcome(2, error=error)]
-    assert outbox.in_flight == (1,)
-    assert outbox.take() == 3
-
-
-def test_a_closed_outbox_takes_nothing_and_says_why() -> None:
-    outbox = outbox_with(1, 2)
-    offer_and_take(outbox, 3)
-    error = TransportBroken("cut")
-    assert [(each.version, each.error) for each in outbox.close(error)] == [
-        (version, error) for version in (1, 2, 3)
-    ]
-    assert outbox.close(PeerClosed("again")) == []
-    assert outbox.error is error
-    with pytest.raises(LocalProtocolError, match="cut") as info:
-        outbox.offer(4)
-    assert info.value.__cause__ is error
-    assert outbox.take() is None
-    assert outbox.give_up(3, error) == outbox.on_ack(ack(1)) == []
-    assert "closed" in repr(outbox)
 
 
 class Link(RuleBasedStateMachine):
