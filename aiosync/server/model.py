@@ -315,18 +315,17 @@ class ServedModel:
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
-    def end(self) -> None:
-        """Take no more versions: a trainer that never pauses must not keep :meth:`drain` busy."""
-        self._ending = True
-
     async def aclose(self) -> None:
-        """Close every link of this model."""
-        self.end()
-        if self.trainer is not None:
-            self.trainer.abort()
-        self.workers.end()
-        await self.workers.tasks.aclose()
-        self._updates.close()
+        """Let the newest version reach the disk, and then close every link."""
+        self._ending = True  # a trainer that never pauses must not keep the disk busy
+        try:
+            await self.drain()
+        finally:
+            if self.trainer is not None:
+                self.trainer.abort()
+            self.workers.end()
+            await self.workers.tasks.aclose()
+            self._updates.close()
 
     def stats(self) -> SyncStats:
         """How it stands, on any thread."""

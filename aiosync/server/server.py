@@ -177,13 +177,8 @@ class WeightServer:
         self._closed = True
         try:
             await self._listener.aclose()
-            for model in self._models.values():
-                model.end()
-            for model in self._models.values():
-                await model.drain()
         finally:
-            for model in self._models.values():
-                await model.aclose()
+            await asyncio.gather(*(model.aclose() for model in self._models.values()))
             await self._tasks.aclose()
             self._ended.set()
 
