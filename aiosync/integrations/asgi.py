@@ -331,12 +331,7 @@ def _below_root(path: str, root: str) -> str:
 
 def _asked_for(headers: Any) -> tuple[int, int | None]:
     """The least version and the epoch that a request asks for."""
-    found: dict[bytes, bytes] = {}
-    for name, value in headers:
-        if name == _MIN_VERSION or name == _EPOCH:
-            if name in found:
-                raise ValueError(f"{name.decode()} was sent twice")
-            found[name] = value.strip()
+    found = {name: value.strip() for name, value in headers if name in (_MIN_VERSION, _EPOCH)}
     if not found:
         return 0, None
     min_version, epoch = found.get(_MIN_VERSION, b"0"), found.get(_EPOCH)
