@@ -30,7 +30,7 @@ class SendTracker:
         nbytes: Payload bytes of the update.
         lost: Workers that had gone before this send; they are reported and count neither as
             targets nor as failures.
-        named: The caller named its targets.
+        named: The caller named its targets: no more than these are needed.
         waiter: Who waits for the result; not used here.
         about: What observers are told of it, if there are any; not used here.
 
@@ -132,7 +132,7 @@ class SendTracker:
         if isinstance(self.require, str):
             return total
         if isinstance(self.require, int):
-            return self.require
+            return min(self.require, total + len(self.left)) if self.named else self.require
         # 0.1 * 30 is 3.0000000000000004: a product that is an integer but for its rounding
         # must not ask for one worker more.
         return max(min(total, 1), math.ceil(self.require * total - 1e-9))

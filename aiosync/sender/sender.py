@@ -355,7 +355,7 @@ class WeightSender:
         if workers.initial or self._copying.locked():
             return None
         targets, lost = self._address(planned, worker_ids)
-        require = self.require if worker_ids is None else self._require_of(worker_ids)
+        require = self.require if worker_ids is None else "all"
         if not targets or (require != "all" and require > len(targets)):
             return None
         digest = plan.layout.digest
@@ -400,11 +400,6 @@ class WeightSender:
             epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
         )
 
-    def _require_of(self, worker_ids: set[int]) -> Require:
-        """What counts as success: of a number, at most all who are named."""
-        require = self.require
-        return min(require, len(worker_ids)) if type(require) is int else require
-
     def _dispatch(
         self,
         snapshots: Mapping[int | None, Snapshot],
@@ -429,7 +424,7 @@ class WeightSender:
         tracker = self._sends[version] = SendTracker(
             version,
             targets,
-            self.require if worker_ids is None else self._require_of(worker_ids),
+            self.require,
             started=started,
             nbytes=nbytes,
             lost=lost,

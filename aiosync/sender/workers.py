@@ -459,9 +459,8 @@ class WorkerRegistry:
             PartialSyncError: A worker came, but could not apply the weights or died.
             ConfigError: What was given as a process is none.
         """
-        watch = ProcessWatch(processes)
+        watch = ProcessWatch(processes, self.changed.notify)
         try:
-            watch.start(self.changed.notify)
             async with asyncio.timeout(timeout):
                 while True:
                     self.check()
@@ -560,12 +559,13 @@ class ProcessWatch:
 
     Args:
         processes: Process objects or ids, by the index that each worker is expected to have.
+        on_end: Called whenever one ends.
 
     Raises:
         ConfigError: One is neither, or was not started.
     """
 
-    def __init__(self, processes: Sequence[Any]) -> None:
+    def __init__(self, processes: Sequence[Any], on_end: Callable[[], None]) -> None:
         self.pids: list[int] = []
         for process in processes:
             pid = process if isinstance(process, int) else getattr(process, "pid", None)
@@ -576,18 +576,14 @@ class ProcessWatch:
         self._pidfds: dict[int, int] = {}  # by index; -1 where only the timeout can tell
         for idx, pid in enumerate(self.pids):
             with contextlib.suppress(ProcessLookupError):
-                self._pidfds[idx] = open_pidfd(pid)
+                self._pidfds[idx] = pidfd = open_pidfd(pid)
+                if pidfd >= 0:
+                    self._loop.add_reader(pidfd, self._ended, pidfd)
+        self._on_end = on_end
 
-    def start(self, on_end: Callable[[], None]) -> None:
-        """Call ``on_end`` whenever one ends."""
-
-        def ended(pidfd: int) -> None:
-            self._loop.remove_reader(pidfd)
-            on_end()
-
-        for pidfd in self._pidfds.values():
-            if pidfd >= 0:
-                self._loop.add_reader(pidfd, ended, pidfd)
+    def _ended(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        self._on_end()
 
     def close(self) -> None:
         """Watch no longer."""

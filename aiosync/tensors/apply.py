@@ -163,7 +163,7 @@ class Target:
             and self._key == ("flip", *self._facts(layout, values))
             and not (values or plan.values or plan.equal)
             and plan.is_valid(self.target)
-            and sum(tensor.nbytes for tensor in plan.copied()) <= _QUICK_NBYTES
+            and sum(tensor.nbytes for tensor in plan.copied) <= _QUICK_NBYTES
         )
 
     def detach_(self, flat: FlatBuffer) -> None:
@@ -193,7 +193,7 @@ class Target:
         if (
             plan is not None
             and self._key == key
-            and list(map(torch.Tensor.data_ptr, plan.copied())) == plan.addresses
+            and list(map(torch.Tensor.data_ptr, plan.copied)) == plan.addresses
             and plan.is_valid(self.target)
         ):
             return plan
@@ -257,7 +257,7 @@ class Target:
             tensor.data = data
         if plan.copies:
             copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies))
-            torch.autograd.graph.increment_version(plan.copied())
+            torch.autograd.graph.increment_version(plan.copied)
         if plan.flips:
             _flip(plan.flips, [sources[leaf] for leaf in plan.flip_leaves])
 

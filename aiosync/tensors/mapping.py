@@ -16,7 +16,7 @@ import torch
 
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.copying import copy_tensors
-from aiosync.tensors.layout import dtype_name
+from aiosync.tensors.layout import DTYPES
 
 __all__ = ["DtypeRule", "Dtypes", "Pattern", "WeightMap", "check_dtypes"]
 
@@ -75,17 +75,14 @@ def check_dtypes(value: object, option: str) -> Dtypes | None:
     if value is None:
         return None
     listed: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"*": value}
-    if not _all_names(listed) or not all(isinstance(d, torch.dtype) for d in listed.values()):
+    if not _all_names(listed) or not all(
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in DTYPES
+        for dtype in listed.values()
+    ):
         raise ConfigError(
-            f"{option} must be a torch.dtype, or a mapping of name patterns to dtypes, got "
-            f"{value!r}"
+            f"{option} must be a floating-point torch.dtype, or a mapping of name patterns to such "
+            f"dtypes, got {value!r}: other tensors are not cast"
         )
-    for dtype in listed.values():
-        if not dtype.is_floating_point:
-            raise ConfigError(
-                f"{option} must be a floating-point dtype, got {dtype}: other tensors are not cast"
-            )
-        dtype_name(dtype)
     checked: Dtypes = dict(listed) if isinstance(value, Mapping) else listed["*"]
     return checked
 

@@ -97,7 +97,8 @@ class Plan:
         digest: Of the layout.
         owns: Tensors that get new memory first, because theirs is not theirs alone.
         installs: Tensors that are replaced; the flag says that they become views.
-        copies: Tensors that are copied in place. ``addresses`` is where they are.
+        copies: What is copied in place: the tensors are ``copied``, and ``addresses`` where they
+            are.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class Plan:
         self.installs: list[tuple[Spot, int, bool]] = []
         self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
-        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied()))
+        self.copied: list[torch.Tensor] = [tensor for tensor, _ in self.copies]
+        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied))
         self.digest: bytes = layout.digest
         self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
         more = self.values or self.equal or self.owns or self.installs or self.addresses
@@ -174,10 +176,6 @@ class Plan:
         else:
             same = self.tree.unchanged()
         return same and self._signature.same(self.tensors)
-
-    def copied(self) -> list[torch.Tensor]:
-        """The tensors that are copied in place."""
-        return [tensor for tensor, _ in self.copies]
 
     def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: Strict) -> None:
         """Decide what gets which leaf and which value."""

@@ -157,8 +157,7 @@ def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> Non
             work.wait()
         else:
             work.wait(options.timeout)
-        if values.device.type != "cpu":
-            values.cpu()  # errors of the device come out here
+        values.cpu()  # errors of another device come out here
     except RuntimeError as exc:
         if "timed out" in str(exc).lower() or "timeout" in str(exc).lower():
             raise SyncTimeout(

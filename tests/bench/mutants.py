@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "a process that ends before it connects is waited for",
         "sender/workers.py",
-        "watch.start(self.changed.notify)",
-        "pass",
+        "        self._on_end()\n",
+        "        pass\n",
         contract("dead_before_connect"),
     ),
     Mutant(

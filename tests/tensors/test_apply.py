@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictParams
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictParams, tensorclass
 from torch import nn
 
 from aiosync import WeightStrategy
@@ -16,6 +20,7 @@ from aiosync.tensors import (
     Layout,
     Target,
     collect,
+    lacks_memory,
     torch_dtype,
 )
 from aiosync.tensors.buffer import in_flat_memory
@@ -23,6 +28,7 @@ from aiosync.wire import DTYPE_NBYTES
 from tests.tensors._models import (
     Everything,
     Labelled,
+    Refuses,
     Stateful,
     Tied,
     add_one,
@@ -208,14 +214,6 @@ def test_tied_by_memory_stays_so(copy: bool) -> None:
         assert target.head.weight.data_ptr() == target.embed.weight.data_ptr()
 
 
-def test_memory_formats_are_kept(copy: bool) -> None:
-    source, target = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    strides = target.weight.stride()
-    send(source, target, copy=copy)
-    assert target.weight.stride() == strides
-    assert all_bits(target) == all_bits(source)
-
-
 # -- containers and formats -------------------------------------------------------------------
 
 
@@ -388,3 +386,332 @@ def test_values_packed_by_nobody_are_refused(value: Any, copy: bool) -> None:
         Target(target).apply_(layout, flat, {"_extra_state": value}, copy=copy)
     assert target["w"].tolist() == [0]
     assert target["_extra_state"] == "old"
+
+
+# -- what cannot be a target, and failures in the middle -------------------------------------------
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 3)
+
+
+COMPLEX = torch.ones(2, 3, dtype=torch.complex64)
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+    "coo": lambda: torch.ones(2, 3).to_sparse(),
+    "csr": lambda: torch.ones(2, 3).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(2, 3).to_mkldnn(),
+    "conjugate": lambda: COMPLEX.conj(),
+    "negative": lambda: COMPLEX.conj().imag,
+    "inference": _inference,
+    "expanded": lambda: torch.ones(2, 1).expand(2, 3),
+    "subclass": lambda: torch.ones(2, 3).as_subclass(Labelled),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors(kind: str, copy: bool) -> None:
+    source = {"a": COMPLEX if kind == "conjugate" else torch.ones(2, 3), "b": torch.ones(1)}
+    target = nn.Module()
+    target.register_buffer("a", KINDS[kind]())
+    target.register_buffer("b", torch.zeros(1))
+    with pytest.raises(ManifestMismatch) as caught:
+        send(source, target, copy=copy)
+    assert list(caught.value.mismatched) == ["a"]
+    with pytest.raises(ManifestMismatch):
+        WeightStrategy().apply_weights(target, source, inplace=False)
+    assert target.b.item() == 0
+    receiver = Target(target, strict=False)
+    for value in (1.0, 2.0):  # what gets no weights may be anything; torch would have crashed here
+        send({"b": torch.tensor([value])}, receiver, copy=copy)
+        assert target.b.item() == value
+
+
+@tensorclass
+class Point:
+    a: torch.Tensor
+
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "lazy stack": lambda: LazyStackedTensorDict(
+        TensorDict({"a": torch.zeros(3)}), TensorDict({"a": torch.zeros(3)})
+    ),
+    "tensorclass": lambda: Point(torch.zeros(2, 3), batch_size=[]),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "inside"])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers(kind: str, inside: bool, copy: bool) -> None:
+    made = CONTAINERS[kind]()
+    source: Any = {"a": torch.ones(2, 3)}
+    with pytest.raises(ConfigError, match=r"x\.a" if inside else "a:"):
+        send({"x": source} if inside else source, {"x": made} if inside else made, copy=copy)
+    assert not made.get("a").any()
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (None, "NoneType"),
+        (3, "int"),
+        ([torch.ones(1)], "list"),
+        (torch.ones(1), "Tensor"),
+        (nn.Sequential(nn.LazyLinear(2)), r"0\.weight, 0\.bias"),
+    ],
+)
+def test_anything_else(target: Any, text: str, copy: bool) -> None:
+    with pytest.raises(ConfigError, match=text):
+        send(nn.Sequential(nn.Linear(2, 2)), target, copy=copy)
+
+
+SHARES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda whole: whole,
+    lambda whole: whole[:2],
+    lambda whole: whole[1:3],
+    lambda whole: whole.t()[:, :2].t(),  # other strides
+]
+
+
+class Pair(nn.Module):
+    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
+        super().__init__()
+        whole = torch.arange(8.0).reshape(4, 2)
+        if kind == "buffer":
+            self.register_buffer("whole", whole)
+            self.register_buffer("part", share(whole))
+        else:
+            self.whole, self.part = nn.Parameter(whole), nn.Parameter(share(whole))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize("share", SHARES)
+def test_overlapping_tensors(share: Any, kind: str, copy: bool) -> None:
+    target = Pair(share, kind)
+    before = all_bits(target)
+    source = Pair(lambda whole: share(whole).clone() + 1, kind)
+    receiver = Target(target)
+    for _ in range(2):
+        with pytest.raises(ManifestMismatch) as caught:
+            send(source, receiver, copy=copy)
+        assert set(caught.value.mismatched) <= {"whole", "part"}
+        assert all_bits(target) == before
+
+
+@pytest.mark.parametrize("updates", [0, 1, 2])
+def test_memory_that_came_to_be_shared(updates: int) -> None:
+    source, target = (nn.ModuleDict({n: nn.Linear(2, 2) for n in "ab"}) for _ in range(2))
+    receiver = Target(target)
+    for _ in range(updates):
+        send(source, receiver, copy=True)
+    target["b"].weight.data = target["a"].weight.data
+    before = all_bits(target)
+    with pytest.raises(ManifestMismatch, match=r"[ab]\.weight"):
+        send(source, receiver, copy=True)
+    assert all_bits(target) == before
+    target["b"].weight.data = torch.zeros(2, 2)
+    send(source, receiver, copy=True)
+    assert all_bits(target) == all_bits(source)
+
+
+def test_slices_of_one_block_that_do_not_overlap(copy: bool) -> None:
+    block = torch.zeros(8)
+    target = nn.ParameterDict({"a": nn.Parameter(block[:4]), "b": nn.Parameter(block[4:])})
+    send({"a": torch.ones(4), "b": torch.full((4,), 2.0)}, target, copy=copy)
+    assert [*target["a"].tolist(), *target["b"].tolist()] == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+# -- failures in the middle -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flipped_before", [False, True])
+def test_extra_state_that_is_refused(copy: bool, flipped_before: bool) -> None:
+    target = Refuses(1.0, refuse=True)
+    receiver = Target(target)
+    if flipped_before:
+        old = send(Refuses(1.0, refuse=True), receiver, copy=False)
+        assert not old.exclusive()
+
+    def objects() -> list[Any]:
+        return [(id(t), t.data_ptr()) for t in [*target.parameters(), *target.buffers()]]
+
+    before, places = all_bits(target), objects()
+    layout, flat, values = packed(Refuses(2.0, refuse=False))
+    with pytest.raises(RuntimeError, match="this state is refused"):
+        receiver.apply_(layout, flat, values, copy=copy)
+    assert all_bits(target) == before
+    assert target.extra == -1.0  # what it has made of it
+    assert (copy and flipped_before) or objects() == places
+    assert flat.exclusive()
+    target.refuse = False
+    receiver.apply_(layout, flat, values, copy=copy)
+    assert (target.extra, target.first.weight.sum()) == (2.0, 18)
+
+
+# -- a module whose parameters are views of a flat buffer is still an ordinary one -----------------
+
+
+def torch_saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(model: nn.Module) -> Any:
+    data = pickle.dumps(model)
+    assert len(data) < 30_000  # a view of one big storage would save the whole of it each
+    return pickle.loads(data)
+
+
+@pytest.mark.parametrize("clone", [deepcopy, torch_saved, pickled])
+def test_a_clone_is_independent(clone: Any) -> None:
+    model = Everything(1.0)
+    model.tied = Tied()
+    model.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(16))
+    send(deepcopy(model), model, copy=False)
+    before, other = all_bits(model), clone(model)
+    assert all_bits(other) == before
+    assert other.tied.head.weight is other.tied.embed.weight
+    assert not any(in_flat_memory(tensor) for tensor in other.parameters())
+    add_one(other)
+    assert all_bits(model) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_module_sees_new_weights_without_compiling_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if importlib.util.find_spec("tqdm"):  # the compiler shows its progress with it, in a thread
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    torch.compiler.reset()
+    model, source, graphs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3), []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled, inputs = torch.compile(model, backend=count), torch.ones(1, 3)
+    receiver = Target(compiled)
+    with torch.no_grad():
+        compiled(inputs)
+        for _ in range(3):
+            add_one(source)
+            send(nn.Sequential(source), receiver, copy=False)
+            assert torch.equal(compiled(inputs), source(inputs).relu())
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+# -- a TensorDictParams whose TensorDict and whose tables as a module differ -----------------------
+
+
+class Model(nn.Module):
+    """Answers with the tensors that a forward computes with."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        tied = nn.Parameter(torch.full((2,), value))
+        tensors = {
+            "inner": {"weight": nn.Parameter(torch.full((3,), value)), "tied": tied},
+            "tied": tied,
+            "frozen": nn.Parameter(torch.full((2,), value), requires_grad=False),
+            "buffer": torch.full((2,), value),
+            "steps": torch.full((1,), int(value)),
+        }
+        self.params = TensorDictParams(TensorDict(tensors), no_convert=True)
+        self.plain = nn.Linear(1, 1)
+        nn.init.constant_(self.plain.weight, value)
+        nn.init.constant_(self.plain.bias, value)
+
+    def forward(self) -> list[float]:
+        leaves = self.params.items(include_nested=True, leaves_only=True)
+        return [number for _, leaf in leaves for number in leaf.tolist()]
+
+
+def _meta_as_torchrl(model: nn.Module) -> None:
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        data = tensor.detach().to("meta")
+        is_param = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(data, requires_grad=False) if is_param else data
+
+    weights = TensorDict.from_module(model, as_module=True)
+    weights.apply(meta, device="meta", filter_empty=False).to_module(model)
+
+
+def _meta_all_parameters(model: nn.Module) -> None:
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+
+    TensorDict.from_module(model).apply(meta, device="meta").to_module(model)
+
+
+def _others(model: nn.Module) -> None:
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        new = torch.full_like(tensor, 77, requires_grad=False)
+        return nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new
+
+    TensorDict.from_module(model).apply(other).to_module(model)
+
+
+WAYS = [_meta_as_torchrl, _meta_all_parameters, _others]
+
+
+def _params(model: Model) -> dict[str, torch.Tensor]:
+    """The parameters in the tables of the module, not those of its TensorDict."""
+    return dict(model.params.named_parameters(remove_duplicate=False))
+
+
+def _check_tables(model: Model) -> None:
+    params, buffers = _params(model), dict(model.params.named_buffers())
+    assert buffers.keys() == {"buffer", "steps"}
+    for name, tensor in (params | buffers).items():
+        assert model.params.get(tuple(name.split("."))) is tensor, name
+        assert isinstance(tensor, nn.Parameter) is (name in params)
+
+
+@pytest.mark.parametrize("split", WAYS)
+def test_both_tables_get_the_weights(split: Any, copy: bool) -> None:
+    model = Model(9.0)
+    names = list(model.state_dict())
+    split(model)
+    assert lacks_memory(model) is (split is not _others)
+    receiver = Target(model)
+    buffers = []
+    for value in (1.0, 2.0, 3.0, 4.0):
+        buffers.append(send(Model(value), receiver, copy=copy))
+        assert set(model()) == {value}
+        _check_tables(model)
+        assert not lacks_memory(model)
+        assert list(model.state_dict()) == names
+    if split is not _others:  # which are separate
+        assert _params(model)["tied"] is _params(model)["inner.tied"]
+    for flat in buffers:
+        receiver.detach_(flat)
+        flat.array[:] = 0xFF
+    assert set(model()) == {4}
+
+
+def test_a_source_sends_what_its_forward_computes_with() -> None:
+    source, target = Model(1.0), Model(2.0)
+    _others(source)
+    send(source, target, copy=False)
+    assert set(target()) == {77}
+
+
+def test_failing_puts_both_tables_back() -> None:
+    source, target = Model(1.0), Model(9.0)
+    source.last, target.last = Refuses(2.0, refuse=False), Refuses(1.0, refuse=True)
+    _meta_as_torchrl(target)
+    own = _params(target)
+    with pytest.raises(RuntimeError, match="refused"):
+        send(source, target, copy=False)
+    assert lacks_memory(target)
+    assert all(_params(target)[name] is tensor for name, tensor in own.items())
+    target.last.refuse = False
+    send(source, target, copy=False)
+    assert set(target()) == {1}

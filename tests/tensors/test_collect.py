@@ -21,16 +21,6 @@ def names(source: Any, extract_as: Any = "tensordict") -> list[str]:
     return [leaf.name for leaf in collect(source, extract_as=extract_as).leaves]
 
 
-def test_everything_of_a_module_is_found_once() -> None:
-    model = Everything(1.0, extra={"steps": 3})
-    leaves = collect(model)
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    assert {leaf.name for leaf in leaves.leaves if leaf.kind == "param"} == params.keys()
-    assert {leaf.name for leaf in leaves.leaves if leaf.kind == "buffer"} == buffers.keys()
-    assert all(leaf.tensor is (params | buffers)[leaf.name] for leaf in leaves.leaves)
-    assert leaves.values == {"_extra_state": {"steps": 3}, "child._extra_state": {"steps": 3}}
-
-
 def test_state_dict_form_is_what_state_dict_has() -> None:
     model = Everything(1.0, extra=7)
     leaves = collect(model, extract_as="state_dict")
@@ -106,9 +96,6 @@ def test_wrappers_that_only_add_a_prefix_are_looked_through() -> None:
 
 
 def test_root_extra_state_of_a_tensordict() -> None:
-    td = TensorDict({"w": torch.ones(1)})
-    td.set_non_tensor("__extra_state__", {"steps": 1})
-    assert collect(td).values == {"_extra_state": {"steps": 1}}
     td = TensorDict({"w": torch.ones(1), "__extra_state__": {"a": {"b": torch.ones(1)}}})
     assert names(td) == ["w", "_extra_state.a.b"]
 
@@ -130,12 +117,9 @@ def test_extra_state_that_cannot_travel_is_named(bad: Any, why: str) -> None:
 
 def test_what_cannot_be_sent_is_named_all_at_once() -> None:
     meta, sparse = torch.empty(2, device="meta"), torch.eye(2).to_sparse()
-    with pytest.raises(ConfigError) as caught:
-        collect({"meta": meta, "sparse": sparse, "fine": torch.ones(1)})
-    text = str(caught.value)
-    assert "'meta' is a Tensor on the meta device" in text
-    assert "'sparse' is a Tensor on the cpu device (torch.sparse_coo" in text
-    assert "fine" not in text
+    text = "sent: 'meta' is a Tensor on the meta .*'sparse' is a .* cpu device .torch.sparse_coo"
+    with pytest.raises(ConfigError, match=text):
+        collect({"fine": torch.ones(1), "meta": meta, "sparse": sparse})
 
 
 @pytest.mark.parametrize(

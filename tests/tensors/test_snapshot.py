@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors import FlatBuffer, Flattener, Layout, Prepared, collect
+from aiosync.tensors import (
+    CopyPool,
+    FlatBuffer,
+    Flattener,
+    Layout,
+    Prepared,
+    collect,
+)
 from tests.tensors._models import (
     Everything,
     Labelled,
@@ -24,18 +34,18 @@ from tests.tensors._models import (
 )
 
 
+def copied(prepared: Prepared, **kwargs: Any) -> dict[str, torch.Tensor]:
+    layout, flat = prepared.layout, FlatBuffer(prepared.layout.nbytes)
+    flat.array[:] = 0xAA
+    prepared.copy_into(flat, **kwargs)
+    assert not any(flat.array[start:end].any() for start, end in layout.padding())
+    return dict(
+        zip((leaf.name for leaf in layout.manifest.leaves), flat.views(layout), strict=True)
+    )
+
+
 def contents(flattener: Flattener, source: Any) -> dict[str, bytes]:
-    return copied(flattener, flattener.prepare(source))
-
-
-def copied(flattener: Flattener, prepared: Prepared) -> dict[str, bytes]:
-    flat = FlatBuffer(prepared.layout.nbytes)
-    prepared.copy_into(flat)
-    views = flat.views(prepared.layout)
-    return {
-        leaf.name: bits(view)
-        for leaf, view in zip(prepared.layout.manifest.leaves, views, strict=True)
-    }
+    return {name: bits(view) for name, view in copied(flattener.prepare(source)).items()}
 
 
 def expected(source: Any) -> dict[str, bytes]:
@@ -127,12 +137,6 @@ def _move_to_the_next_module(model: Everything) -> None:
     del model.before.w
 
 
-def _parameter_to_buffer(model: Everything) -> None:
-    kept = model.frozen
-    del model.frozen
-    model.register_buffer("frozen", kept)
-
-
 def _tie(model: Everything) -> None:
     model.frozen = model.body[0].bias = nn.Parameter(torch.ones(4))
 
@@ -143,7 +147,6 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "same memory, other shape": _same_memory_other_shape,
     "rename": _rename,
     "move to the next module": _move_to_the_next_module,
-    "parameter to buffer": _parameter_to_buffer,
     "tie": _tie,
     "equal parameter": lambda model: model.register_parameter(
         "frozen", nn.Parameter(model.frozen.clone(), requires_grad=False)
@@ -189,7 +192,8 @@ def test_changes_of_the_module_are_seen(change: str, kind: str) -> None:
     for _ in range(2):  # the second time with the new plan
         prepared = flattener.prepare(model)
         add_one(model)
-        assert copied(flattener, prepared) == expected(model)
+        found = {name: bits(view) for name, view in copied(prepared).items()}
+        assert found == expected(model)
         assert prepared.layout.digest == Layout.plan(collect(model)).digest
 
 
@@ -244,3 +248,72 @@ def test_values_are_taken_when_prepared() -> None:
     model.extra = object()
     with pytest.raises(ConfigError, match="_extra_state"):
         flattener.prepare(model)
+
+
+# -- cast on the way -------------------------------------------------------------------------------
+
+
+BF16 = torch.bfloat16
+
+
+def check(found: dict[str, torch.Tensor], source: dict[str, torch.Tensor], dtype: Any) -> None:
+    assert found.keys() == source.keys()
+    for name, tensor in source.items():
+        expected = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        assert found[name].dtype is expected.dtype
+        assert bits(found[name]) == bits(expected), name
+
+
+@given(
+    st.sampled_from([torch.float64, torch.float32, torch.float16, BF16]),
+    st.sampled_from([torch.float64, torch.float32, torch.float16, BF16, torch.float8_e4m3fn]),
+    st.sampled_from([(), (0,), (3,), (5, 7), (32_704,), (32_705,), (181, 181), (33_000, 2)]),
+)
+@settings(max_examples=60)
+def test_every_value_is_what_torch_makes_of_it(
+    source: torch.dtype, wire: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = (torch.randn(shape, dtype=torch.float64) * 100).to(source)
+    beside = {"i": torch.arange(5), "c": torch.randn(3, dtype=torch.complex64)}
+    weights = {"a": tensor, **beside, "flag": torch.tensor(True)}
+    check(copied(Flattener(dtype=wire).prepare(weights)), weights, wire)
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 3])
+def test_large_and_small_tensors_mixed(threads: int | None) -> None:
+    sizes = [10, 32_703, 32_704, 32_705, 3_000_001, 1, 0, 5_000_000]
+    weights = {str(i): torch.randn(size) for i, size in enumerate(sizes)}
+    weights["int"] = torch.arange(400_000)
+    weights["odd"] = torch.randn(500, 200).t()
+    weights["grad"] = torch.randn(40_000, requires_grad=True) * 2
+    prepared = Flattener(dtype=BF16).prepare(weights)
+    with closing(CopyPool(threads)) if threads else nullcontext() as pool:
+        check(copied(prepared, pool=pool), weights, BF16)
+
+
+@pytest.mark.parametrize("kind", [dict, lambda items: TensorDict(items, batch_size=[])])
+def test_patterns(kind: Any) -> None:
+    weights = {name: torch.randn(2, 3) for name in ("norm.weight", "a.weight", "b.bias")}
+    weights["a.count"] = torch.arange(3)
+    rule = {"norm.*": torch.float32, "*.weight": BF16, "a.*": torch.float64}
+    found = copied(Flattener(dtype=rule).prepare(kind(weights)))
+    assert {name: view.dtype for name, view in found.items()} == {
+        "norm.weight": torch.float32,
+        "a.weight": BF16,
+        "b.bias": torch.float32,
+        "a.count": torch.int64,
+    }
+
+
+@pytest.mark.parametrize("rule", [BF16, {"head.*": BF16}, {"embed.*": BF16}])
+def test_tied_parameters_are_one_leaf_and_a_pattern_fits_any_name(rule: Any) -> None:
+    [leaf] = Flattener(dtype=rule).prepare(Tied()).layout.manifest.leaves
+    assert (leaf.name, leaf.aliases, leaf.dtype) == ("embed.weight", ("head.weight",), "bfloat16")
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    flattener = Flattener(dtype={"a": BF16, "b.*": BF16})
+    with pytest.raises(ConfigError, match=r"match no weight: b\.\*; .* is named 'a'"):
+        flattener.prepare({"a": torch.ones(1)})
+    assert flattener.prepare({}).layout.nbytes == 0
+    assert flattener.prepare({"a": torch.ones(1), "b.c": torch.ones(1)}).layout.dtypes[1] is BF16
