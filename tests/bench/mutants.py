@@ -101,7 +101,7 @@ MUTANTS = [
         "receiver/span_log.py",
         "        if known != epoch:",
         "        if False:",
-        contract("spans_over_a_restart"),
+        contract("other_trainer"),
     ),
     Mutant(
         "an observer that raises is told again",

@@ -1,6 +1,6 @@
 """The contract of schemes: what every scheme does, as a list of checks.
 
-delivery: first_weights, send_applies, several_workers, late_joiner,
+delivery: first_weights, send_applies, several_workers,
 late_joiner_gets_what_was_sent, no_first_weights, forms_of_weights, changed_source, worker_ids,
 per_worker_weights, parts, parts_for_a_late_joiner, everything_travels, nothing_is_aliased,
 kept_values, graph_of_a_version, sends_at_once, wire_dtype, two_models.
@@ -9,17 +9,16 @@ failures: refused_shape, refused_names, refused_halfway, refused_first_weights, 
 index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_connect, killed_worker,
 stopped_worker, slow_worker, send_timeout, handles.
 
-reading: receive, wait_for_version, ready, manual_apply, refused_by_manual_apply,
+reading: receive, wait_for_version, manual_apply, refused_by_manual_apply,
 apply_weights, calls_that_give_up, wait_staged, calls_in_a_loop,
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 
-spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version,
-spans_over_a_restart.
+spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version.
 
 lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again,
 leaving_is_not_dying, rolling_restart, restarted_trainer, replaced_model, replaced_while_read,
-late_model, context, plain_weights, pickling, wrong_order, wrong_options,
+late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
 close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
 
 cancelling: cancel_send, cancelled_send_goes_on, cancel_receive, cancel_connect,

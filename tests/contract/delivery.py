@@ -15,6 +15,7 @@ import aiosync
 from tests.contract.bench import (
     PATIENCE,
     Bench,
+    background,
     fill,
     large,
     raises,
@@ -56,27 +57,16 @@ async def check_several_workers(bench: Bench) -> None:
                 assert await crew.values() == [number] * 3
 
 
-async def check_late_joiner(bench: Bench) -> None:
-    """A worker that comes late gets the newest version at connect(), and all that follow."""
-    async with bench.sender(small(1.0)) as crew:
-        await crew.sender.connect()
-        await crew.join(small())
-        await crew.send(2.0)
-        await crew.send(3.0)
-        late = await crew.join(small())
-        assert (await late.version(), await late.value()) == (3, 3.0)
-        report = await crew.send(4.0)
-        assert (report.acked, await crew.values()) == ({0, 1}, [4.0, 4.0])
-
-
 async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
-    """A worker that comes late gets the weights as they were sent, and not those of now."""
+    """A worker that comes late gets the newest weights as they were sent, and all that follow."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build()], init={"num_workers": None}) as crew:
             await crew.send(2.0)
             fill(crew.source, 9.0)
             late = await crew.join(build())
             assert (await late.version(), await late.value()) == (2, 2.0)
+            assert (await crew.send(2.5)).acked == {0, 1}
+            assert await crew.values() == [2.5, 2.5]
             for worker in crew.workers:
                 await worker.leave()
             await crew.send(3.0)  # to nobody
@@ -85,16 +75,18 @@ async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
 
 
 async def check_no_first_weights(bench: Bench) -> None:
-    """Without initial weights workers connect at version 0, and the first send() is version 1."""
+    """Without initial weights workers connect at version 0, and nobody is ready until a send()."""
     target = small()
     async with bench.crew(None, [target]) as crew:
         assert (crew.sender.version, await crew.values()) == (0, [-1.0])
-        error = await raises(aiosync.ConfigError, crew.sender.send())
-        assert "nothing to send" in str(error)
-        error = await raises(aiosync.ConfigError, crew.sender.send("weights"))
-        assert "init_on_sender(context=...)" in str(error)
+        for weights, text in ((None, "nothing to send"), ("w", "init_on_sender(context=...)")):
+            error = await raises(aiosync.ConfigError, crew.sender.send(weights))
+            assert text in str(error)
         assert crew.sender.epoch == 0
-        report = await crew.sender.send(small(2.0))
+        assert not crew.sender.ready
+        async with background(crew.sender.ready.wait()) as waiting:
+            report = await crew.sender.send(small(2.0))
+            await asyncio.wait_for(*waiting, PATIENCE)
         assert (report.version, await crew.values()) == (1, [2.0])
         assert crew.sender.epoch == report.epoch
 
@@ -333,7 +325,6 @@ CHECKS = (
     check_first_weights,
     check_send_applies,
     check_several_workers,
-    check_late_joiner,
     check_late_joiner_gets_what_was_sent,
     check_no_first_weights,
     check_forms_of_weights,

@@ -11,11 +11,9 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 import aiosync
+from aiosync import VersionSpan
 from tests.contract.bench import (
-    DEVICE,
     PATIENCE,
     Bench,
     Crew,
@@ -65,7 +63,8 @@ async def check_cut_link(bench: Bench) -> None:
 
 @needs("relay")
 async def check_other_trainer(bench: Bench) -> None:
-    """A worker whose trainer was restarted takes the new one's version 1 in place of any older."""
+    """A worker takes a restarted trainer's version 1 in place of any older, and what it read of the
+    run before counts as unknown."""
     assert bench.hooks.relay is not None
     async with bench.sender(small(1.0)) as one, bench.sender(small(5.0)) as two:
         target = small()
@@ -75,12 +74,17 @@ async def check_other_trainer(bench: Bench) -> None:
             for number in (2.0, 3.0):
                 await one.send(number)
             first = (await scheme.receive()).epoch
-            assert (scheme.version, value_of(scheme, target)) == (3, 3.0)
+            assert scheme.version == 3
+            scheme.span()
+            assert target() == target() == (3.0, 3.0)
             lead_to(two.sender)
             await one.sender.aclose()
             update = await scheme.receive(timeout=PATIENCE)
-            assert (update.version, value_of(scheme, target)) == (1, 5.0)
-            assert update.epoch != first
+            assert update.epoch == two.sender.epoch != first
+            assert (update.version, target()) == (1, (5.0, 5.0))
+            span = scheme.span()
+            assert span == VersionSpan(0, 1, f"{update.epoch:016x}", ((0, 2), (1, 1)))
+            assert two.sender.staleness(span) is None
             assert (await two.send(6.0)).acked == {0}
 
 
@@ -272,7 +276,7 @@ async def check_context(bench: Bench) -> None:
 async def check_plain_weights(bench: Bench) -> None:
     """A receiver keeps a dict of tensors up to date, or hands each version to a function."""
     kept = {name: value.clone() for name, value in small().state_dict().items()}
-    got: list[torch.Tensor] = []
+    got: list[Any] = []
 
     def load(weights: Any) -> None:
         got.append(dict(weights)["layers.3"])  # which is never written to
@@ -333,23 +337,9 @@ async def check_wrong_order(bench: Bench) -> None:
         assert (await crew.send(2.0)).acked == {0}
 
 
-async def check_wrong_options(bench: Bench) -> None:
-    """An option or argument that makes no sense is a ConfigError, given or assigned."""
+async def check_wrong_arguments(bench: Bench) -> None:
+    """An argument that makes no sense is a ConfigError, and harms nothing."""
     wrong = aiosync.ConfigError
-    for name, value in (
-        ("apply", "later"),
-        ("guard", None),
-        ("strict", "no"),
-        ("require", 0),
-        ("require", 1.5),
-        ("timeout", -1.0),
-        ("timeout", math.nan),
-    ):
-        refuses(wrong, lambda name=name, value=value: bench.make(**{name: value}))
-        async with bench.make() as scheme:
-            before = getattr(scheme, name)
-            refuses(wrong, lambda name=name, value=value: setattr(scheme, name, value))
-            assert getattr(scheme, name) == before
     both = {"model": small(), "weights": {}}
     refuses(wrong, lambda: bench.make().init_on_receiver(**both))
     refuses(wrong, lambda: bench.make().init_on_receiver(weights={}))  # nothing guards it
@@ -520,32 +510,7 @@ async def check_context_sends_on(bench: Bench) -> None:
         assert (await below.values(), await crew.values()) == ([2.0], [2.0])
 
 
-async def check_close_that_fails(bench: Bench) -> None:
-    """What goes wrong while a worker closes is raised; the link ends, and the model is free."""
-    async with bench.crew(small(1.0), [small()]) as crew:
-        [worker] = crew.workers
-        await crew.send(2.0)
-        assert await worker.value() == 2.0
-        if DEVICE != "cpu":
-            return  # nothing has to be copied out of a slot
-
-        def fails(*_: Any) -> Any:
-            raise MemoryError("none left")
-
-        clone, torch.Tensor.clone = torch.Tensor.clone, fails  # type: ignore[method-assign]
-        try:
-            await raises(MemoryError, worker.leave())
-        finally:
-            torch.Tensor.clone = clone  # type: ignore[method-assign]
-        await until(lambda: not crew.sender.worker_versions)
-        again = await crew.join(small(), 0)
-        assert (await crew.sender.send()).acked == {0}
-        assert await again.value() == 2.0
-        assert value_of(crew.sender, worker.model) == 2.0
-
-
 CHECKS = (
-    check_close_that_fails,
     check_context_passes_on,
     check_context_sends_on,
     check_cut_link,
@@ -562,7 +527,7 @@ CHECKS = (
     check_plain_weights,
     check_pickling,
     check_wrong_order,
-    check_wrong_options,
+    check_wrong_arguments,
     check_close_in_each_state,
     check_close_wakes,
     check_cancelled_tasks,

@@ -45,6 +45,7 @@ async def check_wait_for_version(bench: Bench) -> None:
     """wait_for_version() takes past and future versions on both sides, and times out."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         worker = crew.workers[0].scheme
+        assert worker.ready.is_set() and crew.sender.ready
         assert await worker.wait_for_version(1) == await crew.sender.wait_for_version(1) == 1
         async with background(worker.wait_for_version(3), crew.sender.wait_for_version(3)) as tasks:
             await crew.send(2.0)
@@ -57,19 +58,6 @@ async def check_wait_for_version(bench: Bench) -> None:
             error = await raises(aiosync.RecvTimeout, scheme.wait_for_version(9, timeout=0.01))
             assert "9" in str(error)
         assert crew.sender.worker_versions == {0: 3, 1: 3}
-
-
-async def check_ready(bench: Bench) -> None:
-    """ready is set once there is a complete version, on each side."""
-    async with bench.crew(None, [small()]) as crew:
-        worker = crew.workers[0].scheme
-        assert not worker.ready
-        await raises(aiosync.RecvTimeout, worker.ready.wait(timeout=0.01))
-        async with background(worker.ready.wait(), crew.sender.ready.wait()) as waiting:
-            await crew.sender.send(small(2.0))
-            await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE)
-        assert worker.ready
-        assert crew.sender.ready.is_set()
 
 
 async def check_manual_apply(bench: Bench) -> None:
@@ -376,7 +364,6 @@ async def check_pull_of_a_subscriber(bench: Bench) -> None:
 CHECKS = (
     check_receive,
     check_wait_for_version,
-    check_ready,
     check_manual_apply,
     check_refused_by_manual_apply,
     check_apply_weights,

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiosync
 from aiosync import VersionSpan
-from tests.contract.bench import Bench, needs, refuses, small, until
+from tests.contract.bench import Bench, refuses, small
 
 
 def epoch_of(scheme: Any) -> str:
@@ -141,36 +141,9 @@ async def check_first_version(bench: Bench) -> None:
     refuses(aiosync.ConfigError, lambda: bench.make(first_version=0))
 
 
-@needs("relay")
-async def check_spans_over_a_restart(bench: Bench) -> None:
-    """What a task read of the run before counts as unknown, and is never taken for the newer."""
-    assert bench.hooks.relay is not None
-    async with (
-        bench.sender(small(1.0)) as one,
-        bench.sender(small(5.0)) as two,
-        bench.hooks.relay(one.sender) as (scheme, _, lead_to),
-        scheme,
-    ):
-        model = small()
-        scheme.init_on_receiver(model_id="policy", model=model)
-        await asyncio.gather(one.sender.connect(), two.sender.connect(), scheme.connect())
-        await one.send(2.0)
-        await scheme.wait_for_version(2)
-        scheme.span()
-        assert model() == model() == (2.0, 2.0)
-        lead_to(two.sender)
-        await one.sender.aclose()
-        await until(lambda: scheme.version == 1)
-        assert model() == (5.0, 5.0)
-        span = scheme.span()
-        assert span == VersionSpan(0, 1, epoch_of(two.sender), ((0, 2), (1, 1)))
-        assert two.sender.staleness(span) is None
-
-
 CHECKS = (
     check_version_of_a_block,
     check_spans,
     check_spans_of_tasks_and_threads,
     check_first_version,
-    check_spans_over_a_restart,
 )

@@ -22,7 +22,6 @@ ANYWHERE = tuple(
         delivery.check_first_weights,
         delivery.check_send_applies,
         delivery.check_several_workers,
-        delivery.check_late_joiner,
         delivery.check_late_joiner_gets_what_was_sent,
         delivery.check_no_first_weights,
         delivery.check_forms_of_weights,

@@ -23,7 +23,7 @@ BODIES = (
     delivery.check_first_weights,
     delivery.check_send_applies,
     delivery.check_several_workers,
-    delivery.check_late_joiner,
+    delivery.check_late_joiner_gets_what_was_sent,
     delivery.check_worker_ids,
     delivery.check_per_worker_weights,
     delivery.check_parts_for_a_late_joiner,
