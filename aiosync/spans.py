@@ -11,7 +11,12 @@ from typing import Literal
 
 from aiosync.errors import ConfigError
 
-__all__ = ["VersionSpan", "staleness"]
+__all__ = ["VersionSpan", "epoch_text", "staleness"]
+
+
+def epoch_text(epoch: int) -> str | None:
+    """An epoch as users see it; ``None`` for 0, where there is none."""
+    return f"{epoch:016x}" if epoch else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

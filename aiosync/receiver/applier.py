@@ -35,7 +35,7 @@ from aiosync.tensors.match import Strict
 from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 
-__all__ = ["Applier", "Owner", "Result"]
+__all__ = ["Applier", "Owner", "Refusal", "Result", "not_applied"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
@@ -56,6 +56,28 @@ class Result:
     taken: bool = False
     error: BaseException | None = None
     left: Staged | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """A version that the model refused.
+
+    Attributes:
+        epoch: Its epoch.
+        version: Its number.
+        error: Why.
+        since: When, on ``time.monotonic()``'s clock; of several in a row the first.
+    """
+
+    epoch: int
+    version: int
+    error: BaseException
+    since: float
+
+    @property
+    def text(self) -> str:
+        """Why, in words."""
+        return str(self.error) or type(self.error).__name__
 
 
 class Owner(Protocol):
@@ -95,11 +117,14 @@ class Applier:
         meter: Counts what becomes of updates.
 
     Attributes:
+        resolve: As given.
         inbox: The versions that are here, and the one that the model has.
         results: What the owner was not told yet.
         current: What the model has, and views unless it was copied: then only the layout is valid.
         waiting: Complete, and not applied.
         owed: Version that a message asked for, and a word names; 0 for none.
+        askers: Calls under way that have what waits applied, also by hand. Nothing is applied on
+            behalf of one that has ended.
     """
 
     def __init__(
@@ -119,6 +144,7 @@ class Applier:
         meter: Meter,
     ) -> None:
         self.guard = guard
+        self.resolve: Callable[[], Any] = resolve
         self.manual = manual
         self.copy = copy
         self.inbox: Inbox = Inbox()
@@ -126,9 +152,9 @@ class Applier:
         self.current: Staged | None = None
         self.waiting: Staged | None = None
         self.owed: int = 0
+        self.askers: int = 0
         self._owner = owner
         self._updates = updates
-        self._resolve = resolve
         self._strict = strict
         self._install_hooks = install_hooks
         self._methods = Methods(guard, methods)
@@ -145,7 +171,6 @@ class Applier:
         self._target_of: Any = None
         self._dropped = False  # None was assigned during a read: the model has to be let go
         self._assignments = 0  # under way: what _resolve() returns may be refused yet
-        self._askers = 0  # calls under way that have what waits applied
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -166,10 +191,10 @@ class Applier:
     @property
     def lag(self) -> int:
         """How far the applied version is behind the newest one that is here."""
-        inbox, named = self.inbox, self._updates.named_version
-        if named <= inbox.newest or inbox.newest_epoch != inbox.epoch:
+        inbox = self.inbox
+        if inbox.newest_epoch != inbox.epoch:
             return inbox.lag
-        return named - inbox.version
+        return max(inbox.lag, self._updates.named_version - inbox.version)
 
     @property
     def is_quick(self) -> bool:
@@ -216,14 +241,10 @@ class Applier:
         return 0 if begun else older
 
     def apply_soon(self) -> None:
-        """Apply what waits, where that is asked for. Called on the loop."""
-        if (self._askers or not self.manual) and self.has_staged:
-            self.submit()
-
-    def look_now(self) -> None:
-        """Apply what the word of the link names, if it is news. Called on the loop."""
+        """Apply what waits, or the word of the link names, where that is asked for. On the loop."""
         slots = self._updates.slots
-        if slots is not None and slots.is_behind and not self.manual:
+        behind = slots is not None and slots.is_behind
+        if (self.askers or not self.manual) and (behind or self.waiting or self._taking):
             self.submit()
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
@@ -245,18 +266,10 @@ class Applier:
         if not self._closed:
             self.submit(min(2 * pause, _LOOK_SECONDS[1]))
 
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """While a call waits for what is staged, which it may have asked to be applied.
-
-        When applying is by hand, nothing is applied on behalf of a call that has ended. On the
-        loop.
-        """
-        self._askers += 1
-        try:
-            yield
-        finally:
-            self._askers -= 1
+    def apply_by_hand(self) -> None:
+        """From now on apply only on request. On the loop."""
+        self.manual = True
+        self._owner.withdraw_promise()
 
     def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """Apply what waits now, on this thread, between two reads.
@@ -293,7 +306,7 @@ class Applier:
             return None
         version, error = result.staged.version, result.error
         if error is not None:
-            raise _refused(version, error) from error
+            raise not_applied(version, error) from error
         return version if result.taken else None
 
     # -- applying ------------------------------------------------------------------------------
@@ -318,7 +331,7 @@ class Applier:
         while True:
             error: Exception | None = None
             try:
-                model = self._resolve()
+                model = self.resolve()
                 there = model is not None or self._dropped
                 if there and model is not self._target_of:
                     if not (self._assignments or self._closed):
@@ -331,7 +344,7 @@ class Applier:
             if error is None and (model is None or self._target is None):
                 return result
             if not again:
-                if self._closed or (self.manual and not (by_hand or self._askers)):
+                if self._closed or (self.manual and not (by_hand or self.askers)):
                     return result
                 named = self.look() if self._reads_words else None
                 with self._lock:
@@ -405,7 +418,7 @@ class Applier:
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is not None and looked and guard.at_read:
-            raise _refused(staged.version, error) from error
+            raise not_applied(staged.version, error) from error
         return result
 
     def note(self, outcome: SyncOutcome, staged: Staged, closed_at: float = 0.0) -> None:
@@ -541,7 +554,7 @@ class Applier:
             ApplyError: The weights do not fit; nothing was changed.
         """
         self._owner.withdraw_promise()  # until the new one has taken an update
-        model = self._resolve()
+        model = self.resolve()
         if model is self._target_of:  # back to it, before it was replaced
             self._guard_forwards(model)
             self._dropped = False
@@ -690,12 +703,11 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _refused(version: int, error: BaseException) -> ApplyError:
-    return ApplyError(
-        f"version {version} could not be applied: {error}",
-        version=version,
-        remote_type=type(error).__name__,
-    )
+def not_applied(version: int, error: BaseException) -> ApplyError:
+    """What a caller is told of a version that the model refused."""
+    kind = type(error).__name__
+    text = f"version {version} could not be applied: {kind}: {error}"
+    return ApplyError(text, version=version, remote_type=kind)
 
 
 def _misfit(version: int, error: BaseException) -> ApplyError:

@@ -33,8 +33,7 @@ from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError, SyncTimeout
-from aiosync.receiver.span_log import SpanLog
-from aiosync.spans import VersionSpan
+from aiosync.spans import VersionSpan, epoch_text
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -57,6 +56,7 @@ _PAUSE_SECONDS = 0.001
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
 _MOST_LOOKS = 1000
+_MOST_RUNS = 256
 
 # What makes torch operations of a thread do something else than they say: dispatch modes (tracers,
 # fake tensors) and transforms of torch.func. Private API; without it torch refuses updates there.
@@ -67,6 +67,7 @@ _interpreter: Callable[[], Any] = getattr(
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
+_Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
 
 
 def _nothing() -> None:
@@ -141,7 +142,7 @@ class Guard:
         self._on_overlap: Callable[[], object] = _nothing
         self.seen: int = 0
         self.held: tuple[int, int] = (0, 0)
-        self._log: SpanLog | None = None  # once somebody has asked for spans
+        self._log: _SpanLog | None = None  # once somebody has asked for spans
 
     # -- a word that others write --------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class Guard:
         """The versions of the reads that ended here since the last call; counts from the first."""
         with self._lock:
             if self._log is None:
-                self._log = SpanLog()
+                self._log = _SpanLog()
             return self._log.take()
 
     def _pause_before(self, thread: int, *, forward: bool) -> float:
@@ -546,6 +547,37 @@ class Guard:
         self._parts, self._module, self._watch = [], None, None
 
 
+class _SpanLog:
+    """Runs of (version, reads) for each thread or task in which reads ended, until it takes them.
+
+    Its owner has a lock.
+    Memory is bounded: where nobody does, the two oldest of many runs become one of the older
+    version. What was read in another epoch before counts as version 0, which is no version.
+    """
+
+    def __init__(self) -> None:
+        self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def add(self, epoch: int, version: int) -> None:
+        """A read of this thread or task has ended, which had this version."""
+        here = current_task() or threading.current_thread()
+        known, runs = self._runs.get(here, (epoch, []))
+        if known != epoch:
+            runs[:] = [(0, sum(count for _, count in runs))]
+        count = runs.pop()[1] if runs and runs[-1][0] == version else 0
+        runs.append((version, count + 1))
+        if len(runs) > _MOST_RUNS:
+            runs[:2] = [(min(runs[0][0], runs[1][0]), runs[0][1] + runs[1][1])]
+        self._runs[here] = epoch, runs
+
+    def take(self) -> VersionSpan | None:
+        """What this thread or task has read since the last time; ``None`` for nothing."""
+        epoch, runs = self._runs.pop(current_task() or threading.current_thread(), (0, []))
+        return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
+
+
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
@@ -684,16 +716,13 @@ def why_unguarded(model: object) -> str | None:
     if not isinstance(model, nn.Module):
         return "has no forward pass to guard"
     scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
+    goes_on = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
     for part in _forward_parts(model):
-        forward, why = part.forward, None
-        if isinstance(part, scripted):
-            why = "takes no forward hooks"
-        elif inspect.isgeneratorfunction(forward) or inspect.isasyncgenfunction(forward):
-            why = "has a forward that is a generator, and goes on after its hooks ran"
-        elif inspect.iscoroutinefunction(forward):
-            why = "has a forward that is a coroutine, and goes on after its hooks ran"
-        if why is not None:
-            return why if part is model else f"has a {type(part).__name__} that {why}"
+        if isinstance(part, scripted) or any(each(part.forward) for each in goes_on):
+            return (
+                f"has a forward that hooks cannot tell the end of: that of a {type(part).__name__} "
+                "is scripted, a generator or a coroutine"
+            )
     return None
 
 

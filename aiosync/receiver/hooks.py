@@ -6,12 +6,15 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiosync._tasks import WorkerThread
 from aiosync.errors import ConfigError
 
-__all__ = ["SchemeHooks", "in_thread", "run_hook"]
+__all__ = ["Relay", "SchemeHooks", "in_thread", "run_hook"]
+
+Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Called with the epoch and the version that the model has now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class SchemeHooks:
         return None if self.applied is None or _is_async(self.applied) else self.applied
 
     @functools.cached_property
-    def after(self) -> Callable[[int, int], Awaitable[None]] | None:
+    def after(self) -> Relay | None:
         """What has to be over before the trainer is told; ``None`` for nothing."""
         applied = None if self.at_once is self.applied else self.applied
         hooks = [hook for hook in (applied, self.relay) if hook is not None]

@@ -33,6 +33,8 @@ class Outgoing:
         self._tasks = tasks
         self._waiting: deque[Message] = deque()
         self._writing = False
+        # What was answered last of the newest version: epoch, version, and what.
+        self._last: tuple[int, int, AckStatus, BaseException | None] | None = None
 
     def use_link(self, transport: Transport) -> None:
         """Go on with another link."""
@@ -66,15 +68,29 @@ class Outgoing:
             self._writing = True  # from now on: more may come before the task begins
             self._tasks.start(self._write(), "aiosync answers")
 
-    def say_applied(self, epoch: int, version: int) -> None:
-        """What is said most often, the short way unless it has to wait its turn."""
-        try:
-            if not (self._waiting or self._writing):
-                if self._transport.ack_nowait(epoch, version, AckStatus.APPLIED):
+    def answer(
+        self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
+    ) -> None:
+        """Say what became of a version; what is said most often the short way if it is free."""
+        last = self._last
+        if last is None or last[0] != epoch or last[1] <= version:
+            self._last = (epoch, version, status, error)
+        if status is AckStatus.APPLIED and not (self._waiting or self._writing):
+            try:
+                if self._transport.ack_nowait(epoch, version, status):
                     return
-        except TransportError:
-            return  # nobody is there any more
-        self.say(make_ack(epoch, version, AckStatus.APPLIED, None))
+            except TransportError:
+                return  # nobody is there any more
+        self.say(make_ack(epoch, version, status, error))
+
+    def has_answered(self, epoch: int, version: int, *, again: bool = False) -> bool:
+        """Whether this was said of a version last; ``again`` says it once more."""
+        last = self._last
+        if last is None or last[:2] != (epoch, version):
+            return False
+        if again:
+            self.answer(*last)
+        return True
 
     async def _write(self) -> None:
         try:

@@ -21,8 +21,7 @@ from torch import nn
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
 from aiosync.receiver.guard import Guard, itself, never_traced
-from aiosync.receiver.span_log import epoch_text
-from aiosync.spans import VersionSpan
+from aiosync.spans import VersionSpan, epoch_text
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -31,7 +31,6 @@ from aiosync._meter import Meter
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
-    ApplyError,
     ConnectTimeout,
     LocalProtocolError,
     PeerClosed,
@@ -43,50 +42,26 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
-from aiosync.receiver.applier import Applier, Result
+from aiosync.receiver.applier import Applier, Refusal, Result, not_applied
 from aiosync.receiver.guard import Guard
+from aiosync.receiver.hooks import Relay
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.match import Strict
-from aiosync.transports.base import Received, Transport, make_ack, without_frames
+from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.types import AckStatus
 from aiosync.wire import Current, Leave, ManifestMessage, Promise, Take, Update, Welcome
 
-__all__ = ["Refusal", "Relay", "WeightReceiver"]
-
-Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
-"""Called with the epoch and the version that the model has now."""
+__all__ = ["WeightReceiver"]
 
 Context: TypeAlias = "contextlib.AbstractContextManager[None]"
 _SILENT: Context = contextlib.nullcontext()
 
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Refusal:
-    """A version that the model refused.
-
-    Attributes:
-        epoch: Its epoch.
-        version: Its number.
-        error: Why.
-        since: When, on ``time.monotonic()``'s clock; of several in a row the first.
-    """
-
-    epoch: int
-    version: int
-    error: BaseException
-    since: float
-
-    @property
-    def text(self) -> str:
-        """Why, in words."""
-        return str(self.error) or type(self.error).__name__
 
 
 class WeightReceiver:
@@ -97,15 +72,8 @@ class WeightReceiver:
 
     Args:
         transport: The link; owned from now on.
-        resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
+        resolve: As for :class:`Applier`, like what follows up to ``flipped``, and ``meter``.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
-        copy: Copy into the parameters instead of pointing them at the received memory.
-        strict: Every name and dtype must match.
-        guard: Keeps forwards and updates apart.
-        install_hooks: Make the forwards of the model reads of the guard.
-        methods: Other methods of it, whose calls are to be reads.
-        flipped: Called with epoch and version as the model gets them, under the guard, on
-            whatever thread; must not wait. What it raises is told, and the model has the version.
         relay: Passes on what was applied before the trainer is told; asked for at each update.
         before_apply: Called on the loop before an update is applied; refuses it by what it raises.
         transform: Makes of an update, in a thread, what the model wants.
@@ -113,11 +81,11 @@ class WeightReceiver:
             end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
-        meter: Counts what becomes of updates.
         log: Told what happened, in one word and in a sentence, to which version, and how much it
             matters.
 
     Attributes:
+        updates: Reads what comes over the link.
         applier: Has the model.
         meter: As given.
         lost: Why there is no link, while one is looked for.
@@ -153,19 +121,19 @@ class WeightReceiver:
         self.transport: Transport = transport
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner(self.fail)
-        self._updates = UpdateReader(transport)
+        self.updates: UpdateReader = UpdateReader(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         self.pulls: PullRequests = PullRequests(self._outgoing)
         self._transformer: Transformer | None = None
         self._transforming: tuple[int, int] | None = None  # the newest one that it was given
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(
-                transform, before_apply, self._tasks, self._updates, self._transformed
+                transform, before_apply, self._tasks, self.updates, self._transformed
             )
         self.guard: Guard = guard
         self.applier: Applier = Applier(
             self,
-            self._updates,
+            self.updates,
             resolve=resolve,
             manual=apply == "manual",
             copy=copy,
@@ -179,7 +147,6 @@ class WeightReceiver:
         )
         self.meter: Meter = meter
         self.inbox: Inbox = self.applier.inbox
-        self._resolve = resolve
         self._relay = relay
         self._trainer = trainer
         self._lasting = lasting
@@ -187,8 +154,6 @@ class WeightReceiver:
         self._promises = promises and self._transformer is None
         self._may_promise = self._promises  # on this link: reads have not overlapped yet
         self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
-        # What the trainer was told last: epoch, version, and what.
-        self._answered: tuple[int, int, AckStatus, BaseException | None] | None = None
         self.refused: Refusal | None = None
         self._to_pass_on: tuple[Relay, int, int] | None = None  # or is being passed on
         self._passed_on: tuple[int | None, int] = (None, 0)
@@ -222,7 +187,7 @@ class WeightReceiver:
             try:
                 self.transport.subscribe(self._on_message)
                 while True:
-                    self._on_message(await self.transport.recv(into=self._updates.lender))
+                    self._on_message(await self.transport.recv(into=self.updates.lender))
             except AiosyncError as exc:
                 lost = self.lost = without_frames(exc)
             if not self._closed:
@@ -247,7 +212,7 @@ class WeightReceiver:
                 self._log("restarted", "another trainer answers, or the same one has begun anew")
             if not welcome.version or (same and welcome.version <= self.inbox.newest):
                 self.cut_off = None  # nothing newer has to come before this link is of use
-            slots = self._updates.slots
+            slots = self.updates.slots
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # What the last link named before it was lost: its trainer counts on that.
                 await self.guard.wait_free(_CLOSE_SECONDS)
@@ -263,7 +228,7 @@ class WeightReceiver:
         self._may_promise = self._promises
         self.guard.ignore_word()
         self.transport = transport
-        self._updates.use_link(transport)
+        self.updates.use_link(transport)
         self._outgoing.use_link(transport)
 
     def _on_message(self, received: Received) -> None:
@@ -275,13 +240,13 @@ class WeightReceiver:
         if isinstance(message, Update | ManifestMessage):
             if isinstance(message, Update):
                 self.progress += 1
-            staged = self._updates.read(received)
+            staged = self.updates.read(received)
             if staged is not None:
                 self._stage(staged)
         elif isinstance(message, Take):
             self._on_take(message)
         elif isinstance(message, Promise):
-            self.applier.look_now()  # for what was named before the trainer heard of it
+            self.applier.apply_soon()  # for what was named before the trainer heard of it
             if self._promised is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
@@ -294,7 +259,7 @@ class WeightReceiver:
         self.progress += 1
         inbox = self.inbox
         if self.guard.words is not None:
-            self.applier.look_now()
+            self.applier.apply_soon()
         if message.version and (
             message.epoch != inbox.newest_epoch or message.version > inbox.newest
         ):
@@ -307,13 +272,13 @@ class WeightReceiver:
     def _on_take(self, message: Take) -> None:
         """The trainer has named a slot, and waits for an answer unless the version is 0."""
         self.cut_off = None
-        epoch, version, slots = message.epoch, message.version, self._updates.slots
+        epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
-            self.applier.look_now()
+            self.applier.apply_soon()
             return
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
-        self._updates.epoch = epoch
+        self.updates.epoch = epoch
         if self._transformer is not None:
             staged = self.applier.look()
             if staged is None:
@@ -326,7 +291,7 @@ class WeightReceiver:
         elif self._is_news(epoch, version):
             older = self.applier.owe(version)
             if older:
-                self._outgoing.say(make_ack(epoch, older, AckStatus.SKIPPED, None))
+                self._outgoing.answer(epoch, older, AckStatus.SKIPPED)
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
@@ -360,14 +325,14 @@ class WeightReceiver:
         """Have the model get this update, now or as soon as it can."""
         old = self.applier.offer(staged)
         if old is not None:  # else another thread has taken it, and applies it
-            self._skip(old, by=staged)
+            self._skip(old)
         self._apply_and_answer(staged.epoch, staged.version)
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
         self.applier.apply_soon()
-        if self._answered is None or self._answered[:2] != (epoch, version):
+        if not self._outgoing.has_answered(epoch, version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
-            self._answer(epoch, version, AckStatus.RECEIVED)
+            self._outgoing.answer(epoch, version, AckStatus.RECEIVED)
         self._changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
@@ -378,44 +343,32 @@ class WeightReceiver:
         else:
             self._refuse(staged.epoch, staged.version, error)
             self.applier.note("refused", staged)
-            self._updates.retire(staged)
+            self.updates.retire(staged)
             self._changed.notify()
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _answer(
-        self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
-    ) -> None:
-        answered = self._answered
-        if answered is None or answered[0] != epoch or answered[1] <= version:
-            self._answered = (epoch, version, status, error)
-        if status is AckStatus.APPLIED:
-            self._outgoing.say_applied(epoch, version)
-        else:
-            self._outgoing.say(make_ack(epoch, version, status, error))
-
     def _answer_stale(self, epoch: int, version: int, error: StaleVersion) -> None:
         # After a lost link the trainer may not know that the update had arrived.
-        answered, inbox = self._answered, self.inbox
-        if answered is not None and answered[:2] == (epoch, version):
-            self._answer(*answered)
-        elif self.held == (epoch, version) or (
+        inbox = self.inbox
+        if self._outgoing.has_answered(epoch, version, again=True):
+            return
+        if self.held == (epoch, version) or (
             # its word named something newer
-            epoch == inbox.epoch and version < inbox.version and self._updates.slots is not None
+            epoch == inbox.epoch and version < inbox.version and self.updates.slots is not None
         ):
-            self._answer(epoch, version, AckStatus.APPLIED)
+            self._outgoing.answer(epoch, version, AckStatus.APPLIED)
         elif self._transforming == (epoch, version):
-            self._outgoing.say(make_ack(epoch, version, AckStatus.RECEIVED, None))
+            self._outgoing.answer(epoch, version, AckStatus.RECEIVED)
         else:
-            self._outgoing.say(make_ack(epoch, version, AckStatus.NACK, error))
+            self._outgoing.answer(epoch, version, AckStatus.NACK, error)
 
-    def _skip(self, staged: Staged, by: Staged) -> None:
+    def _skip(self, staged: Staged) -> None:
         staged.give_back()
         self.applier.note("skipped", staged)
-        if by.epoch == staged.epoch:
-            # Before anything is said of the newer one. The trainer would keep it otherwise
-            # until something is applied, which may be never.
-            self._outgoing.say(make_ack(staged.epoch, staged.version, AckStatus.SKIPPED, None))
+        # Before anything is said of the newer one. The trainer would keep it otherwise until
+        # something is applied, which may be never.
+        self._outgoing.answer(staged.epoch, staged.version, AckStatus.SKIPPED)
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         since = time.monotonic() if self.refusing is None else self.refusing.since
@@ -423,7 +376,7 @@ class WeightReceiver:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
         self.withdraw_promise()
-        self._answer(epoch, version, AckStatus.NACK, error)
+        self._outgoing.answer(epoch, version, AckStatus.NACK, error)
 
     def report(self) -> None:
         """Tell the trainer and whoever waits what became of updates. On the loop."""
@@ -436,7 +389,7 @@ class WeightReceiver:
             if result.taken or result.error is not None:
                 self._report(result)
             else:
-                self._skip(result.staged, by=result.staged)
+                self._skip(result.staged)
             self._changed.notify()
 
     def _report(self, result: Result) -> None:
@@ -454,12 +407,12 @@ class WeightReceiver:
         if not result.taken:
             # What loads may have kept it, and Ctrl-C may have come once the model had changed.
             if staged.slot is None:
-                self._updates.retire(staged)
+                self.updates.retire(staged)
             return
         # The trainer does not wait while the old memory is looked at and unmapped.
         old = staged if applier.copy else old
         if old is not None and old.slot is None:
-            self._loop.call_soon(self._updates.retire, old)
+            self._loop.call_soon(self.updates.retire, old)
         if staged.slot is not None and result.error is None:
             self._promise(staged)
             if self.pulls.wanted or self.pulls.promised:
@@ -468,7 +421,7 @@ class WeightReceiver:
     def _applied(self, epoch: int, version: int) -> None:
         relay = self._relay()
         if relay is None:
-            self._answer(epoch, version, AckStatus.APPLIED)
+            self._outgoing.answer(epoch, version, AckStatus.APPLIED)
             return
         busy, self._to_pass_on = self._to_pass_on is not None, (relay, epoch, version)
         if not busy:
@@ -485,7 +438,7 @@ class WeightReceiver:
                 self.meter.ended("refused", epoch, version, time.perf_counter())
             else:
                 self._passed_on = (epoch, version)
-                self._answer(epoch, version, AckStatus.APPLIED)
+                self._outgoing.answer(epoch, version, AckStatus.APPLIED)
             if self._to_pass_on is now:
                 self._to_pass_on = None
             self._changed.notify()
@@ -501,7 +454,7 @@ class WeightReceiver:
 
     def _promise(self, staged: Staged) -> None:
         """Tell the trainer that the model follows by itself from now on, if it does."""
-        slots, digest = self._updates.slots, staged.layout.digest
+        slots, digest = self.updates.slots, staged.layout.digest
         if (
             self._may_promise
             and self._promised != digest
@@ -536,16 +489,6 @@ class WeightReceiver:
     # -- what there is -------------------------------------------------------------------------
 
     @property
-    def partial(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update that is here in part."""
-        return self._updates.partial
-
-    @property
-    def transforming_since(self) -> float | None:
-        """When the transform began that is at work now; ``None`` if none is."""
-        return None if self._transformer is None else self._transformer.since
-
-    @property
     def version(self) -> int:
         """Version that the model has; 0 before any."""
         return self.inbox.version
@@ -559,7 +502,9 @@ class WeightReceiver:
 
     def is_ready(self) -> bool:
         """Whether the model has a version, or one waits for a model."""
-        return self.inbox.version > 0 or (self.applier.has_staged and self._resolve() is None)
+        return self.inbox.version > 0 or (
+            self.applier.has_staged and self.applier.resolve() is None
+        )
 
     @property
     def lag(self) -> int:
@@ -569,9 +514,9 @@ class WeightReceiver:
     def stats(self) -> SyncStats:
         """How it stands, on any thread."""
         inbox, lag, current = self.inbox, self.lag, self.applier.current
-        version = inbox.version
+        version, worker = inbox.version, self._transformer
         return self.meter.stats(
-            under_way=lambda: self.applier.has_staged + (self.transforming_since is not None),
+            under_way=lambda: self.applier.has_staged + (worker is not None and worker.is_busy),
             epoch=inbox.epoch or 0,
             version=version,
             newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),
@@ -579,13 +524,6 @@ class WeightReceiver:
             age=0.0 if current is None else current.age,
             reconnects=self.reconnects,
         )
-
-    # -- applying ------------------------------------------------------------------------------
-
-    def apply_by_hand(self) -> None:
-        """From now on apply only on request."""
-        self.applier.manual = True
-        self.withdraw_promise()
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -613,12 +551,7 @@ class WeightReceiver:
         """
         refused = self.refused
         if refused is not None and refused is not beside and refused.version >= at_least:
-            raise ApplyError(
-                f"version {refused.version} could not be applied: "
-                f"{type(refused.error).__name__}: {refused.error}",
-                version=refused.version,
-                remote_type=type(refused.error).__name__,
-            ) from refused.error
+            raise not_applied(refused.version, refused.error) from refused.error
 
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
@@ -635,36 +568,39 @@ class WeightReceiver:
         timeout: float | None,
         late: SyncTimeout,
         waiting: Context = _SILENT,
+        applied: bool = False,
     ) -> None:
         """Wait for something that updates change, inside of ``waiting``.
 
+        Args:
+            condition: What to wait for.
+            timeout: Seconds; ``None`` for ever, and with 0 it only looks.
+            late: What is raised when they are over.
+            waiting: Entered if it has to wait.
+            applied: Have what is staged applied for this, also where that is by hand.
+
         Raises:
-            SyncTimeout: ``late``, when the timeout passed.
+            SyncTimeout: ``late``.
             PeerClosed: The trainer went away before.
         """
-        self.applier.look_now()
-        if condition():
-            await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
-            return
-        if timeout is not None and timeout <= 0:  # only looks
-            await asyncio.sleep(0)
-            self.applier.look_now()
-            if not condition():
-                self.check()
-                raise late from (None if self.cut_off is None else self.cut_off[1])
-            return
+        applier = self.applier
 
         def rung() -> bool:
-            slots = self._updates.slots
+            slots = self.updates.slots
             if slots is not None and self.guard.words is not None:
                 slots.ring_me(True)  # have the trainer tell of a new version at once
-                self.applier.look_now()
                 # It may have named one in between, and neither side have seen it of the other.
-                self._loop.call_later(_BELL_SECONDS, self.applier.look_now)
+                self._loop.call_later(_BELL_SECONDS, applier.apply_soon)
+            applier.apply_soon()
             return condition()
 
+        applier.askers += applied
         self._num_waiting += 1
         try:
+            applier.apply_soon()
+            if condition():
+                await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
+                return
             with waiting:
                 async with asyncio.timeout(timeout):
                     await asyncio.sleep(0)
@@ -675,35 +611,20 @@ class WeightReceiver:
         except TimeoutError as exc:
             if isinstance(exc, SyncTimeout):
                 raise
-            self.applier.look_now()
+            applier.apply_soon()
             if not condition():
                 self.check()
                 raise late from (exc if self.cut_off is None else self.cut_off[1])
         finally:
+            applier.askers -= applied
             self._num_waiting -= 1
-            slots = self._updates.slots
+            slots = self.updates.slots
             if slots is not None and not self._num_waiting:
                 slots.ring_me(False)
 
-    async def _wait_applied(
-        self,
-        condition: Callable[[], bool],
-        timeout: float | None,
-        late: SyncTimeout,
-        waiting: Context = _SILENT,
-    ) -> None:
-        """Have what is staged applied, also by hand, until a condition holds."""
-
-        def asked() -> bool:
-            self.applier.apply_soon()
-            return condition()
-
-        with self.applier.asking():
-            await self.wait_until(asked, timeout=timeout, late=late, waiting=waiting)
-
-    def _check_not_inside(self, method: str, condition: Callable[[], bool]) -> None:
-        """Raise if ``condition`` needs an update that the caller's own read holds back."""
-        if is_held_by_caller(self.guard) and not condition():
+    def _check_not_inside(self, method: str, timeout: float | None = None) -> None:
+        """Raise if the caller waits for an update that its own read holds back."""
+        if (timeout is None or timeout > 0) and is_held_by_caller(self.guard):
             self.check()
             raise LocalProtocolError(
                 f"{method}() was called inside a reading() block or a forward pass, which keeps "
@@ -719,13 +640,13 @@ class WeightReceiver:
         def arrived() -> bool:
             # What comes before the newest may be a mistake that all workers have refused.
             self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
-            if self._resolve() is None:
+            if self.applier.resolve() is None:
                 return self.applier.has_staged
             if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
                 return inbox.version >= welcome.version
             return inbox.version > 0
 
-        await self._wait_applied(arrived, timeout, late)
+        await self.wait_until(arrived, timeout=timeout, late=late, applied=True)
         self.reported = (inbox.epoch, inbox.version)
 
     async def receive(self, timeout: float | None) -> bool:
@@ -735,12 +656,13 @@ class WeightReceiver:
         def arrived() -> bool:
             if self.applier.manual:
                 self.check_refused(beside=refused)
-            return inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported
+            if inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported:
+                return True
+            self._check_not_inside("receive", timeout)
+            return False
 
-        if timeout is None or timeout > 0:
-            self._check_not_inside("receive", arrived)
         try:
-            await self._wait_applied(arrived, timeout, RecvTimeout())
+            await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
         except RecvTimeout:
             return False
         self.reported = (inbox.epoch, inbox.version)
@@ -763,23 +685,21 @@ class WeightReceiver:
         Raises:
             ApplyError: It was refused.
         """
-        inbox = self.inbox
+        inbox, applied = self.inbox, not staged
 
         def newest() -> int:
             applied = inbox.version if inbox.epoch == inbox.newest_epoch else 0
             return max(applied, self.applier.staged_version if staged else 0)
 
         def reached() -> bool:
-            if newest() < version:
-                self.check_refused(version)
-            return newest() >= version
+            if newest() >= version:
+                return True
+            self.check_refused(version)
+            if applied:
+                self._check_not_inside("wait_for_version", timeout)
+            return False
 
-        if staged:
-            await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
-        else:
-            if timeout is None or timeout > 0:
-                self._check_not_inside("wait_for_version", reached)
-            await self._wait_applied(reached, timeout, late, waiting)
+        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=applied)
         return max(version, newest())
 
     async def wait_lag_below(
@@ -795,13 +715,13 @@ class WeightReceiver:
         """
 
         def reached() -> bool:
-            if self.lag >= limit:
-                self.check_refused(self.inbox.newest)
-            return self.lag < limit
+            if self.lag < limit:
+                return True
+            self.check_refused(self.inbox.newest)
+            self._check_not_inside("wait_lag_below", timeout)
+            return False
 
-        if timeout is None or timeout > 0:
-            self._check_not_inside("wait_lag_below", reached)
-        await self._wait_applied(reached, timeout, late, waiting)
+        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=True)
         return self.lag
 
     async def pull(
@@ -815,18 +735,18 @@ class WeightReceiver:
         inbox, pulls, refused = self.inbox, self.pulls, self.refused
         before, answers = (inbox.epoch, inbox.version), pulls.answers
         if least > inbox.version:
-            self._check_not_inside("pull", lambda: False)
+            self._check_not_inside("pull")
         pulls.add(least)
 
         def arrived() -> bool:
             self.check_refused(beside=refused)
             if self.applier.has_staged:
-                self._check_not_inside("pull", lambda: False)
+                self._check_not_inside("pull")
             if inbox.version < least or self.applier.has_staged or self.lag or pulls.promised:
                 return False
             return pulls.answers != answers or (inbox.epoch, inbox.version) != before
 
-        await self._wait_applied(arrived, timeout, late, waiting)
+        await self.wait_until(arrived, timeout=timeout, late=late, waiting=waiting, applied=True)
         return inbox.version
 
     # -- closing -------------------------------------------------------------------------------
@@ -837,22 +757,16 @@ class WeightReceiver:
             return
         try:
             await self.guard.wait_free(_CLOSE_SECONDS)
+            self._end()
+            self._outgoing.say(Leave())
+            await self._tasks.aclose()
         except BaseException:  # goes on to the caller
             self.abort()
             raise
-        try:
-            self._end()
-        finally:
-            try:
-                self._outgoing.say(Leave())
-                await self._tasks.aclose()
-            finally:
-                self.transport.abort()
+        self.transport.abort()
 
     def abort(self) -> None:
-        """The same from synchronous code, without waiting for the tasks."""
-        if self._closed:
-            return
+        """The same from synchronous code, without waiting for the tasks. Idempotent."""
         try:
             self._end()
         finally:
@@ -864,7 +778,7 @@ class WeightReceiver:
             return  # meanwhile, by another call
         with contextlib.ExitStack() as last:  # each, whatever those before it raise
             last.callback(self._changed.notify)
-            last.callback(self._updates.close)
+            last.callback(self.updates.close)
             last.callback(self.applier.close)
             if self._transformer is not None:
                 last.callback(self._transformer.close)

@@ -49,7 +49,7 @@ class Transformer:
             and why it cannot be had: the caller gives its memory back then.
 
     Attributes:
-        since: When the work that is under way began, on ``time.monotonic()``'s clock.
+        is_busy: It works at one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Transformer:
         self._updates = updates
         self._done = done
         self._next: Staged | None = None
-        self.since: float | None = None
+        self.is_busy: bool = False
         self._thread = WorkerThread("aiosync-mapping")
         self._buffers = Buffers()
         self._closed = False
@@ -80,8 +80,8 @@ class Transformer:
         old, self._next = self._next, staged
         if old is not None:
             old.give_back()
-        if self.since is None:
-            self.since = time.monotonic()
+        if not self.is_busy:
+            self.is_busy = True
             self._tasks.start(self._run(), "aiosync transform")
         return old
 
@@ -95,7 +95,7 @@ class Transformer:
     async def _run(self) -> None:
         try:
             while (staged := self._next) is not None:
-                self._next, self.since = None, time.monotonic()
+                self._next = None
                 work = functools.partial(self._work, staged)
                 try:
                     if self._before is not None:
@@ -121,7 +121,7 @@ class Transformer:
                 if not self._closed:
                     self._done(result, None)  # also with a newer one waiting
         finally:
-            self.since = None
+            self.is_busy = False
 
     # -- in the thread -------------------------------------------------------------------------
 

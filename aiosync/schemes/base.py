@@ -41,10 +41,9 @@ from aiosync.errors import (
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_count, as_index, as_indices, validate_timeout
 from aiosync.receiver.guard import Guard, why_unguarded
-from aiosync.receiver.hooks import SchemeHooks, in_thread, run_hook
+from aiosync.receiver.hooks import Relay, SchemeHooks, in_thread, run_hook
 from aiosync.receiver.reading import Guarded, Methods, Reading
-from aiosync.receiver.receiver import Relay, WeightReceiver
-from aiosync.receiver.span_log import epoch_text
+from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
@@ -63,7 +62,7 @@ from aiosync.schemes.sources import (
 )
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.sender.snapshots import SnapshotCopier
-from aiosync.spans import VersionSpan, staleness
+from aiosync.spans import VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes, Prepared, check_dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
@@ -292,7 +291,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """The handshake on a link."""
         receiver = self._receiver
         epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.partial) or (None, None, 0)
+        partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
         hello = Hello(
             role="receiver",
             model_id=self._model_id or "policy",

@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     Mutant(
         "what another run made counts as this one's",
-        "receiver/span_log.py",
+        "receiver/guard.py",
         "        if known != epoch:",
         "        if False:",
         contract("other_trainer"),

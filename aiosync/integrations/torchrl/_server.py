@@ -49,7 +49,7 @@ class ServerOwner:
             scheme.apply_copy = True  # a CUDA graph knows addresses
         receiver = receiver_of(core_of(scheme))
         if receiver is not None:
-            receiver.apply_by_hand()
+            receiver.applier.apply_by_hand()
             self._note()
 
     def call(
