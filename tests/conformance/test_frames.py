@@ -112,17 +112,6 @@ def payload_of(kind: str) -> bytes:
     return os.urandom(NBYTES.get(kind, MIB))
 
 
-async def test_frames_byte_by_byte_or_several_at_once(kind: str) -> None:
-    payloads = [os.urandom(300), b"", b"x"]
-    stream = b"".join(frame(version, payload) for version, payload in enumerate(payloads, 1))
-    for blocks in ([stream], [bytes([byte]) for byte in stream]):
-        async with raw(kind) as (peer, transport):
-            writing = asyncio.create_task(peer.write(*blocks))
-            for version, payload in enumerate(payloads, 1):
-                await arrives(transport, version, payload)
-            await writing
-
-
 # Offsets into the frame prefix are those of docs/topics/wire-format.md.
 HEADER_AT = PREFIX_NBYTES + 2
 ILLEGAL: dict[str, tuple[bytes, type[RemoteProtocolError]]] = {

@@ -62,12 +62,6 @@ def test_memory_is_bounded(name: str) -> None:
     assert peak < bound
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
-def test_random_mutations(first: int) -> None:
-    for seed in range(first, first + 100):
-        run_seed(seed)
-
-
 @pytest.mark.slow
 def test_many_random_mutations() -> None:
     ends = [run_seed(seed)[-1] for seed in range(10_000, 14_000)]

@@ -1,14 +1,12 @@
-"""Slots of shared memory: descriptors that are missing, and readers that leave."""
+"""Slots of shared memory, and readers that leave."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import os
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,6 @@ from tests.schemes import _models as models
 from tests.support.waiting import num_slots
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
-
-
-def _refused(*_args: Any, **_kwargs: Any) -> int:
-    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def _num_descriptors() -> int:
@@ -44,26 +38,6 @@ def _num_written() -> int:
     """Slots and pages that a sender of this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:" in line and line.split()[1].endswith("s") for line in lines)
-
-
-async def test_a_worker_that_comes_without_descriptors_left_ends_nothing(monkeypatch) -> None:
-    scheme = aiosync.SharedMemWeightSyncScheme()
-    scheme.init_on_sender(model=models.linear())
-    worker, next_one = harness.twin(scheme), harness.twin(scheme)
-    async with scheme, worker, next_one:
-        await scheme.connect()
-        worker.init_on_receiver(model=models.linear(), worker_idx=0)
-        next_one.init_on_receiver(model=models.linear(), worker_idx=0)
-        with monkeypatch.context() as short:
-            short.setattr(os, "open", _refused)
-            with pytest.raises(aiosync.AiosyncError):
-                await worker.connect(timeout=harness.PATIENCE)
-        await harness.until(lambda: not scheme.sender_transports)
-        await next_one.connect(timeout=harness.PATIENCE)
-        assert (await scheme.send(timeout=harness.PATIENCE)).acked == {0}
-
-
-# -- readers that leave --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -88,13 +62,7 @@ async def test_workers_that_leave_during_an_update_leave_no_slots_behind(reads) 
         assert _num_descriptors() <= before + 4  # the last worker's mappings
 
 
-@pytest.mark.parametrize("pidfds", [True, False])
-async def test_what_a_worker_keeps_when_it_leaves_is_never_written(
-    pidfds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the system does not tell when its process has ended."""
-    if not pidfds:
-        monkeypatch.setattr(os, "pidfd_open", _refused, raising=False)
+async def test_what_a_worker_keeps_when_it_leaves_is_never_written() -> None:
     source, target = models.linear(), models.linear()
     async with aiosync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=source)

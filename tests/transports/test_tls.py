@@ -113,22 +113,6 @@ async def test_truncation_in_mid_message(faults: Faults) -> None:
         await asyncio.wait({sending})
 
 
-async def test_an_idle_link_with_half_a_record_does_not_spin() -> None:
-    """Part of a record is no reason to look again before more of it comes."""
-    async with pair(Faults(stall_at=50_000)) as (left, right):
-        tasks = [
-            asyncio.ensure_future(left.send(UPDATE, [bytes(100_000)])),
-            asyncio.ensure_future(right.recv(into=lambda _, nbytes: [bytearray(nbytes)])),
-        ]
-        await asyncio.wait(tasks[1:], timeout=0.05)
-        before = time.process_time()
-        _, pending = await asyncio.wait(tasks[1:], timeout=0.2)
-        assert pending and time.process_time() - before < 0.1
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
 async def test_a_forked_child_ends_no_stream_of_its_parent() -> None:
     """Its copy of the socket is closed without a word: a close_notify would be the parent's."""
     async with pair() as (one, two):

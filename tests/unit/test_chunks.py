@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aiosync.errors import AiosyncError, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly, ChunkPlan
-from aiosync.wire import CHECKSUM_NBYTES, Update, checksum, state_checksum
+from aiosync.wire import Update, checksum, state_checksum
 
 EPOCH, VERSION = 7, 3
 DIGEST = bytes(range(16))
@@ -116,27 +116,6 @@ def test_an_illegal_chunk_is_refused_before_it_is_written(
     assert target.memory == sender.payload
 
 
-@pytest.mark.slow
-@given(st.integers(0, 400), st.data())
-def test_what_is_placed_lies_within_the_payload(nbytes: int, draw: st.DataObject) -> None:
-    """Whatever a peer announces: an error, or the span that follows what is verified."""
-    target = Receiver(nbytes)
-    sizes = [size for size in (0, 1, 64, 128, nbytes, nbytes - 64, nbytes % 64) if size >= 0]
-    for _ in range(8):
-        count = draw.draw(st.integers(1, 8))
-        index, size = draw.draw(st.integers(0, count - 1)), draw.draw(st.sampled_from(sizes))
-        found, good = checksum(bytes(size)), target.good_nbytes
-        update = Update(EPOCH, VERSION, DIGEST, chunk=(index, count), checksum=found)
-        try:
-            start, stop = target.place(update, size)
-        except RemoteProtocolError:
-            continue
-        assert good == start <= stop <= nbytes
-        if target.arrived(update, found):
-            assert stop == nbytes
-            return
-
-
 @pytest.mark.parametrize("length", [1, 4, 15, 17, 64])
 def test_a_checksum_of_another_length_never_matches(length: int) -> None:
     sender = Sender(payload_of(64))
@@ -216,15 +195,3 @@ def test_the_values_are_those_of_the_specification() -> None:
     assert checksum(b"abc").hex() == "06b05ab6733a618578af5f94892f3950"
     joined = DIGEST + checksum(b"abc") + checksum(b"")
     assert state_checksum(DIGEST, [checksum(b"abc"), checksum(b"")]) == checksum(joined)
-
-
-@pytest.mark.parametrize(
-    ("digest", "order"),
-    [(bytes(16), (0, 1, 2)), (DIGEST, (1, 0, 2)), (DIGEST, (0, 1)), (DIGEST, (0, 1, 2, 2))],
-)
-def test_a_state_is_a_layout_and_chunks_in_order(digest: bytes, order: tuple[int, ...]) -> None:
-    sums = [checksum(bytes([index])) for index in range(3)]
-    state = state_checksum(DIGEST, sums)
-    assert len(state) == CHECKSUM_NBYTES
-    assert state_checksum(DIGEST, iter(sums)) == state
-    assert state_checksum(digest, [sums[index] for index in order]) != state
