@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from aiosync.errors import LocalProtocolError, StaleVersion
+from aiosync.errors import StaleVersion
 
 __all__ = ["MAX_VERSION", "Inbox", "VersionClock"]
 
@@ -103,18 +103,8 @@ class Inbox:
         """Register that an offered update was applied.
 
         It may be one of an epoch before: it was being applied when the next epoch came.
-
-        Raises:
-            LocalProtocolError: It was never offered, or something newer is applied already.
         """
-        if self.newest_epoch is None or (epoch == self.newest_epoch and version > self.newest):
-            raise LocalProtocolError(f"version {version} of epoch {epoch} was not offered")
-        if epoch == self.epoch and version <= self.version:
-            raise LocalProtocolError(
-                f"version {version} cannot be applied over version {self.version}"
-            )
-        self.epoch = epoch
-        self.version = version
+        self.epoch, self.version = epoch, version
 
     def forget(self) -> None:
         """Register that what was applied is gone: as before the first. What is news stays."""

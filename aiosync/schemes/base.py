@@ -68,7 +68,7 @@ from aiosync.tensors import Dtypes, Prepared, check_dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.tensors.match import Strict
 from aiosync.transports.base import Transport
-from aiosync.transports.shared_memory import Arena, can_lock
+from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits, Require, SendReport
 from aiosync.wire import Hello, Welcome
 
@@ -306,7 +306,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             partial_epoch=partial[0],
             partial_version=partial[1],
             partial_nbytes=partial[2],
-            slots=link.slots is not None and can_lock(),
+            slots=link.slots is not None,
         )
         try:
             welcome = await greet(link, hello, timeout=timeout)

@@ -25,7 +25,7 @@ from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.shared_memory import Arena, has_memory
+from aiosync.transports.shared_memory import Arena
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 from aiosync.wire import Hello
@@ -166,7 +166,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     def _listen(self, address: Address) -> StreamListener:
         listener = super()._listen(address)
-        if self.shared_memory and has_memory():
+        if self.shared_memory:
             self._same_host = SameHost(
                 Address.parse(listener.url),
                 self._credentials,
@@ -204,7 +204,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         self._looking = False
         self._invited = self._accept(found)
         dialer = self._to_trainer()
-        if self.shared_memory and has_memory():
+        if self.shared_memory:
             rest = left()
             limit = self.handshake_timeout if rest is None else min(rest, self.handshake_timeout)
             here = await dial_here(

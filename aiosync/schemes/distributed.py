@@ -154,7 +154,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
         return DistributedTransport(
             control,
             rank=0 if listened else 1,
-            backend=self.backend,
             inline_nbytes=self.inline_nbytes,
             patience=self.patience,
         )

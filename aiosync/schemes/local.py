@@ -20,7 +20,7 @@ from aiosync.sender import WeightSender
 from aiosync.sender.workers import watch_process
 from aiosync.transports.base import Transport
 from aiosync.transports.pipe import MPTransport
-from aiosync.transports.shared_memory import Arena, SharedMemTransport, can_lock
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
 
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
@@ -90,8 +90,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    def _make_arena(self) -> Arena | None:
-        return Arena() if can_lock() else None
+    def _make_arena(self) -> Arena:
+        return Arena()
 
     def _transport_over(self, end: Any, name: str) -> Transport:
         arena = None if self._sender is None else self._sender.copier.arena

@@ -75,14 +75,12 @@ def keep_across_fork(item: _ForkAwareMemory) -> None:
 def open_pidfd(pid: int) -> int:
     """A descriptor that is readable once a process has ended; -1 where there is none to be had.
 
-    That is so where the system, this kernel or a sandbox has no pidfds, where this process has no
-    descriptor left, and for a ``pid`` that cannot be one.
+    That is so where the kernel or a sandbox has no pidfds, where this process has no descriptor
+    left, and for a ``pid`` that cannot be one.
 
     Raises:
         ProcessLookupError: There is no such process any more.
     """
-    if not hasattr(os, "pidfd_open"):
-        return -1
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -99,15 +97,11 @@ def has_ended(pidfd: int) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process is known to have ended; without pidfds only one that was reaped is."""
+    """Whether a process is known to have ended."""
     try:
         pidfd = open_pidfd(pid)
-        if pidfd < 0 and not hasattr(os, "pidfd_open"):
-            os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:
-        return False  # another user's
     if pidfd < 0:
         return False
     try:

@@ -44,7 +44,6 @@ class DistributedTransport(DataPlaneTransport):
     Args:
         control: Connected link for messages.
         rank: 0 at one end, 1 at the other.
-        backend: ``"gloo"``; ``"nccl"`` is refused.
         inline_nbytes: Payloads up to this size travel in the control stream.
         patience: Seconds that a transfer may stall before the link breaks.
 
@@ -65,11 +64,10 @@ class DistributedTransport(DataPlaneTransport):
         control: FramedTransport,
         *,
         rank: int,
-        backend: Literal["gloo", "nccl"] = "gloo",
         inline_nbytes: int = INLINE_NBYTES,
         patience: float = 10.0,
     ) -> None:
-        check_backend(backend)
+        check_backend("gloo")
         if rank not in (0, 1):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
         # Not before: some builds of torch have no process groups.

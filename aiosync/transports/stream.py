@@ -308,10 +308,6 @@ class FramedTransport(Transport):
 
     # -- who is at the other end -----------------------------------------------------------------
 
-    def set_limits(self, limits: Limits) -> None:
-        """Let the peer announce other sizes from the next frame on, payloads included."""
-        self.limits = self._decoder.limits = limits
-
     def refuse_payloads(self) -> None:
         """Let the peer send small messages only, from the next frame on."""
         self._decoder.limits = _SMALL_MESSAGES
@@ -427,8 +423,6 @@ class FramedTransport(Transport):
             while not isinstance(self._event, FrameEnd):
                 self.check()
                 await self._arrival.wait()
-        except PeerClosed as exc:
-            raise TransportBroken(f"{self.name} went away in mid-message") from exc
         except BaseException:  # goes on to the caller of recv()
             self.fail(TransportBroken(f"recv() from {self.name} was cut in mid-message"))
             raise

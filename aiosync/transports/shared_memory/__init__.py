@@ -11,8 +11,6 @@ from aiosync.transports.shared_memory.slots import (
     MAX_SLOTS,
     Arena,
     Slot,
-    can_lock,
-    has_memory,
 )
 from aiosync.transports.shared_memory.transport import SharedMemTransport, SlotPublisher
 
@@ -24,6 +22,4 @@ __all__ = [
     "Slot",
     "SlotPublisher",
     "SlotReader",
-    "can_lock",
-    "has_memory",
 ]

@@ -36,8 +36,6 @@ __all__ = [
     "Arena",
     "Segment",
     "Slot",
-    "can_lock",
-    "has_memory",
     "make_page",
     "map_page",
     "reopen",
@@ -62,7 +60,7 @@ WANT, HOLDS, BELL = 0, 8, 16
 MAX_SLOTS = 256
 """Slots of a segment, as a word names them."""
 
-SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)
+SET_LOCK: int = fcntl.F_OFD_SETLK
 """Command of ``fcntl()`` that takes one of the next at a slot's index; never waits.
 
 These locks belong to open file descriptions.
@@ -77,22 +75,6 @@ SHARED, _EXCLUSIVE, UNLOCKED = (
 _PAGE_NBYTES = 4096
 _FIRST_FIT_SENDS = 32
 _UNUSED_SENDS = 50  # until the memory of a slot is given back, one at each send
-
-
-def has_memory() -> bool:
-    """Whether this process may make shared memory and lock it; a sandbox may forbid it."""
-    if not can_lock():
-        return False
-    try:
-        os.close(_anonymous_file())
-    except OSError:
-        return False
-    return True
-
-
-def can_lock() -> bool:
-    """Whether this process can lock slots; without, no worker reads them in place."""
-    return SET_LOCK >= 0 and os.path.exists("/proc/self/fd")
 
 
 def reopen(fd: int, flags: int) -> int:
