@@ -7,16 +7,14 @@ That nothing is left (descriptors, tasks, processes, shared memory) is what the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import multiprocessing
 import os
 import pickle
 import signal
-import time
+from typing import Any
 
 import pytest
-import torch
 
 import aiosync
 from tests.schemes import _harness as harness
@@ -26,17 +24,6 @@ from tests.support.waiting import num_slots
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
-SOON = 3.0
-"""Seconds in which a death has to be noticed: far fewer than any deadline that ends a wait."""
-
-
-@contextlib.contextmanager
-def within(seconds: float):
-    started = time.monotonic()
-    yield
-    took = time.monotonic() - started
-    assert took < seconds, f"took {took:.2f} s"
-
 
 async def _goes_on(scheme, model, dead: set[int], crew: dict[int, harness.Worker]) -> None:
     """A new send works, lists the dead, and reaches everybody else."""
@@ -45,52 +32,42 @@ async def _goes_on(scheme, model, dead: set[int], crew: dict[int, harness.Worker
     assert report.acked == set(crew)
     assert set(report.lost) == dead
     for worker in crew.values():
-        got = await worker.call(harness.weights)
-        assert all((value == 77.0).all() for value in got.values())
+        assert await worker.value() == 77.0
         assert await worker.call(harness.version) == report.version
 
 
 # -- while connecting -------------------------------------------------------------------------
 
 
-async def _join_and_die(state, method: str | None, called: bool = False) -> None:
-    """Be killed before or after the first call of a method of the link, or in the first apply."""
+async def _join_and_die(state: harness.State, method: str, called: bool = False) -> None:
+    """Be killed before or after the first call of a method of the link."""
 
-    async def dying(self, *args, **options) -> None:
+    async def dying(self: Any, *args: Any, **options: Any) -> None:
         if called:
             await real(self, *args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if method:
-        shared = isinstance(state.scheme, aiosync.SharedMemWeightSyncScheme)
-        transport = aiosync.SharedMemTransport if shared else aiosync.MPTransport
-        real = getattr(transport, method)
-        setattr(transport, method, dying)
-    await harness.join(state, 0, model=_Dying())
-
-
-class _Dying(models.Extra):
-    def set_extra_state(self, state) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    shared = isinstance(state.scheme, aiosync.SharedMemWeightSyncScheme)
+    transport = aiosync.SharedMemTransport if shared else aiosync.MPTransport
+    real = getattr(transport, method)
+    setattr(transport, method, dying)
+    await harness.join(state, 0)
 
 
 @both
-@pytest.mark.parametrize(
-    "phase", [("send", False), ("send", True), ("recv", True), (None,)], ids=str
-)
+@pytest.mark.parametrize("phase", [("send", False), ("send", True), ("recv", True)], ids=str)
 async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
-    """Once it has dialled, has said Hello, was welcomed, or applies the first weights."""
-    scheme, model = make(), models.Extra()
-    models.fill(model, 1.0)
+    """Once it has dialled, has said Hello, or was welcomed."""
+    scheme, model = make(), models.linear(1.0)
     scheme.init_on_sender(model=model, num_workers=2)
-    async with harness.workers(scheme, models.Extra, 2, connect=False) as crew:
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
         pids = [worker.pid for worker in crew]
         connecting = asyncio.ensure_future(scheme.connect(timeout=harness.PATIENCE, processes=pids))
         assert await crew[1].call(harness.join, 1) == 1
         crew[0].post(_join_and_die, *phase)
         await harness.until(lambda: crew[0].process.exitcode is not None)
         assert crew[0].process.exitcode == -signal.SIGKILL
-        with within(SOON), pytest.raises(aiosync.PartialSyncError) as caught:
+        with pytest.raises(aiosync.PartialSyncError) as caught:
             await connecting
         assert set(caught.value.failed) == {0}
         assert caught.value.acked == {1}
@@ -111,8 +88,7 @@ async def test_what_killed_workers_held_is_used_again() -> None:
                 await scheme.send()
             crew.append(harness.start(scheme, models.medium))
             await crew[-1].call(harness.join, 1)
-            got = await crew[-1].call(harness.weights)
-            assert (got["block"] == float(round_)).all()
+            assert await crew[-1].value() == round_
             report = await scheme.send()
             assert (report.acked, report.lost) == ({0, 1}, {})
             mapped.add(num_slots())
@@ -137,7 +113,7 @@ async def test_a_worker_behind_a_users_pipe_is_killed(make, method) -> None:
             await worker.answer()
         crew[0].kill()
         models.fill(model, 5.0)
-        with within(SOON), pytest.raises(aiosync.PartialSyncError) as caught:
+        with pytest.raises(aiosync.PartialSyncError) as caught:
             await scheme.send()
         assert set(caught.value.failed) == {0}
         await _goes_on(scheme, model, {0}, {1: crew[1]})
@@ -152,22 +128,20 @@ async def test_a_worker_behind_a_users_pipe_is_killed(make, method) -> None:
 # -- the trainer dies -------------------------------------------------------------------------
 
 
-async def _train(state) -> None:
-    model = models.linear()
-    models.fill(model, 3.0)
-    state.scheme.init_on_sender(model=model, num_workers=1)
+async def _train(state: harness.State) -> None:
+    state.scheme.init_on_sender(model=models.linear(3.0), num_workers=1)
     await state.scheme.connect(timeout=30)
 
 
-async def _receive_until_the_end(state) -> tuple[float, float, int]:
+async def _receive_until_the_end(state: harness.State) -> int:
     with pytest.raises(aiosync.PeerClosed):
         while True:
             await state.scheme.receive(timeout=30)
-    return time.time(), state.model(torch.ones(4)).sum().item(), state.scheme.version
+    return state.scheme.version
 
 
 @both
-async def test_the_trainer_is_killed(make) -> None:
+async def test_the_trainer_is_killed(make: Any) -> None:
     scheme = make()
     trainer = harness.start(scheme)
     worker = harness.start(scheme, models.linear)
@@ -176,11 +150,9 @@ async def test_the_trainer_is_killed(make) -> None:
         await trainer.call(_train)
         await worker.answer()
         worker.post(_receive_until_the_end)
-        killed = time.time()
         trainer.kill()
-        at, value, version = await worker.answer()
-        assert at - killed < SOON
-        assert (value, version) == (2 * (4 * 3.0 + 3.0), 1)
+        assert await worker.answer() == 1
+        assert await worker.value() == 3.0
         with pytest.raises(aiosync.PeerClosed):
             await worker.call(harness.wait_for_version, 2)
     finally:
@@ -221,7 +193,7 @@ async def test_dialling_a_dead_trainer_fails_at_once(
             monkeypatch.setattr(os, "pidfd_open", _refused)
         async with scheme:
             scheme.init_on_receiver(model=models.linear())
-            with within(SOON), pytest.raises(error) as caught:
+            with pytest.raises(error) as caught:
                 await scheme.connect(timeout=20.0 if error is aiosync.ConnectError else 0.2)
         assert type(caught.value) is error
     finally:

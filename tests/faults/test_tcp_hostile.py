@@ -265,17 +265,6 @@ async def test_who_does_not_fit_is_told_at_once(
         await until(lambda: sum(stage.refused.values()) == 2)
 
 
-@pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://[::]:0"])
-@pytest.mark.asyncio
-async def test_beyond_this_host_only_with_credentials(url: str) -> None:
-    scheme = aiosync.TCPWeightSyncScheme(url)
-    for listen in (lambda: WeightServer(url), lambda: scheme.init_on_sender(model=linear())):
-        with pytest.raises(aiosync.ConfigError, match=r"token=.*tls="):
-            listen()
-    if "[" not in url or socket.has_ipv6:
-        await WeightServer(url, token=TOKEN).aclose()
-
-
 # -- who does not speak our language --------------------------------------------------------------
 
 

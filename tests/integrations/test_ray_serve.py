@@ -17,7 +17,7 @@ from aiosync.serving import AdmissionGate
 from tests.integrations import _ray_serve_scenarios as scenarios
 from tests.integrations._ray_serve_apps import TOKEN, Constant, Trainer, trainer
 from tests.schemes import _harness as harness
-from tests.schemes._ray_driver import Driver
+from tests.schemes._driver import Driver, cluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.one_loop
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    with closing(Driver()) as driver:
+    with closing(Driver(cluster)) as driver:
         driver.run(scenarios.start_serve)
         driver.run(scenarios.start_app)
         yield driver

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from aiosync.testing import assert_no_leaks
@@ -97,3 +99,31 @@ def together(processes: list[Any]) -> None:
         for process in processes:
             process.kill()
             process.join()
+
+
+# -- a cluster of Ray, which leaves things in its driver's process ---------------------------------
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # of actors
+    import ray
+    from ray.cluster_utils import Cluster
+
+    # It notes the cluster's address there, whichever directory it is given, and makes none.
+    Path("/tmp/ray").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temp:
+        started = Cluster()
+        started.add_node(
+            num_cpus=4,
+            object_store_memory=640 * 2**20,
+            include_dashboard=False,
+            temp_dir=temp,
+        )
+        ray.init(address=started.address, configure_logging=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            started.shutdown()

@@ -72,21 +72,6 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
-class Extra(nn.Module):
-    """Has extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.counter = 0
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"counter": self.counter}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.counter = state["counter"]
-
-
 class Stack(nn.Module):
     """``forward`` gives the sums of its first and its last layer, with work in between."""
 

@@ -1,9 +1,10 @@
-"""Functions in the place of models, transforms, hooks, and what is staged but not applied."""
+"""Functions in the place of models, transforms, and hooks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
@@ -15,16 +16,8 @@ import aiosync
 import aiosync.sync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_address
 
 pytestmark = pytest.mark.one_loop
-
-
-every = pytest.mark.parametrize(
-    "make",
-    [*harness.SCHEMES, lambda **options: aiosync.TCPWeightSyncScheme(free_address(), **options)],
-    ids=["pipe", "shared", "tcp"],
-)
 
 
 class Engine:
@@ -48,7 +41,7 @@ def here(scheme, source, receiver):
     return harness.here(scheme, None, sender={"model": source}, receiver=receiver)
 
 
-@every
+@pytest.mark.parametrize("make", harness.SCHEMES)
 @pytest.mark.asyncio
 async def test_after_a_function_that_raised_nobody_knows_what_is_read(make) -> None:
     source, engine = models.linear(), Engine()
@@ -111,7 +104,7 @@ async def test_results_that_are_no_weights_and_whatever_is_raised(result, text) 
 
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
-kinds = pytest.mark.parametrize("kind", ["plain", "async"])
+HOOKS = ("prepare_model", "before_apply", "applied", "relay")
 
 
 class Refuses(Exception):
@@ -119,71 +112,49 @@ class Refuses(Exception):
 
 
 class Told:
-    """Notes what it is told, as a plain function or as an async one."""
+    """Notes what its hooks are told, plain functions or async ones."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, refused: str | None = None) -> None:
         self.told: list[tuple[str, int]] = []
-        self.refused: str | None = None
-        self._kind = kind
+        self.refused = refused
+        hooks = {name: functools.partial(getattr(self, kind), name) for name in HOOKS}
+        self.init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(**hooks)}
 
-    def hook(self, name: str) -> Any:
-        def plain(epoch: Any, version: int = 0) -> None:
-            self.told.append((name, version))
-            if self.refused == name:
-                raise Refuses(f"not {version}")
+    def plain(self, name: str, epoch: Any, version: int = 0) -> None:
+        self.told.append((name, version))
+        if self.refused == name:
+            raise Refuses(f"not {version}")
 
-        async def slow(epoch: Any, version: int = 0) -> None:
-            await asyncio.sleep(0.001)
-            plain(epoch, version)
-
-        return plain if self._kind == "plain" else slow
-
-    def hooks(self, *names: str) -> dict[str, Any]:
-        hooks = aiosync.SchemeHooks(**{name: self.hook(name) for name in names})
-        return {"hooks": hooks}
-
-
-def taking(make: Any, owner: Told, *names: str) -> Any:
-    source = {"model": models.linear(1.0)}
-    return harness.here(make(), models.linear(), sender=source, receiver=owner.hooks(*names))
+    async def slow(self, name: str, epoch: Any, version: int = 0) -> None:
+        await asyncio.sleep(0.001)
+        self.plain(name, epoch, version)
 
 
 @pytest.mark.asyncio
 @both
-@kinds
-async def test_they_are_called_in_order_and_before_the_trainer_is_told(make, kind) -> None:
+@pytest.mark.parametrize("kind", ["plain", "slow"])
+@pytest.mark.parametrize("name", ["before_apply", "applied", "relay"])
+async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
+    make: Any, kind: str, name: str
+) -> None:
+    """The trainer is told afterwards."""
     owner = Told(kind)
-    names = ("prepare_model", "before_apply", "applied", "relay")
-    async with taking(make, owner, *names) as (sender, receiver):
+    async with here(make(), models.linear(1.0), owner.init) as (sender, receiver):
         first = [("prepare_model", 0), ("before_apply", 1), ("applied", 1), ("relay", 1)]
         assert owner.told == first
         assert (await sender.send()).acked == {0}
-        assert owner.told == [*first, *((name, 2) for name in names[1:])]
-        assert receiver.version == 2
-
-
-@pytest.mark.asyncio
-@both
-@kinds
-@pytest.mark.parametrize("name", ["before_apply", "applied", "relay"])
-async def test_what_they_raise_is_a_refusal(make, kind, name) -> None:
-    owner = Told(kind)
-    async with taking(make, owner, name) as (sender, receiver):
-        model = receiver.model
+        assert owner.told == [*first, *((each, 2) for each in HOOKS[1:])]
         owner.refused = name
-        for k in (2, 3):
+        for value in (2.0, 3.0):
             with pytest.raises(aiosync.PartialSyncError) as caught:
-                await sender.send(models.linear(float(k)))
+                await sender.send(models.linear(value))
                 with contextlib.suppress(aiosync.ApplyError):  # a forward may be what takes it
-                    model(torch.ones(1, 4))
-                await sender.send(models.linear(float(k)))
+                    receiver.model(torch.ones(1, 4))
+                await sender.send(models.linear(value))
             error = caught.value.failed[0]
             assert isinstance(error, aiosync.ApplyError)
-            assert error.remote_type == "Refuses"
-            assert "not " in str(error)
-            kept = 1.0 if name == "before_apply" else float(k)
-            with receiver.reading():
-                assert models.filled(model, kept)
+            assert (error.remote_type, "not " in str(error)) == ("Refuses", True)
+            assert models.holds(receiver, 1.0 if name == "before_apply" else value)
         owner.refused = None
         assert (await sender.send(models.linear(9.0))).acked == {0}
         assert models.holds(receiver, 9.0)
@@ -191,15 +162,12 @@ async def test_what_they_raise_is_a_refusal(make, kind, name) -> None:
 
 @pytest.mark.asyncio
 @both
-@kinds
-async def test_a_model_that_is_refused_does_not_join(make, kind) -> None:
-    owner = Told(kind)
-    owner.refused = "prepare_model"
+@pytest.mark.parametrize("kind", ["plain", "slow"])
+async def test_a_model_that_is_refused_does_not_join(make: Any, kind: str) -> None:
     scheme = make(timeout=10.0)
     scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
-    worker = harness.twin(scheme)
-    worker.init_on_receiver(model=models.linear(), **owner.hooks("prepare_model"))
-    async with scheme, worker:
+    async with scheme, harness.twin(scheme) as worker:
+        worker.init_on_receiver(**Told(kind, "prepare_model").init)
         with pytest.raises(Refuses, match="not 0"):
             await worker.connect()
         with pytest.raises(aiosync.ConnectTimeout):

@@ -12,7 +12,6 @@ import pytest
 
 import aiosync
 from tests.contract.bench import large, small
-from tests.schemes import _harness as harness
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -48,39 +47,18 @@ def receiver_of(sender: Any, model: nn.Module | None = None) -> Any:
 @pytest.mark.asyncio
 async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int) -> None:
     """After five seconds: of connect() on either side, of send() and of wait_for_version()."""
-
-    async def a_trainer_without_workers() -> None:
-        async with sender_of() as trainer:
-            with pytest.raises(aiosync.ConnectTimeout):
-                await trainer.connect(timeout=6)
-
-    async def a_worker_without_a_trainer() -> None:
-        worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{unused_tcp_port}")
-        worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
-        async with worker:
-            with pytest.raises(aiosync.ConnectTimeout):
-                await worker.connect(timeout=6)
-
-    async def a_worker_that_does_not_answer() -> None:
-        async with trainer:
-            await asyncio.gather(trainer.connect(), process.call(harness.join, 0))
-            waiting = asyncio.create_task(trainer.wait_for_version(2, timeout=6))
-            process.stop()
-            with pytest.raises(aiosync.PartialSyncError):
-                await trainer.send(timeout=6)
-            with pytest.raises(aiosync.RecvTimeout):
-                await waiting
-            process.cont()
-            await process.call(harness.close)
-        process.end()
-
-    trainer = sender_of()
-    process = harness.start(trainer, small)  # blocks
-    await asyncio.gather(
-        a_trainer_without_workers(), a_worker_without_a_trainer(), a_worker_that_does_not_answer()
-    )
-    texts = [each.getMessage() for each in told("waiting")]
+    early = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{unused_tcp_port}")
+    early.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
+    trainer = sender_of(apply="manual")
+    async with sender_of() as lonely, early, trainer, receiver_of(trainer) as worker:
+        await asyncio.gather(trainer.connect(), worker.connect())
+        waits = [each.connect(timeout=6) for each in (lonely, early)]
+        waits += [trainer.send(timeout=6), trainer.wait_for_version(2, timeout=6)]
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+    connect = aiosync.ConnectTimeout
+    assert [*map(type, ended)] == [connect, connect, aiosync.PartialSyncError, aiosync.RecvTimeout]
     assert all(each.levelno == logging.WARNING for each in told("waiting"))
+    texts = [each.getMessage() for each in told("waiting")]
     for pieces in (
         ("policy: connect() has waited for ", "workers [0]", " s (timeout=)"),
         (f":{unused_tcp_port} was not reached: ", "connect() has waited", "; the last attempt: "),

@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="needs aiosync[ray]")
 
 from tests.contract.suite import ANYWHERE
 from tests.schemes import _ray_scenarios as scenarios
-from tests.schemes._ray_driver import Driver
+from tests.schemes._driver import Driver, cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    with closing(Driver()) as driver:
+    with closing(Driver(cluster)) as driver:
         yield driver
 
 
