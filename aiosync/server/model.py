@@ -104,9 +104,7 @@ class ServedModel:
         self._ending = False
         self._updated_at: float | None = None  # seconds since the Unix epoch
         self._versions = 0  # complete ones that came
-        self._received_nbytes = 0  # of these
-        self._refusals = 0  # by the disk
-        self._refusal: str | None = None  # the last one, until a version is stored again
+        self._refusal: str | None = None  # the disk's last one, until a version is stored again
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -230,15 +228,13 @@ class ServedModel:
         snapshot.trace = staged.trace
         arrival = _Arrival(answers, staged.epoch, strategy, snapshot)
         self._versions += 1
-        self._received_nbytes += layout.nbytes
         if self._store is None:
             if self._is_news(arrival):
                 self._serve(arrival)
             return
         arrival.say(AckStatus.RECEIVED)
         if self._next is not None:
-            self._next.say(AckStatus.SKIPPED)
-            self._ended("skipped", self._next)
+            self._end(self._next, "skipped", AckStatus.SKIPPED)
             self._next.snapshot.release()
         self._next = arrival
         if self._writing is None:
@@ -257,14 +253,20 @@ class ServedModel:
             arrival.say(AckStatus.NACK, StaleVersion(stale))
         return False
 
-    def _ended(self, outcome: SyncOutcome, arrival: _Arrival) -> None:
+    def _end(
+        self,
+        arrival: _Arrival,
+        outcome: SyncOutcome,
+        status: AckStatus,
+        error: AiosyncError | None = None,
+    ) -> None:
         version, nbytes = arrival.snapshot.version, arrival.snapshot.nbytes
         self._meter.ended(outcome, arrival.epoch, version, 0.0, {}, nbytes)
+        arrival.say(status, error)
 
     def _serve(self, arrival: _Arrival) -> None:
         self._publish(arrival.epoch, arrival.strategy, arrival.snapshot)
-        self._ended("ok", arrival)
-        arrival.say(AckStatus.APPLIED)
+        self._end(arrival, "ok", AckStatus.APPLIED)
 
     # -- the disk ------------------------------------------------------------------------------
 
@@ -278,15 +280,14 @@ class ServedModel:
                 try:
                     await self._save(store, arrival)
                 except AiosyncError as exc:  # what was served before is served on
-                    self._refusals += 1
-                    self._ended("refused", arrival)
+                    self._end(arrival, "refused", AckStatus.NACK, without_frames(exc))
+                    number = self._meter.finished["refused"]
                     self._refusal = (
-                        f"not stored, so refused and not served ({self._refusals} so far): "
+                        f"not stored, so refused and not served ({number} so far): "
                         f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
                     )
                     log(logging.WARNING, "refused", self._refusal, model=self._model_id)
                     arrival.snapshot.release()
-                    arrival.say(AckStatus.NACK, without_frames(exc))
                 else:
                     self._refusal = None
                     self._serve(arrival)
@@ -358,8 +359,7 @@ class ServedModel:
             "updates": self._versions,
             "updated_at": self._updated_at,
             "trainer": None if self.trainer is None else self.trainer.channel.name,
-            "received_nbytes": self._received_nbytes,
-            "refused": self._refusals,
+            "refused": self._meter.finished["refused"],
             "refusal": self._refusal,
             "workers": [
                 {
