@@ -19,11 +19,11 @@ from torch import nn
 
 import aiosync
 from aiosync.testing import assert_no_leaks
+from tests.schemes._models import fill as fill
+from tests.support.waiting import PATIENCE as PATIENCE
 from tests.support.waiting import until as until
 
 LEAKS = ("tasks", "fds", "processes", "shm", "mappings")
-PATIENCE = float(os.environ.get("PATIENCE", "30"))
-"""Seconds after which something that should happen at once counts as hung."""
 DEVICE = os.environ.get("DEVICE", "cpu")
 """Where the models of the checks are: ``DEVICE=cuda pytest tests/contract`` runs them on a GPU."""
 
@@ -95,13 +95,6 @@ def wide(value: float = -1.0) -> Net:
 def large(value: float = -1.0) -> Net:
     """10 MiB: more than is copied on an event loop."""
     return Net(value, 2**17)
-
-
-def fill(model: nn.Module, value: float) -> None:
-    """Set every parameter to ``value``."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
 
 
 def value_of(scheme: Any, model: nn.Module) -> float:
@@ -280,7 +273,7 @@ class Check:
         self, make: SchemeFactory, hooks: Hooks | None = None, leaks: tuple[str, ...] = LEAKS
     ) -> None:
         """Run the check; raises when the statement does not hold, hangs, or leaves something."""
-        async with assert_no_leaks(kinds=leaks), asyncio.timeout(1.5 * PATIENCE):
+        async with assert_no_leaks(kinds=leaks), asyncio.timeout(PATIENCE + 5):
             await self.body(Bench(make, hooks or Hooks()))
 
 

@@ -22,6 +22,7 @@ import torch
 
 import aiosync
 from tests.schemes import _models as models
+from tests.support.waiting import PATIENCE as PATIENCE
 from tests.support.waiting import stop
 from tests.support.waiting import until as until
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-PATIENCE = float(os.environ.get("PATIENCE", "40"))
-"""Seconds that anything may take on a busy machine before a test fails."""
 
 _PRELOAD = ["pytest", "aiosync", "aiosync.sync", "tests.schemes._harness", "tests.schemes._models"]
 

@@ -70,23 +70,3 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
-
-
-class Stack(nn.Module):
-    """``forward`` gives the sums of its first and its last layer, with work in between."""
-
-    def __init__(self, layers: int = 6, size: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ParameterList(
-            nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(layers)
-        )
-
-    def forward(self) -> tuple[float, float]:
-        first = self.layers[0].sum().item()
-        for layer in self.layers[1:-1]:
-            layer.sum()
-        return first / self.layers[0].numel(), self.layers[-1].sum().item() / 16
-
-
-def stack() -> nn.Module:
-    return Stack()

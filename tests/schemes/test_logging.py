@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import pytest
 
 import aiosync
 from tests.contract.bench import large, small
+from tests.schemes import _harness as harness
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def sender_of(model: nn.Module | None = None, **options: Any) -> Any:
 
 
 def receiver_of(sender: Any, model: nn.Module | None = None) -> Any:
-    scheme = pickle.loads(pickle.dumps(sender))
+    scheme = harness.twin(sender)
     scheme.init_on_receiver(model_id="policy", model=model or small(), worker_idx=0)
     return scheme
 

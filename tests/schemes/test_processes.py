@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.bench import small
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import wake_ups
@@ -78,10 +79,10 @@ async def _hammer(state: harness.State) -> int:
 @pytest.mark.one_loop
 @pytest.mark.parametrize("make", harness.SCHEMES)
 async def test_forwards_of_worker_processes(make: Any) -> None:
-    source, scheme = models.stack(), make()
+    source, scheme = small(), make()
     models.fill(source, 1.0)
     scheme.init_on_sender(model=source, num_workers=WORKERS)
-    async with harness.workers(scheme, models.stack, WORKERS) as crew:
+    async with harness.workers(scheme, small, WORKERS) as crew:
         hammering = [asyncio.ensure_future(worker.call(_hammer)) for worker in crew]
         while not all(task.done() for task in hammering):
             models.fill(source, float(scheme.version + 1))

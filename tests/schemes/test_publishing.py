@@ -69,9 +69,9 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
     tmp_path: Path,
 ) -> None:
     begun, told = tmp_path / "begun", tmp_path / "told"
-    scheme, source = SHM(timeout=harness.PATIENCE), models.stack()
+    scheme, source = SHM(timeout=harness.PATIENCE), small()
     scheme.init_on_sender(model=source, num_workers=2)
-    async with harness.workers(scheme, models.stack, 2) as crew:
+    async with harness.workers(scheme, small, 2) as crew:
         crew[0].post(_forward_at_last, begun, told)
         await harness.until(begun.exists)
         crew[0].stop()
