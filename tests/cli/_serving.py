@@ -7,11 +7,16 @@ or the end of the interpreter counts, tests ask for a fresh one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,6 +135,52 @@ class Command:
             self._process.kill()
             self._process.join()
             self._process.close()
+
+
+class Terminal:
+    """A pseudo terminal on which commands run; ``with`` ends them."""
+
+    def __init__(self, columns: int) -> None:
+        self.raw = bytearray()
+        self._mine, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self._cleanup = contextlib.ExitStack()
+        for fd in (self._mine, self._theirs):
+            self._cleanup.callback(os.close, fd)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def start(self, *args: str, quiet: bool = False, **variables: str) -> subprocess.Popen[bytes]:
+        """A command on it, with nothing of its stdout if ``quiet``."""
+        unset = {"COLUMNS", "NO_COLOR"}
+        given = {name: each for name, each in environment().items() if name not in unset}
+        process = subprocess.Popen(
+            command(*args),
+            stdin=self._theirs,
+            stdout=subprocess.DEVNULL if quiet else self._theirs,
+            stderr=self._theirs,
+            env={**given, "TERM": "xterm", **variables},
+        )
+        self._cleanup.callback(process.wait)
+        self._cleanup.callback(process.kill)
+        return process
+
+    @property
+    def shown(self) -> str:
+        """What was written to it, without moves and colours."""
+        return re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self.raw).decode(errors="replace")
+
+    def read_until(self, condition: Callable[[str], bool]) -> None:
+        """Read until what is shown is as it should be."""
+        give_up = time.monotonic() + PATIENCE
+        while not condition(self.shown):
+            assert time.monotonic() < give_up, self.raw
+            if select.select([self._mine], [], [], 0.1)[0]:
+                self.raw += os.read(self._mine, 65536)
 
 
 def serving(

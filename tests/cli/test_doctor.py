@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pty
 import re
 import resource
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +20,8 @@ import torch
 import aiosync.cli
 from aiosync.server import WeightClient, WeightServer
 from tests._certificates import certificates
-from tests.cli._serving import SECRET, environment, refused
+from tests.cli._serving import SECRET, Terminal, refused
+from tests.schemes._harness import PATIENCE
 from tests.server._tools import URL, send, trainer, worker
 
 if TYPE_CHECKING:
@@ -182,30 +181,13 @@ def test_certificate_files_are_tried(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("colours", [True, False])
 def test_a_narrow_terminal(colours: bool) -> None:
     """60 columns: nothing is longer, and no colours where NO_COLOR asks for none."""
-    primary, secondary = pty.openpty()
-    wants = {"TERM": "xterm", "COLUMNS": "60", **({} if colours else {"NO_COLOR": "1"})}
-    clean = {name: value for name, value in environment().items() if name != "NO_COLOR"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "aiosync", "doctor", "unix:///none"],
-        stdout=secondary,
-        stderr=secondary,
-        stdin=subprocess.DEVNULL,
-        env={**clean, **wants},
-    ) as process:
-        os.close(secondary)
-        shown = b""
-        try:
-            while piece := os.read(primary, 65536):
-                shown += piece
-        except OSError:  # how the end of a terminal shows
-            pass
-        os.close(primary)
-    assert process.returncode == 1
-    text = shown.decode()
-    assert "FAILED" in text
-    assert ("\x1b[31m" in text) is colours
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert max(map(len, plain.splitlines())) <= 60
+    with Terminal(60) as terminal:
+        process = terminal.start("doctor", "unix:///none", **({} if colours else {"NO_COLOR": "1"}))
+        terminal.read_until(lambda shown: "Failed checks: reachable." in shown)
+        assert process.wait(PATIENCE) == 1
+        assert "FAILED" in terminal.shown
+        assert (b"\x1b[31m" in terminal.raw) is colours
+        assert max(map(len, terminal.shown.splitlines())) <= 60
 
 
 # -- a token ---------------------------------------------------------------------------------------

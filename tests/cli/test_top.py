@@ -6,20 +6,14 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import importlib.resources
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
 import socket
-import struct
-import subprocess
-import termios
 import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -40,8 +34,7 @@ from aiosync.wire import Hello, Refuse, Status
 from tests.cli._serving import (
     SECRET,
     Command,
-    command,
-    environment,
+    Terminal,
     refused,
     serving,
     wait_for,
@@ -312,45 +305,19 @@ async def test_without_a_terminal_it_shows_one_table(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_on_a_terminal_it_goes_on_until_ctrl_c(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    shown = bytearray()
-    mine, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-
-    def read_until(text: str) -> None:
-        del shown[:]
-        give_up = time.monotonic() + PATIENCE
-        while text not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode():
-            assert time.monotonic() < give_up, shown
-            if select.select([mine], [], [], 0.1)[0]:
-                shown.extend(os.read(mine, 65536))
-
-    with open(mine, "rb"), open(theirs, "rb"):
-        args = ("--listen", f"unix://{tmp_path / 'socket'}")
+def test_on_a_terminal_it_goes_on_until_ctrl_c(tmp_path: Path) -> None:
+    empty, args = "0 workers\r\nNo models yet.", ("--listen", f"unix://{tmp_path / 'socket'}")
+    with Terminal(60) as terminal:
         with serving(tmp_path / "first", *args) as server:
-            process = subprocess.Popen(
-                command("top", server.url, "--interval", "0.1"),
-                stdin=theirs,
-                stdout=theirs,
-                stderr=theirs,
-                env={
-                    key: value
-                    for key, value in environment(TERM="xterm").items()
-                    if key != "COLUMNS"
-                },
-            )
-            request.addfinalizer(process.wait)
-            request.addfinalizer(process.kill)
-            read_until("0 workers\r\nNo models yet.")
-        read_until("asking again: ")
+            process = terminal.start("top", server.url, "--interval", "0.1")
+            terminal.read_until(lambda shown: empty in shown)
+        terminal.read_until(lambda shown: "asking again: " in shown)
         with serving(tmp_path / "second", *args):
-            read_until("0 workers\r\nNo models yet.")
+            terminal.read_until(lambda shown: empty in shown.rpartition("asking again: ")[2])
             process.send_signal(signal.SIGINT)
-            read_until("Stopped by Ctrl-C.")
+            terminal.read_until(lambda shown: "Stopped by Ctrl-C." in shown)
             assert process.wait(PATIENCE) == 130
-        assert b"\x1b[?25h" in shown  # the cursor is back
+        assert b"\x1b[?25h" in terminal.raw  # the cursor is back
 
 
 # -- the page ---------------------------------------------------------------------------------

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,9 +20,8 @@ import aiosync.cli
 from aiosync.server import WeightStore
 from tests.cli._serving import (
     Command,
+    Terminal,
     assert_same,
-    command,
-    environment,
     refused,
     serving,
     wait_for,
@@ -149,38 +144,19 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_what_a_terminal_shows_is_true(folder: Path, request: pytest.FixtureRequest) -> None:
-    url, shown = f"unix://{folder / 'tty'}", bytearray()
-    mine, theirs = pty.openpty()
-
-    def read_until(text: str, times: int = 1) -> None:
-        give_up = time.monotonic() + PATIENCE
-        while re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).count(text.encode()) < times:
-            assert time.monotonic() < give_up, shown
-            if select.select([mine], [], [], 0.1)[0]:
-                shown.extend(os.read(mine, 65536))
-
-    def start(*args: str, stdout: int) -> subprocess.Popen[bytes]:
-        variables = environment(TERM="xterm", COLUMNS="160")
-        process = subprocess.Popen(
-            command(*args), stdin=theirs, stdout=stdout, stderr=theirs, env=variables
-        )
-        request.addfinalizer(process.wait)
-        request.addfinalizer(process.kill)
-        return process
-
-    server = start("serve", "--listen", url, stdout=theirs)
-    with open(mine, "rb"), open(theirs, "rb"):
-        read_until("0 connections, no models yet; Ctrl-C ends it")
-        pulling = start("pull", url, str(folder / "x.pt"), stdout=subprocess.DEVNULL)
-        read_until("pull policy")
-        read_until(f"waits for {url}")  # and not "0/? bytes"
-        read_until("│policy")  # the server's table
+def test_what_a_terminal_shows_is_true(folder: Path) -> None:
+    url = f"unix://{folder / 'tty'}"
+    with Terminal(160) as terminal:
+        server = terminal.start("serve", "--listen", url)
+        hint = "0 connections, no models yet; Ctrl-C ends it"
+        terminal.read_until(lambda shown: hint in shown)
+        pulling = terminal.start("pull", url, str(folder / "x.pt"), quiet=True)
+        for text in ("pull policy", f"waits for {url}", "│policy"):  # the bar, the server's table
+            terminal.read_until(lambda shown, text=text: text in shown)
         pulling.send_signal(signal.SIGINT)
         assert pulling.wait(PATIENCE) == 130
-        assert b"0/?" not in shown
         server.send_signal(signal.SIGINT)
-        read_until("Stopped by Ctrl-C.", 2)
+        terminal.read_until(lambda shown: shown.count("Stopped by Ctrl-C.") == 2)
         assert server.wait(PATIENCE) == 130
-        assert b"Ctrl-C ends it" not in re.split(rb"\d+ connections", shown)[-1]
-        assert b"\x1b[?25h" in shown  # the cursor is back
+        assert b"Ctrl-C ends it" not in re.split(rb"\d+ connections", terminal.raw)[-1]
+        assert b"\x1b[?25h" in terminal.raw  # the cursor is back
