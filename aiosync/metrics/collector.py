@@ -15,7 +15,7 @@ from aiosync._version import __version__
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.metrics.table import METRICS, optional
 from aiosync.schemes import WeightSyncScheme
-from aiosync.schemes.inside import is_closed
+from aiosync.schemes.inside import life_of
 from aiosync.server.server import WeightServer
 from aiosync.serving import AdmissionGate
 from aiosync.sync import WeightSyncScheme as BlockingScheme
@@ -236,4 +236,4 @@ class Metrics:
 def _is_closed(source: Source) -> bool:
     """Whether it is a scheme, and closed."""
     scheme = core_of(source) if isinstance(source, BlockingScheme) else source
-    return isinstance(scheme, WeightSyncScheme) and is_closed(scheme)
+    return isinstance(scheme, WeightSyncScheme) and life_of(scheme).closed

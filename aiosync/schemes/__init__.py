@@ -6,7 +6,7 @@ from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.distributed import DistributedWeightSyncScheme
+from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
@@ -22,7 +22,6 @@ from aiosync.schemes.registry import (
     scheme_class,
     scheme_from_backend,
 )
-from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender import WeightSender
@@ -55,10 +54,14 @@ __all__ = [
     "scheme_from_backend",
 ]
 
-register_weight_sync_backend("distributed")(DistributedWeightSyncScheme)
-register_weight_sync_backend("none")(NoWeightSyncScheme)
-register_weight_sync_backend("process")(MultiProcessWeightSyncScheme)
-register_weight_sync_backend("ray")(RayWeightSyncScheme)
-register_weight_sync_backend("rpc")(RPCWeightSyncScheme)
-register_weight_sync_backend("shared")(SharedMemWeightSyncScheme)
-register_weight_sync_backend("tcp")(TCPWeightSyncScheme)
+_BACKENDS: dict[str, type[WeightSyncScheme]] = {
+    "distributed": DistributedWeightSyncScheme,
+    "none": NoWeightSyncScheme,
+    "process": MultiProcessWeightSyncScheme,
+    "ray": RayWeightSyncScheme,
+    "rpc": RPCWeightSyncScheme,
+    "shared": SharedMemWeightSyncScheme,
+    "tcp": TCPWeightSyncScheme,
+}
+for _name, _cls in _BACKENDS.items():
+    register_weight_sync_backend(_name)(_cls)

@@ -1,8 +1,9 @@
 """The scheme: what a user configures, pickles into workers, and calls.
 
 A scheme is plain configuration until ``init_on_sender()`` or ``init_on_receiver()`` gives it a
-role; ``connect()`` makes the runtime (:class:`WeightSender` or :class:`WeightReceiver`), which
-never travels in a pickle. May import everything below ``schemes``.
+role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. What a kind of
+scheme decides are the methods below "what subclasses decide". May import everything below
+``schemes``.
 """
 
 from __future__ import annotations
@@ -12,22 +13,16 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
-import multiprocessing
 import os
-import secrets
 import time
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from aiosync._log import Waiting, log
 from aiosync._meter import Meter
-from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -35,49 +30,42 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     RecvTimeout,
-    RemoteProtocolError,
-    TransportClosed,
 )
 from aiosync.events import Observer, SyncStats
-from aiosync.protocol import as_count, as_index, as_indices, validate_timeout
-from aiosync.receiver.guard import Guard, why_unguarded
-from aiosync.receiver.hooks import Relay, SchemeHooks, in_thread, run_hook
-from aiosync.receiver.reading import Guarded, Methods, Reading
+from aiosync.protocol import as_count, as_index, validate_timeout
+from aiosync.receiver.guard import Guard
+from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.reading import Guarded, Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.transform import Transform
-from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
-from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions, refuse
+from aiosync.schemes.roles import Life, Trainer, Worker, named
 from aiosync.schemes.sources import (
     DeviceMap,
-    NoWeakReference,
+    Given,
     Sources,
     as_model_id,
     is_per_worker,
-    resolve_model,
     resolve_sources,
 )
 from aiosync.sender import How, Streaming, WeightSender
-from aiosync.sender.snapshots import SnapshotCopier
 from aiosync.spans import VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
-from aiosync.tensors import Dtypes, Prepared, check_dtypes
+from aiosync.tensors import Dtypes
 from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.tensors.match import Strict
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits, Require, SendReport
-from aiosync.wire import Hello, Welcome
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["WeightSyncScheme"]
-
-Runtime: TypeAlias = WeightSender | WeightReceiver
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -146,17 +134,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         wire_dtype: Dtypes | None = None,
         first_version: int = 1,
     ) -> None:
-        self.strategy = strategy
-        self.sync = sync
-        self.per_worker_weights = per_worker_weights
-        self.apply = apply
-        self.apply_copy = apply_copy
-        self.guard = guard
-        self.strict = strict
-        self.require = require
-        self.timeout = timeout
-        self.wire_dtype = wire_dtype
-        self.first_version = first_version
+        self._set_options(
+            strategy=strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            wire_dtype=wire_dtype,
+            first_version=first_version,
+        )
         self._address = new_address()
         self._model_id: str | None = None
         self._sender_pid: int | None = None
@@ -165,39 +155,17 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._reset()
         self._not_pickled = frozenset(vars(self)) - configured
 
-    # Whether workers may take what they were named in a forward, and say nothing.
-    _promises: bool = True
-    _strictly: Strict = True  # what strict=True asks for
-    _cascades = True  # whether a context is asked to pass versions on
-
     def _reset(self) -> None:
         """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
-        self._role: Literal["sender", "receiver"] | None = None
-        self._connected = False
-        self._closed = False
-        self._pid = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connecting: asyncio.Task[Any] | None = None  # the one inside connect()
+        self._life = Life()
+        self._given = Given(self._model_id)
         self._worker_idx: int | None = None
-        self._context_ref: weakref.ref[Any] | None = None
-        self._model: Any = None
-        self._weights: Any = None
-        self._loader: LoadTarget | None = None
-        self._transform: Transform | None = None
-        self._sources = Sources()
+        self._trainer: Trainer | None = None
+        self._worker: Worker | None = None
         self._listeners: list[AnyListener] = []
-        self._links: dict[int, Transport] = {}
-        self._pipe: Any = None
         self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # what has abort() and aclose()
         self._guard_object = Guard()
         self._meter = Meter()
-        self._sender: WeightSender | None = None
-        self._receiver: WeightReceiver | None = None
-        self._trainer: KeptLink[Transport, Welcome] | None = None
-        self._session = secrets.token_bytes(16)
-        self._idx_chosen = False  # by the trainer, and not by the user
-        self._hooks = SchemeHooks()
-        self._methods: Sequence[str] = ()
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -217,25 +185,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = vars(self).items()
+        mine, life = vars(self).items(), self._life
         state = {name: value for name, value in mine if name not in self._not_pickled}
-        state["_sender_pid"] = self._pid if self._role == "sender" else self._sender_pid
+        state["_sender_pid"] = life.pid if life.role == "sender" else self._sender_pid
         return state
-
-    def _bind_early(self) -> None:
-        """Have copies made before ``init_on_sender()`` know where the sender will be."""
-
-    def _separate(self) -> None:
-        """Have this copy meet only copies that are made of it from now on."""
-        self._address = new_address()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "connected" if self._connected else "not connected"
-        role = self._role or "no role yet"
+        life = self._life
+        state = "closed" if life.closed else "connected" if life.connected else "not connected"
+        role = life.role or "no role yet"
         return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
 
     # -- what subclasses decide ----------------------------------------------------------------
@@ -243,6 +205,21 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+
+    _how: How = "copy"  # how send() copies large weights, see SnapshotCopier.take()
+    _promises = True  # whether workers may take what they were named in a forward, and say nothing
+    _strictly: Strict = True  # what strict=True asks for
+    _cascades = True  # whether a context is asked to pass versions on
+    _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
+    _subscribes = True  # gets every update, and not only those it asks for
+    _longest_pause = 2.0  # between two attempts to meet the trainer
+
+    def _bind_early(self) -> None:
+        """Have copies made before ``init_on_sender()`` know where the sender will be."""
+
+    def _separate(self) -> None:
+        """Have this copy meet only copies that are made of it from now on."""
+        self._address = new_address()
 
     def _make_arena(self) -> Arena | None:
         """Shared memory for the sender's snapshots; ``None`` where links carry bytes."""
@@ -252,11 +229,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Bounds that the receivers are expected to have; ``None`` for the defaults."""
         return None
 
-    # How send() copies large weights, see SnapshotCopier.take().
-    _how: How = "copy"
-    _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
-    _subscribes = True  # gets every update, and not only those it asks for
-
     def _streaming(self) -> Streaming | None:
         """How payloads travel; ``None`` where links neither damage nor lose them."""
         return None
@@ -264,7 +236,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def _bind(self, sources: Sources) -> None:
         """Have workers that dial be heard, once the sender connects."""
 
-    def _start_listening(self, sender: WeightSender) -> None:
+    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         """Let workers in from now on. Called on the loop."""
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
@@ -280,44 +252,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Whether no other attempt to meet the trainer follows after an error."""
         return True
 
-    _longest_pause = 2.0  # between two attempts
+    async def _connect_sender(
+        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
+    ) -> None:
+        await trainer.connect(self, weights, timeout, processes)
 
-    async def _reach(self, left: Left, again: bool) -> Transport:
-        if self._pipe is not None:
-            return self.create_transport(self._pipe)
-        return await self._dial_trainer(left, again)
-
-    async def _greet(self, link: Transport, timeout: float | None) -> Welcome:
-        """The handshake on a link."""
-        receiver = self._receiver
-        epoch, version = (None, 0) if receiver is None else receiver.held
-        partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
-        hello = Hello(
-            role="receiver",
-            model_id=self._model_id or "policy",
-            pid=os.getpid(),
-            worker_idx=self._worker_idx,
-            strategy=self.strategy_str,
-            has_target=self._resolve_target() is not None and self.apply == "auto",
-            epoch=epoch if version else None,
-            version=version or None,
-            session=self._session,
-            subscribe=self._subscribes,
-            partial_epoch=partial[0],
-            partial_version=partial[1],
-            partial_nbytes=partial[2],
-            slots=link.slots is not None,
-        )
-        try:
-            welcome = await greet(link, hello, timeout=timeout)
-        except (ConfigError, Refused) as exc:
-            if not self._idx_chosen:
-                raise
-            self._worker_idx = None  # a new trainer may have given it to another worker
-            raise Refused(str(exc)) from exc
-        self._idx_chosen = self._idx_chosen or self._worker_idx is None
-        self._worker_idx = welcome.worker_idx
-        return welcome
+    async def _connect_receiver(self, worker: Worker, timeout: float | None, initial: bool) -> None:
+        await worker.connect(self, timeout, initial)
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -338,9 +279,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     @model_id.setter
     def model_id(self, value: str) -> None:
-        if self._connected:
+        if self._life.connected:
             raise LocalProtocolError("model_id cannot be changed once connected")
-        self._model_id = as_model_id(value)
+        self._model_id = self._given.model_id = as_model_id(value)
 
     @property
     def worker_idx(self) -> int | None:
@@ -349,9 +290,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     @worker_idx.setter
     def worker_idx(self, value: int | None) -> None:
-        if self._role == "sender" and value is not None:
+        if self._life.role == "sender" and value is not None:
             raise LocalProtocolError("Worker index cannot be set after initialization on sender")
-        if self._connected and value != self._worker_idx:
+        if self._life.connected and value != self._worker_idx:
             raise LocalProtocolError(
                 "worker_idx cannot be changed once connected: the trainer knows this worker by it"
             )
@@ -360,132 +301,74 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     @property
     def context(self) -> Any:
         """Owner of the model, or ``None`` when there is none or it is gone."""
-        return None if self._context_ref is None else self._context_ref()
+        return self._given.context
 
     @context.setter
     def context(self, value: Any) -> None:
-        try:
-            reference = None if value is None else weakref.ref(value)
-        except TypeError as exc:
-            raise NoWeakReference(
-                f"a context is kept as a weak reference, which a {type(value).__name__} cannot "
-                "have: pass the model itself (model=, and num_workers= on the sender)"
-            ) from exc
-        self._replace("_context_ref", reference)
-
-    def _relay(self) -> Relay | None:
-        """What passes versions on: a hook, or the context."""
-        hooks = self._hooks
-        if self._context_ref is not None and hooks.relay is None and self._cascades:
-            if callable(getattr(self.context, "update_policy_weights_", None)):
-                hooks = dataclasses.replace(hooks, relay=self._cascade)
-        return hooks.after
-
-    async def _cascade(self, epoch: int, version: int) -> None:
-        """Have the context pass a version on, as TorchRL's does to the collectors below it."""
-        del epoch, version
-        update = getattr(self.context, "update_policy_weights_", None)
-        if update is None:
-            return
-
-        def call() -> Any:
-            return update(policy_or_weights=self.weights, model_id=self._model_id)
-
-        if inspect.iscoroutinefunction(update):
-            async with self.reading():
-                await call()
-        else:  # it blocks, perhaps for this very loop
-            await in_thread(self.guarded(call))
+        self._assign("context", value)
 
     @property
     def model(self) -> Any:
         """The model as it is now: as given, or found in the context; ``None`` without one."""
-        if self._model is not None:
-            return self._model
-        context = self.context
-        if context is None or self._model_id is None:
-            return None
-        return resolve_model(context, self._model_id)
+        return self._given.find()
 
     @model.setter
     def model(self, value: Any) -> None:
-        self._assign("_model", value)
-
-    def _assign(self, name: str, value: Any) -> None:
-        if self._role == "receiver":
-            self._check_guard(value)
-        elif self._role == "sender":
-            self._sources.replace(value)
-            self._model = self._weights = None
-        self._replace(name, value)
-
-    def _replace(self, name: str, value: Any) -> None:
-        """Set what the target is found by, and tell the receiver; all of it or nothing."""
-        before, receiver = getattr(self, name), self._receiver
-        if receiver is None or self._closed or self._inherited:
-            setattr(self, name, value)
-            return
-        with receiver.applier.assigning():
-            setattr(self, name, value)
-            try:
-                run_on_loop(self._loop, receiver.applier.model_changed)
-            except BaseException:  # raised again: the caller sees it
-                setattr(self, name, before)
-                raise
+        self._assign("model", value)
 
     @property
     def weights(self) -> Any:
         """The weights as given, or as the strategy extracts them from the model."""
-        if self._weights is not None:
-            return self._weights
+        if self._given.weights is not None:
+            return self._given.weights
         model = self.model
         return None if model is None else self._strategy.extract_weights(model)
 
     @weights.setter
     def weights(self, value: Any) -> None:
-        self._assign("_weights", value)
+        self._assign("weights", value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        if self._worker is not None:
+            self._worker.assign(self, name, value)
+        elif self._trainer is not None:
+            self._trainer.assign(name, value)
+        else:
+            setattr(self._given, name, value)
 
     @property
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
-        return self._role == "sender" and not self._inherited
+        return self._life.is_a("sender")
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this object is a receiver."""
-        return self._role == "receiver" and not self._inherited
+        return self._life.is_a("receiver")
 
     @property
     def synchronized_on_sender(self) -> bool:
         """Whether ``connect()`` succeeded on this sender."""
-        return self.initialized_on_sender and self._connected
+        return self.initialized_on_sender and self._life.connected
 
     @property
     def synchronized_on_receiver(self) -> bool:
         """Whether ``connect()`` succeeded on this receiver."""
-        return self.initialized_on_receiver and self._connected
-
-    def _why_no_model(self) -> str | None:
-        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
-        if self._context_ref is None or self._resolve_target() is not None:
-            return None
-        context = self.context
-        if context is None:
-            return "the context is gone, as only a weak reference is kept"
-        return (
-            f"the context, a {type(context).__name__}, has no model {self._model_id or 'policy'!r}"
-        )
-
-    def _resolve_target(self) -> Any:
-        for given in (self._loader, self._weights, self._model):
-            if given is not None:
-                return given
-        try:
-            return self.model
-        except AttributeError:
-            return None  # the context has no such model yet
+        return self.initialized_on_receiver and self._life.connected
 
     # -- versions ------------------------------------------------------------------------------
+
+    @property
+    def _sender(self) -> WeightSender | None:
+        return None if self._trainer is None else self._trainer.runtime
+
+    @property
+    def _receiver(self) -> WeightReceiver | None:
+        return None if self._worker is None else self._worker.runtime
+
+    @property
+    def _runtime(self) -> WeightSender | WeightReceiver | None:
+        return self._sender or self._receiver
 
     @property
     def version(self) -> int:
@@ -512,11 +395,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Raises:
             LocalProtocolError: It is neither a sender nor a receiver yet.
         """
-        if self._role is None:
-            self._check_has_role()
         if self._runtime is not None:
             return self._runtime.stats()
-        self._meter.role, self._meter.model = self._role or "sender", self._model_id or "policy"
+        if self._life.role is None:
+            self._life.check_has_role()
+        self._meter.role = self._life.role or "sender"
+        self._meter.model = self._model_id or "policy"
         return self._meter.stats()
 
     def add_observer(self, observer: Observer) -> None:
@@ -537,14 +421,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._meter.remove(observer)
 
     @property
-    def _runtime(self) -> Runtime | None:
-        return self._receiver if self._sender is None else self._sender
-
-    @property
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied, as far as it is known."""
-        links = {} if self._sender is None else self._sender.workers.links
-        return {idx: link.applied for idx, link in links.items()}
+        return {} if self._trainer is None else self._trainer.versions
 
     @property
     def staged_version(self) -> int:
@@ -627,7 +506,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: This object already has a role.
         """
         del ctx
-        self._check_role("init_on_sender")
+        self._check_no_role("init_on_sender")
         name = as_model_id(model_id or self._model_id or "policy")
         sources = resolve_sources(
             context=context,
@@ -640,14 +519,14 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             num_workers=num_workers,
             pipes=pipes,
         )
-        self.context = context
-        if transports is not None:
-            self._links = sources.link(transports)
-        elif pipes is None:
+        given = self._given
+        given.context = context
+        links = {} if transports is None else sources.link(transports)
+        if transports is None and pipes is None:
             self._bind(sources)
-        self._model_id, self._sources = name, sources
-        self._model, self._weights = model, weights
-        self._role = "sender"
+        self._model_id = given.model_id = name
+        given.model, given.weights, given.sources = model, weights, sources
+        self._trainer, self._life.role = Trainer(given, links), "sender"
 
     def init_on_receiver(
         self,
@@ -713,7 +592,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 or ``apply="manual"``.
             LocalProtocolError: This object already has a role.
         """
-        self._check_role("init_on_receiver")
+        self._check_no_role("init_on_receiver")
         target = model if model is not None else weights
         refuse(
             (
@@ -741,24 +620,33 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 "methods must be a list of names, and needs guard='forward'",
             ),
         )
-        loader = None if load is None else LoadTarget(load)
-        self._methods = tuple(methods)
-        self._check_guard(load if target is None else target)
-        self._model_id = as_model_id(model_id or self._model_id or "policy")
-        self._model, self._weights = model, weights
-        self._loader, self._transform = loader, transform
-        given = {} if hooks is None else hooks.given()
-        self._hooks = dataclasses.replace(self._carried_hooks, **given)
-        self.context = context
-        self._pipe = transport if transport is not None else pipe
+        loader, given = None if load is None else LoadTarget(load), self._given
+        worker = Worker(
+            given,
+            self._guard_object,
+            methods=tuple(methods),
+            transform=transform,
+            hooks=dataclasses.replace(self._carried_hooks, **(hooks.given() if hooks else {})),
+            pipe=transport if transport is not None else pipe,
+        )
+        worker.check(self, load if target is None else target)
+        self._model_id = given.model_id = as_model_id(model_id or self._model_id or "policy")
+        given.model, given.weights, given.loader, given.context = model, weights, loader, context
         found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before
         if found is None:
             with contextlib.suppress(RuntimeError):  # a collector that has no index yet
                 found = getattr(context, "worker_idx", None)
         self._worker_idx = None if found is None else as_index("worker_idx", found)
-        self._role = "receiver"
+        self._worker, self._life.role = worker, "receiver"
 
     init_on_worker = init_on_receiver
+
+    def _check_no_role(self, method: str) -> None:
+        if self._life.inherited:  # the role, the context and the links are not ours
+            if self._life.role == "sender":
+                self._sender_pid = self._life.pid
+            self._reset()
+        self._life.check_no_role(method)
 
     # -- connecting ----------------------------------------------------------------------------
 
@@ -804,67 +692,37 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Breaks the attempt: the scheme is closed.
         """
-        self._check_has_role()
-        self._check_process()
-        if self._loop is not None:
-            raise LocalProtocolError(f"Cannot synchronize weights on {self._role} twice.")
-        sends = self._role == "sender"
-        given = "worker_idx" if sends else "weights"
-        if (worker_idx if sends else weights) is not None:
-            raise LocalProtocolError(
-                f"Cannot specify {given} on {self._role} side during synchronization."
-            )
-        limit = self._limit(timeout)
-        if worker_idx is not None:
-            self.worker_idx = worker_idx
-        self._loop = running_loop()
-        self._connecting = task = asyncio.current_task()
-        assert task is not None
-        cancelled_before = task.cancelling()
         from aiosync.schemes.registry import backend_of  # which imports this module
 
-        model, transport = self._model_id or "policy", backend_of(type(self))
-        self._meter.start("sender" if sends else "receiver", model, transport)
-        children = multiprocessing.active_children() if sends else []
+        life, trainer, worker = self._life, self._trainer, self._worker
+        limit = self._limit(timeout)
+        if worker is not None and worker_idx is not None:
+            self.worker_idx = worker_idx
+        given = {"weights": weights} if trainer is None else {"worker_idx": worker_idx}
+        cancelled_before = life.begin_to_connect(**given)
+        self._meter.start(life.role or "sender", self._model_id or "policy", backend_of(type(self)))
         try:
-            with self._waiting("connect()", limit, lambda: self._awaited(children)):
-                if sends:
-                    await self._connect_sender(weights, limit, processes)
-                else:
-                    await self._connect_receiver(limit, initial)
+            if trainer is not None:
+                with self._waiting("connect()", limit, trainer.awaited):
+                    await self._connect_sender(trainer, weights, limit, processes)
+            elif worker is not None:
+                with self._waiting("connect()", limit, worker.awaited):
+                    await self._connect_receiver(worker, limit, initial)
         except BaseException as exc:  # raised again: the caller sees it
-            # A sender that reached some of its workers goes on with those.
-            survives = isinstance(exc, (ConnectTimeout, PartialSyncError))
-            if survives and self._sender is not None and self._sender.workers.links:
-                self._connected = not self._closed
+            reached = self._sender is not None and self._sender.workers.links
+            if reached and isinstance(exc, (ConnectTimeout, PartialSyncError)):
+                life.connected = not life.closed
                 raise
-            closed, self._connecting = self._closed, None
+            was_closed, life.connecting = life.closed, None
             self.abort()
             if self._runtime is not None:  # made after it was closed
                 self._runtime.abort()
-            if closed and isinstance(exc, asyncio.CancelledError):
-                if task.uncancel() > cancelled_before:
-                    raise  # the caller cancelled it, too
-                # It was aiosync that cancelled it.
-                raise TransportClosed("this scheme was closed while it connected") from None
+            if was_closed:
+                life.check_cancelled(exc, cancelled_before)
             raise
         finally:
-            self._connecting = None
-        self._connected = True
-
-    def _awaited(self, children: Sequence[Any]) -> str:
-        """What connect() waits for."""
-        if self._sender is not None:
-            ended = [each for each in children if each.exitcode]
-            said = "".join(
-                f"; process {each.pid}, which this one had started, ended with exit code "
-                f"{each.exitcode}"
-                for each in ended
-            )
-            return self._sender.workers.awaited(self._sender.version) + said
-        if self._receiver is not None or self._trainer is None:
-            return "the initial weights have not arrived"
-        return self._trainer.describe()
+            life.connecting = None
+        life.connected = True
 
     def _log(
         self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
@@ -874,125 +732,6 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
         return Waiting(call, timeout, what, model=self._model_id, worker=self._worker_idx)
-
-    def _have(self) -> str:
-        """What there is, where a version is waited for."""
-        if self._sender is not None:
-            return f"the workers that are connected have versions {self.worker_versions}"
-        lost = "" if self.link_lost is None else f", and the link was lost: {self.link_lost}"
-        return f"the model has version {self.version}{lost}"
-
-    async def _connect_sender(
-        self, weights: Any, timeout: float | None, processes: Sequence[Any]
-    ) -> None:
-        copier = SnapshotCopier(
-            self._make_arena(),
-            self._strategy.extract_as,
-            check_dtypes(self.wire_dtype, "wire_dtype"),  # a mapping may have been changed since
-            self._planning_limits(),
-        )
-        self._sender = sender = WeightSender(
-            model_id=self._model_id or "policy",
-            strategy=self.strategy_str,
-            num_workers=self._sources.num_workers,
-            expected=self._sources.expected,
-            require=self.require,
-            copier=copier,
-            meter=self._meter,
-            parts=not self.strict,
-            streaming=self._streaming(),
-            how=self._how,
-            first_version=self.first_version,
-        )
-        planned = self._plan(weights, initial=True)
-        for idx, link in self._links.items():
-            sender.workers.welcome(link, idx, given=True)
-        for idx, pipe in enumerate(self._sources.pipes or ()):
-            sender.workers.welcome(self.create_transport(pipe), idx, given=True)
-        self._start_listening(sender)
-        await sender.connect(planned, timeout=timeout, processes=processes)
-
-    async def _connect_receiver(self, timeout: float | None, initial: bool) -> None:
-        clock = asyncio.get_running_loop().time
-        ends = None if timeout is None else clock() + timeout
-        model = self._resolve_target()
-        if model is None and initial and self._context_ref is None:
-            raise ConfigError(
-                "this worker has nothing to apply weights to: pass model=, weights=, load= or "
-                "context= to init_on_receiver(), or assign scheme.model after "
-                "connect(initial=False)"
-            )
-        if isinstance(model, nn.Module):  # may be the context's
-            self._check_guard(model)
-        await self._prepare_model(model)
-
-        foreign = set[str]()
-
-        def final(error: AiosyncError) -> bool:
-            text = str(error)
-            if isinstance(error, RemoteProtocolError) and text not in foreign:
-                foreign.add(text)
-                self._log("waiting", f"who answers is no trainer: {text}", level=logging.WARNING)
-            return self._pipe is not None or self._is_final(error)
-
-        self._trainer = KeptLink(
-            "the trainer",
-            self._reach,
-            self._greet,
-            nobody=self._nobody,
-            final=final if self._gives_up else None,
-            pauses=Backoff(longest=self._longest_pause),
-        )
-        transport, welcome = await self._trainer.connect(timeout)
-        lasting: float | None = getattr(self, "reconnect", 0.0)  # which only streams have
-        if not self._gives_up:
-            lasting = None
-        self._receiver = receiver = WeightReceiver(
-            transport,
-            resolve=self._resolve_target,
-            apply=self.apply,
-            copy=self.apply_copy or self._loader is not None,
-            strict=self.strict and self._strictly,
-            guard=self._guard_object,
-            install_hooks=self.guard == "forward",
-            methods=self._methods,
-            flipped=self._on_flip,
-            relay=self._relay,
-            before_apply=self._hooks.before_apply,
-            transform=self._transform,
-            trainer=None if self._pipe is not None or lasting == 0 else self._trainer,
-            lasting=lasting,
-            promises=self._promises,
-            meter=self._meter,
-            log=self._log,
-        )
-        receiver.applier.submit()  # guards the model
-        receiver.start()
-        # Only a weight server has a note: there will be weights.
-        if initial and self._subscribes and (welcome.version or welcome.note):
-            late = "the initial weights did not arrive"
-            note = f"; {welcome.note}" if welcome.note else ""
-            if not welcome.version:
-                late = f"the weight server got no version of {self._model_id!r}"
-                self._log("waiting", f"the weight server has no version yet{note}")
-            left = None if ends is None else max(0.0, ends - clock())
-            await receiver.wait_for_first(
-                welcome,
-                timeout=left,
-                late=ConnectTimeout(f"{late} within {timeout or 0:g} s{note}"),
-            )
-        none_yet = "" if welcome.version or self.version else ", which has no weights yet"
-        self._log("joined", f"joined the trainer{none_yet}", self.version)
-        lacks = self._why_no_model() if self.apply == "auto" else None
-        if lacks is not None:  # a model that comes late, or a name that is wrong
-            warnings.warn(
-                f"{lacks}: updates wait until there is one, or until scheme.model is set",
-                stacklevel=2,
-            )
-
-    async def _prepare_model(self, model: Any) -> None:
-        if self._hooks.prepare_model is not None:
-            await run_hook(self._hooks.prepare_model, model)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -1044,43 +783,16 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class C: the transfer goes on in the background, from the sender's own snapshot; of a
             call that is cancelled before that has been copied, nothing is sent.
         """
-        sender: WeightSender = self._require("send", "sender")
-        limit = self._limit(timeout)
+        trainer, limit = self._require("send", "sender"), self._limit(timeout)
         if max_lag is not None:
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
-        planned = self._plan(weights)
+        planned = trainer.plan(self, weights)
+        sender: WeightSender = trainer.runtime
         if weights is None and worker_ids is None:  # mostly
             return await sender.send(planned, None, limit)
-        return await sender.send(planned, _named(weights, worker_ids), limit)
-
-    def _send_at_once(
-        self,
-        weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        *,
-        timeout: float | None = None,
-        max_lag: int | None = None,
-    ) -> tuple[SendReport | None, Callable[[], None] | None]:
-        """What :meth:`send` does where it waits for nobody, on a thread that keeps the loop idle.
-
-        Returns:
-            The report, or ``None`` with nothing done if somebody has to be waited for; and what is
-            to be called on the loop, if anything is.
-        """
-        started, sender = time.perf_counter(), self._sender
-        if sender is None or not self._connected or self._closed or not sender.is_quiet():
-            return None, None
-        several = self._sources.device_map or self._sources.per_worker  # a map is asked once a send
-        if several or max_lag is not None:
-            return None, None
-        self._limit(timeout)
-        named = None
-        if weights is not None or worker_ids is not None:
-            named = _named(weights, worker_ids)
-        report = sender.publish(self._plan(weights), named, started)
-        return report, sender.tell if report is not None and sender.has_to_tell() else None
+        return await sender.send(planned, named(weights, worker_ids), limit)
 
     def send_nowait(
         self,
@@ -1109,32 +821,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 initial weights.
             ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
         """
-        sender: WeightSender = self._require("send_nowait", "sender")
-        limit, planned = self._limit(timeout), self._plan(weights)
-        return SendHandle(*sender.send_nowait(planned, _named(weights, worker_ids), limit))
-
-    def _plan(self, weights: Any, *, initial: bool = False) -> dict[int | None, Prepared]:
-        """What each worker gets, ready to be copied; under ``None`` what all of them get."""
-        assert self._sender is not None
-        self._sender.require = self.require  # it may have been assigned since
-        maker, sources = self._sender.copier, self._sources
-        mapped = sources.per_worker or sources.device_map
-        if weights is None and sources.weights is not None and not mapped:  # as nearly always
-            return {None: maker.prepare(sources.weights)}
-        weights = sources.resolve(weights, self.context, self._model_id or "policy")
-        if weights is None and initial:
-            return {}
-        if weights is None:
-            lacks = self._why_no_model()
-            why = f" ({lacks})" if lacks else ""
-            raise ConfigError(
-                f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
-                "context= to init_on_sender()"
-            )
-        each = sources.plan(weights, self.per_worker_weights, self._strategy)
-        return {
-            idx: maker.prepare(value, -1 if idx is None else idx) for idx, value in each.items()
-        }
+        trainer, limit = self._require("send_nowait", "sender"), self._limit(timeout)
+        planned = trainer.plan(self, weights)
+        return SendHandle(*trainer.runtime.send_nowait(planned, named(weights, worker_ids), limit))
 
     def prepare_weights(
         self,
@@ -1154,12 +843,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Returns:
             A TensorDict or a state dict on the memory of the source, or ``None``.
         """
-        own = context is None or context is self.context
+        given = self._given
+        own = context is None or context is given.context
         own = own and model_id in (None, self._model_id)
-        sources = self._sources if own else Sources()
+        sources = given.sources if own else Sources()
         if weights is None and own:
-            weights = self._model if self._weights is None else self._weights
-        context = self.context if context is None else context
+            weights = given.model if given.weights is None else given.weights
+        context = given.context if context is None else context
         weights = sources.resolve(weights, context, model_id or self._model_id or "policy")
         if weights is None or is_per_worker(weights):
             return weights
@@ -1190,16 +880,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        receiver: WeightReceiver = self._require("receive", "receiver")
+        receiver: WeightReceiver = self._require("receive", "receiver").runtime
         validate_timeout(timeout)
         if not await receiver.receive(timeout):
             return None
-        return AppliedUpdate(
-            receiver.inbox.epoch or 0,
-            receiver.inbox.version,
-            self._model_id or "policy",
-            lambda: self.weights,
-        )
+        epoch, version = receiver.inbox.epoch or 0, receiver.inbox.version
+        return AppliedUpdate(epoch, version, self._model_id or "policy", lambda: self.weights)
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
@@ -1226,11 +912,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        runtime: Runtime = self._require("wait_for_version")
-        text = f"version {version} was not applied"
-        return await self._wait(
-            f"wait_for_version({version})", timeout, text, runtime.wait_for, version
-        )
+        call, text = f"wait_for_version({version})", f"version {version} was not applied"
+        wait = self._require("wait_for_version").runtime.wait_for
+        return await self._wait(call, timeout, text, wait, version)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -1260,10 +944,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        runtime: Runtime = self._require("wait_staged")
-        staged = functools.partial(runtime.wait_for, staged=True)
-        text = f"version {version} was not complete"
-        return await self._wait(f"wait_staged({version})", timeout, text, staged, version)
+        call, text = f"wait_staged({version})", f"version {version} was not complete"
+        wait = functools.partial(self._require("wait_staged").runtime.wait_for, staged=True)
+        return await self._wait(call, timeout, text, wait, version)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Ask the trainer for its newest version, and wait until the model has it.
@@ -1288,7 +971,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A; the update may still arrive.
         """
-        receiver: WeightReceiver = self._require("pull", "receiver")
+        receiver: WeightReceiver = self._require("pull", "receiver").runtime
         least = 0 if min_version is None else min_version
         text = f"no version from {least} on was applied"
         return await self._wait("pull()", timeout, text, receiver.pull, least)
@@ -1320,12 +1003,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        runtime: Runtime = self._require("wait_lag_below")
+        runtime = self._require("wait_lag_below").runtime
         as_count("a lag", limit, 1)
-        text = f"the lag did not fall below {limit}"
-        return await self._wait(
-            f"wait_lag_below({limit})", timeout, text, runtime.wait_lag_below, limit
-        )
+        call, text = f"wait_lag_below({limit})", f"the lag did not fall below {limit}"
+        return await self._wait(call, timeout, text, runtime.wait_lag_below, limit)
 
     async def _wait(
         self,
@@ -1336,11 +1017,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         what: object,
     ) -> _T:
         """Wait for something of the sender or receiver; ``text``: what is wrong if it is late."""
-        limit, lacks = self._limit(timeout), self._why_no_model()
+        limit, lacks = self._limit(timeout), self._given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
-        waiting = self._waiting(call, limit, self._have)
-        return await wait(what, timeout=limit, late=late, waiting=waiting)
+        have = (self._trainer or self._require(call)).have
+        return await wait(what, timeout=limit, late=late, waiting=self._waiting(call, limit, have))
 
     @property
     def ready(self) -> Ready:
@@ -1351,14 +1032,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return self._runtime is not None and self._runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        runtime: Runtime = self._require("ready")
+        runtime = self._require("ready").runtime
         text = "there was no complete version"
         await self._wait("ready", timeout, text, runtime.wait_until, runtime.is_ready)
-
-    def _on_flip(self, epoch: int, version: int) -> None:
-        applied = self._hooks.at_once
-        if applied is not None:
-            applied(epoch, version)
 
     def reading(self) -> Reading:
         """Context manager: what is computed inside sees one version of the weights.
@@ -1397,7 +1073,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: Not a sender.
             ConfigError: There is no such weight.
         """
-        if self._role != "sender":
+        if self._trainer is None:
             raise LocalProtocolError(
                 "staleness() is the trainer's: elsewhere call aiosync.staleness(newest, span)"
             )
@@ -1428,8 +1104,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
                 event loop it is not waited for.
         """
-        if self._receiver is None or self._closed:
-            self._check_open()
+        if self._receiver is None or self._life.closed:
+            self._life.check_open()
             raise LocalProtocolError("apply_pending() needs a connected receiver")
         return self._receiver.applier.apply_pending()
 
@@ -1448,19 +1124,17 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             SyncTimeout: Another thread's forward pass did not end within 30 seconds; on an
                 event loop it is not waited for.
         """
-        self._check_open()
-        if self._role != "receiver":
-            when = "on a sender side" if self._role else "before init_on_receiver has been called"
+        self._life.check_open()
+        if self._worker is None:
+            when = "before init_on_receiver has been called"
+            if self._trainer is not None:
+                when = "on a sender side"
             raise LocalProtocolError(f"apply_weights() called {when}.")
-        target = self._resolve_target()
+        target = self._given.target()
         if target is None:
             raise ConfigError("No model registered")
-
         self._guard_object.refuse_inside_read("apply_weights")
-
-        def apply() -> None:
-            self._strategy.apply_weights(target, weights, inplace=inplace)
-
+        apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
         advice = "call apply_weights() again, or in a thread"
         self._guard_object.between_reads(apply, advice=advice)
 
@@ -1475,12 +1149,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Raises:
             LocalProtocolError: The scheme's own loop runs in another thread.
         """
-        loop = self._loop
-        if self._inherited:
+        life = self._life
+        if life.inherited:
             self.abort()  # the tasks are the parent's, and nothing runs them here
-        elif loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
+        elif life.loop in (None, asyncio.get_running_loop()) or not life.loop.is_running():
             await self._close_here()
-        elif not self._closed:
+        elif not life.closed:
             raise LocalProtocolError(
                 "the event loop of this scheme runs in another thread: close it there, with "
                 "asyncio.run_coroutine_threadsafe(scheme.aclose(), loop), or call abort()"
@@ -1506,27 +1180,22 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def _begin_to_close(self) -> bool:
         """Let nobody in any more; whether that is news."""
-        if self._closed:
-            return False
-        self._closed = True
-        task, self._connecting = self._connecting, None
-        if task is not None and not self._inherited and task is not current_task():
-            task.cancel()  # a connect() that goes on elsewhere: it raises TransportClosed
-        self._close_listeners()
-        return True
+        news = self._life.begin_to_close()
+        if news:
+            self._close_listeners()
+        return news
 
     def _close_listeners(self) -> None:
-        for listener in () if self._inherited else self._listeners:
+        for listener in () if self._life.inherited else self._listeners:
             listener.close()
 
     def _abort_rest(self) -> None:
         """End the links that no runtime has taken, and what links share."""
-        for link in (*self._links.values(), *self._to_close):
-            link.abort()
-        if isinstance(self._pipe, Transport):
-            self._pipe.abort()
-        if self._trainer is not None:
-            self._trainer.abort()
+        for role in (self._trainer, self._worker):
+            if role is not None:
+                role.abort_links()
+        for each in self._to_close:
+            each.abort()
 
     async def __aenter__(self) -> Self:
         return self
@@ -1537,7 +1206,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc is None and self._role == "receiver" and self._loop is None and not self._closed:
+        life = self._life
+        if exc is None and self._worker is not None and life.loop is None and not life.closed:
             warnings.warn(
                 "this worker never had the trainer's weights: `async with` does not connect, call "
                 "`await scheme.connect()` inside of the block",
@@ -1547,7 +1217,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     def __del__(self) -> None:
         """Close what nobody closed, and say so."""
-        if getattr(self, "_closed", True) or self._inherited:
+        life: Life | None = getattr(self, "_life", None)
+        if life is None or life.closed or life.inherited:
             return  # also where an option was refused: there is nothing yet
         if self._runtime is None:
             self._close_listeners()
@@ -1571,94 +1242,14 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             timeout = self.timeout
         return None if timeout is None or timeout == float("inf") else timeout
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportClosed(
-                "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
-            )
-
-    @property
-    def _inherited(self) -> bool:
-        return self._pid != os.getpid()  # forked: what runs and what is open is the parent's
-
-    def _check_process(self) -> None:
-        if self._inherited:
-            done = "set up" if self._loop is None else "connected"
-            raise LocalProtocolError(
-                f"this scheme was {done} before the process forked; call init_on_receiver() and "
-                "connect() in the child"
-            )
-
-    def _check_role(self, method: str) -> None:
-        if self._inherited:
-            # The role, the context and the links are not ours.
-            if self._role == "sender":
-                self._sender_pid = self._pid
-            self._reset()
-        self._check_open()
-        if self._role is not None:
-            raise LocalProtocolError(
-                f"{method}(): this object is already a {self._role}; pickle it or use "
-                "copy.copy(scheme) for the other side"
-            )
-
-    def _check_has_role(self) -> None:
-        self._check_open()
-        if self._role is None:
-            raise LocalProtocolError(
-                "Neither init_on_sender nor init_on_receiver have been called. Call "
-                "init_on_sender() in the trainer and init_on_receiver() in a worker first"
-            )
-
     def _require(self, method: str, role: str | None = None) -> Any:
-        """What sends or receives, if it is connected, here, in that role or in any.
+        """The role, if it is connected, here, and this one or any.
 
         Raises:
             LocalProtocolError: It is not: why the method cannot be called now.
         """
-        if role is None:
-            self._check_has_role()
-            role = self._role
-        here = self._loop is asyncio._get_running_loop() and self._pid == os.getpid()
-        if here and self._connected and self._role == role and not self._closed:
-            return self._sender or self._receiver
-        self._check_open()
-        doing = "sending" if role == "sender" else "receiving"
-        if self._role != role:
-            raise LocalProtocolError(
-                f"{method}(): Must be initialized on {role} before {doing} weights: call "
-                f"init_on_{role}() and connect() first"
-            )
-        if not self._connected:
-            raise LocalProtocolError(
-                f"{method}(): Must be synchronized on {role} before {doing} weights: "
-                "call scheme.connect() first, with `await` unless it is of aiosync.sync"
-            )
-        self._check_process()
-        raise LocalProtocolError(
-            "this scheme belongs to another event loop; connect and use it on one loop, or "
-            "use aiosync.sync from threads"
-        )
-
-    def _check_guard(self, target: Any) -> None:
-        if isinstance(target, nn.Module):
-            Methods(self._guard_object, self._methods).check(target)
-        lacks = None if target is None else why_unguarded(target)
-        if lacks is not None and self.apply == "auto" and self.guard == "forward":
-            raise ConfigError(
-                f"a {type(target).__name__} {lacks}: construct the scheme "
-                "with guard='reading' and read inside `with scheme.reading():`, or with "
-                "apply='manual' and call apply_pending()"
-            )
-
-
-def _named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
-    """Who is meant, ``None`` for all; weights for some workers mean these."""
-    if worker_ids is not None:
-        named = as_indices("worker_ids", worker_ids)
-        if not named:
-            raise ConfigError("worker_ids names nobody: leave it out to send to every worker")
-        return named
-    if weights is None or not is_per_worker(weights):
-        return None
-    return {as_index("a worker's index", idx) for idx in weights}
+        life = self._life
+        here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
+        if not here or not life.connected or life.closed or role not in (None, life.role):
+            life.why_not_here(method, role)
+        return self._trainer or self._worker

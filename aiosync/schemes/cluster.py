@@ -1,30 +1,38 @@
-"""What schemes of clusters share: a control stream, and a data plane beside it.
+"""Weights inside a cluster: a control stream, and a data plane beside it.
 
 The sender listens, workers dial, as with TCP; how a worker finds the address and what moves
 large payloads is each scheme's own. Workers on the sender's host may read shared memory instead.
-Must not import torch, nor a concrete scheme.
+Must not import torch.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import os
 import secrets
 import socket
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
-from aiosync.rendezvous.dialer import Left
+from aiosync.rendezvous.dialer import Left, retry
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.rendezvous.same_host import SameHost, dial_here
-from aiosync.schemes._stream import StreamScheme
-from aiosync.schemes.options import EngineOptions
-from aiosync.schemes.sources import Sources
+from aiosync.schemes.options import EngineOptions, Fixed, Option, count, seconds
+from aiosync.schemes.roles import Trainer
+from aiosync.schemes.sources import DeviceMap, Sources
+from aiosync.schemes.tcp import StreamScheme
+from aiosync.sender import Streaming
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, any_port_of, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.data_plane import DataPlaneTransport
+from aiosync.transports.distributed import DistributedTransport, check_backend
+from aiosync.transports.rpc import RPCTransport, invitation, invite, need_rpc
 from aiosync.transports.shared_memory import Arena
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
@@ -33,7 +41,7 @@ from aiosync.wire import Hello
 if TYPE_CHECKING:
     from aiosync.sender import WeightSender
 
-__all__ = ["INLINE_NBYTES", "ClusterScheme"]
+__all__ = ["INLINE_NBYTES", "ClusterScheme", "DistributedWeightSyncScheme", "RPCWeightSyncScheme"]
 
 INLINE_NBYTES = 4 * 2**20
 """Updates up to this size travel in the control stream.
@@ -96,10 +104,12 @@ class ClusterScheme(EngineOptions, StreamScheme):
         self._addresses = [] if address is None else [Address.parse(address)]
         self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)
         self._dial = "receiver"
-        self.reconnect = reconnect
-        self.shared_memory = shared_memory
-        self.handshake_timeout = handshake_timeout
-        self.limits = limits
+        self._set_options(
+            reconnect=reconnect,
+            shared_memory=shared_memory,
+            handshake_timeout=handshake_timeout,
+            limits=limits,
+        )
 
     _longest_pause = 0.5  # between two looks for the sender
 
@@ -154,7 +164,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         control = TCPTransport(sock, limits=self.limits, name=name)
-        return self._linked(control, listened=self._role == "sender")
+        return self._linked(control, listened=self._trainer is not None)
 
     def _make_arena(self) -> Arena | None:
         if self._same_host is None:
@@ -180,7 +190,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         self._addresses = self._addresses or [self._default_address()]
         super()._bind(sources)
 
-    def _start_listening(self, sender: WeightSender) -> None:
+    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         if self._listener is not None:
 
             def join(link: Transport, hello: Hello) -> None:
@@ -247,3 +257,381 @@ class ClusterScheme(EngineOptions, StreamScheme):
                 "after init_on_sender(), or pass address="
             )
         return False
+
+
+_SEPARATOR = b"\n"
+
+
+class DistributedWeightSyncScheme(ClusterScheme):
+    """Sends weights over process groups of ``torch.distributed``.
+
+    Each worker has a control stream to the sender, which carries messages and small updates, and
+    a process group of two ranks for large ones; they meet through the control stream. The
+    default group of the process, of a DDP trainer for example, is never touched. Workers may
+    come and go at any time. Those on the sender's own host do not need a group: they read updates
+    from shared memory, unless told otherwise (``shared_memory``). See
+    ``docs/topics/torch-distributed.md``.
+
+    Only the control stream is authenticated: ``torch.distributed`` itself is made
+    for trusted networks.
+
+    Args:
+        backend: ``"gloo"``; ``"nccl"`` is refused.
+        sync: Kept for TorchRL's signature.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
+        store: A ``torch.distributed`` store where workers look up the sender, for processes
+            that are not started by the sender. Not pickled.
+        address: Where the sender listens for control streams. By default on any port of the address
+            from which this host reaches ``store`` or ``MASTER_ADDR``, or else of the loopback
+            address.
+        token: Secret of the control streams. Generated when omitted: it travels in the pickle
+            of the scheme, or through ``store``.
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
+            ever, 0 for not at all.
+        patience: Seconds that a transfer may stall before the worker's link breaks.
+        handshake_timeout: Seconds that a peer has to prove its identity.
+        inline_nbytes: Updates up to this size travel in the control stream.
+        limits: What a peer may announce.
+        shared_memory: Workers on the sender's host read updates from shared memory instead of a
+            stream and a group. Must be true on both sides. On Linux only.
+
+    Raises:
+        ConfigError: An option has an illegal value, or the back-end cannot be used here.
+    """
+
+    backend: Option[Literal["gloo", "nccl"]] = Option(
+        lambda _, value: check_backend(value), "What moves large updates."
+    )
+    inline_nbytes: Option[int] = Option(
+        count(0), "Updates up to this size travel in the control stream."
+    )
+    patience: Option[float] = Option(seconds(), "Seconds that a transfer may stall.")
+    store: Fixed = Fixed()
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        sync: bool = True,
+        timeout: float | None = 120.0,
+        *,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
+        store: Any = None,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        patience: float = 10.0,
+        handshake_timeout: float = 10.0,
+        inline_nbytes: int = INLINE_NBYTES,
+        limits: Limits | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        self.backend = backend
+        self._store = store
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            address=address,
+            token=token,
+            reconnect=reconnect,
+            handshake_timeout=handshake_timeout,
+            limits=limits,
+            wire_dtype=wire_dtype,
+            first_version=first_version,
+            shared_memory=shared_memory,
+        )
+        self.inline_nbytes = inline_nbytes
+        self.patience = patience
+
+    _how = "copy ahead"
+
+    @property
+    def _invites(self) -> str:  # type: ignore[override]  # a constant above
+        return (
+            ""
+            if self._store is None
+            else "its address is not in the store, under the same model_id"
+        )
+
+    def _default_address(self) -> Address:
+        towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
+        return any_port_of(own_host(towards))
+
+    def _early_address(self) -> Address | None:
+        return None if self._addresses or self._store is not None else self._default_address()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_store": None}
+
+    def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
+        return DistributedTransport(
+            control,
+            rank=0 if listened else 1,
+            inline_nbytes=self.inline_nbytes,
+            patience=self.patience,
+        )
+
+    # -- finding each other in a store ---------------------------------------------------------
+
+    @property
+    def _key(self) -> str:
+        return f"aiosync/{self._model_id or 'policy'}"
+
+    async def _publish(self, address: Address) -> None:
+        if self._store is None:
+            return
+        try:
+            token = self._credentials.token_bytes or b""
+            value = str(address).encode() + _SEPARATOR + token.hex().encode()
+            await asyncio.to_thread(self._store.set, self._key, value)
+        except RuntimeError as exc:  # of torch
+            raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
+
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
+        try:
+            # Only check() neither blocks nor leaves a thread behind when it is cancelled.
+            if self._store is None or not await asyncio.to_thread(self._store.check, [self._key]):
+                return None
+            found = await asyncio.to_thread(self._store.get, self._key)
+        except RuntimeError as exc:  # of torch
+            if self._addresses:
+                return None  # the store is gone; the trainer may not be
+            raise ConnectError(f"the store cannot be reached: {exc}") from exc
+        url, _, token = bytes(found).partition(_SEPARATOR)
+        return url.decode(), bytes.fromhex(token.decode())
+
+
+_TELL_SECONDS = 5.0  # for one call that tells a worker the address
+_KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
+
+
+class RPCWeightSyncScheme(ClusterScheme):
+    """Sends weights to the workers of a ``torch.distributed.rpc`` group.
+
+    RPC tells each worker where the sender listens; updates travel in a stream of its own, in
+    chunks with checksums, as with :class:`aiosync.TCPWeightSyncScheme`. Workers on the sender's
+    own host read them from shared memory, unless told otherwise (``shared_memory``). Every process
+    calls ``init_rpc()`` itself, before :meth:`connect`, and ``rpc.shutdown()`` after
+    :meth:`aclose`. Copies of this object may be made before :meth:`init_on_sender`, as TorchRL's
+    collectors do: the sender then tells the workers that it knows by name. Workers may come and go
+    at any time. See ``docs/topics/rpc.md``.
+
+    RPC executes what its peers send, by design: use it only between hosts that trust each other.
+
+    Args:
+        strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
+        sync: Kept for TorchRL's signature.
+        per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
+        apply_copy: Copy updates into the parameters' memory.
+        guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
+        strict: Every name and dtype must match.
+        require: How many workers must apply an update for ``send()`` to succeed.
+        timeout: Default timeout of calls in seconds; ``None`` for ever.
+        wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
+            one for each name pattern.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
+        address: Where the sender listens. By default on any port of the address
+            from which this host reaches ``MASTER_ADDR``, or else of the loopback address.
+        token: Secret of the streams. Generated when omitted: it travels in the pickle
+            of the scheme, and by RPC.
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
+            ever, 0 for not at all.
+        patience: Seconds without progress after which a worker that owes an answer is dropped.
+        handshake_timeout: Seconds that a peer has to prove its identity.
+        limits: What a peer may announce.
+        shared_memory: Workers on the sender's host read updates from shared memory instead of a
+            stream. Must be true on both sides. On Linux only.
+
+    Raises:
+        ConfigError: An option has an illegal value.
+    """
+
+    patience: Option[float] = Option(seconds(), "Seconds without progress until a drop.")
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        sync: bool = True,
+        *,
+        per_worker_weights: bool = False,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
+        address: str | None = None,
+        token: str | bytes | None = None,
+        reconnect: float | None = 30.0,
+        patience: float = 60.0,
+        handshake_timeout: float = 10.0,
+        limits: Limits | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(
+            strategy,
+            sync=sync,
+            per_worker_weights=per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            address=address,
+            token=token,
+            reconnect=reconnect,
+            handshake_timeout=handshake_timeout,
+            limits=limits,
+            wire_dtype=wire_dtype,
+            first_version=first_version,
+            shared_memory=shared_memory,
+        )
+        self.patience = patience
+        self._scheme_id = secrets.token_hex(16)  # the same in every copy
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._rpc_workers: list[str] = []
+
+    def _separate(self) -> None:
+        super()._separate()
+        self._scheme_id = secrets.token_hex(16)
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _streaming(self) -> Streaming:
+        return Streaming(stall_timeout=self.patience)
+
+    _untaken = StreamScheme._untaken  # here updates travel in the stream
+
+    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
+        return RPCTransport(sock, limits=self.limits, name=name)
+
+    def _default_address(self) -> Address:
+        return any_port_of(own_host(os.environ.get("MASTER_ADDR")))
+
+    # -- the sender tells the workers ----------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        workers: Sequence[str] | None = None,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        pipes: Sequence[Any] | None = None,
+        transports: Mapping[int, Transport] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Make this object the sender; see :meth:`WeightSyncScheme.init_on_sender`.
+
+        Args:
+            model_id: As there, like everything that is not listed here.
+            context: May also have ``collector_infos``, as TorchRL's ``RPCCollector`` has: the
+                RPC workers that are told where to connect.
+            workers: Names of the RPC workers that are told, instead. Only copies that were made
+                before this call need it.
+            params_map: As there.
+            weights: As there.
+            model: As there.
+            devices: As there.
+            device_map_fn: As there.
+            num_workers: As there; by default as many as are named.
+            pipes: As there.
+            transports: As there.
+            ctx: Ignored.
+
+        Raises:
+            ConfigError: The arguments exclude each other.
+            LocalProtocolError: This object already has a role.
+        """
+        if isinstance(workers, str):
+            raise ConfigError(f"workers must be a list of names, got {workers!r}")
+        infos = getattr(context, "collector_infos", None) if workers is None else workers
+        names = [_name_of(info) for info in infos or ()]
+        others = (params_map, devices, pipes, transports)
+        if num_workers is None and names and all(other is None for other in others):
+            num_workers = getattr(context, "num_workers", None) or len(names)
+        super().init_on_sender(
+            model_id,
+            context,
+            params_map=params_map,
+            weights=weights,
+            model=model,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            pipes=pipes,
+            transports=transports,
+            ctx=ctx,
+        )
+        self._rpc_workers = names
+
+    async def _publish(self, address: Address) -> None:
+        """Tell every worker, and again whenever a link was lost: it may have started again."""
+        while self._rpc_workers:
+            self._link_lost.clear()
+            async with asyncio.TaskGroup() as telling:
+                for name in self._rpc_workers:
+                    telling.create_task(self._keep_telling(name, str(address)))
+            await self._link_lost.wait()
+
+    async def _keep_telling(self, name: str, url: str) -> None:
+        token = self._credentials.token_bytes
+
+        def attempt(left: Left) -> Awaitable[None]:
+            return invite(name, self._scheme_id, url, token, _TELL_SECONDS)
+
+        with contextlib.suppress(ConnectError):  # connect() and send() say who is missing
+            await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
+
+    # -- a worker is told ----------------------------------------------------------------------
+
+    _invites = (
+        "it has not told this process its address, and has to know this RPC worker by name "
+        "(workers=, or a context with collector_infos)"
+    )
+
+    async def _invitation(self) -> tuple[str, bytes | None] | None:
+        need_rpc()
+        return invitation(self._scheme_id)
+
+
+def _name_of(info: Any) -> str:
+    name = info if isinstance(info, str) else getattr(info, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{info!r} is neither the name of an RPC worker nor its WorkerInfo")
+    return name

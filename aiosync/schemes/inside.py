@@ -5,7 +5,6 @@ Must not import a concrete scheme.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,13 @@ from typing import Any
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.receiver.receiver import WeightReceiver
-from aiosync.schemes._stream import StreamScheme
+from aiosync.rendezvous.dialer import KeptLink
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.roles import Life
 from aiosync.schemes.sources import Sources
+from aiosync.schemes.tcp import StreamScheme
 from aiosync.sender import WeightSender
+from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Welcome
 
@@ -27,30 +29,22 @@ __all__ = [
     "check_open",
     "follow",
     "guard_of",
-    "is_closed",
-    "is_inherited",
-    "loop_of",
+    "life_of",
+    "link_of",
     "meet_at",
     "meeting_point",
-    "met",
-    "not_met",
+    "publish_with",
     "receiver_of",
     "runs",
-    "sender_at_once",
     "sender_of",
     "separate",
     "sources_of",
 ]
 
 
-def receiver_of(scheme: WeightSyncScheme) -> WeightReceiver | None:
-    """What receives, once a receiver is connected."""
-    return scheme._receiver
-
-
-def sender_of(scheme: WeightSyncScheme) -> WeightSender | None:
-    """What sends, once a sender connects."""
-    return scheme._sender
+def life_of(scheme: WeightSyncScheme) -> Life:
+    """Its role, its process and its loop, and whether it was closed."""
+    return scheme._life
 
 
 def guard_of(scheme: WeightSyncScheme) -> Guard:
@@ -58,36 +52,45 @@ def guard_of(scheme: WeightSyncScheme) -> Guard:
     return scheme._guard_object
 
 
+def sender_of(scheme: WeightSyncScheme) -> WeightSender | None:
+    """What sends, once a sender connects."""
+    return scheme._sender
+
+
+def receiver_of(scheme: WeightSyncScheme) -> WeightReceiver | None:
+    """What receives, once a receiver is connected."""
+    return scheme._receiver
+
+
 def sources_of(scheme: WeightSyncScheme) -> Sources:
     """What a sender sends, and to how many workers."""
-    return scheme._sources
+    return scheme._given.sources
 
 
-def loop_of(scheme: WeightSyncScheme) -> asyncio.AbstractEventLoop | None:
-    """The event loop of a scheme that connects or has connected."""
-    return scheme._loop
-
-
-def is_closed(scheme: WeightSyncScheme) -> bool:
-    """Whether it was closed."""
-    return scheme._closed
-
-
-def is_inherited(scheme: WeightSyncScheme) -> bool:
-    """Whether it had a role before this process was forked."""
-    return scheme._role is not None and scheme._inherited
+def link_of(scheme: WeightSyncScheme) -> KeptLink[Transport, Welcome] | None:
+    """The link of a receiver that it dials; what answered it, or why nothing did."""
+    return None if scheme._worker is None else scheme._worker.link
 
 
 def runs(scheme: WeightSyncScheme) -> bool:
     """Whether there is something to close."""
-    return not scheme._closed and (scheme._runtime is not None or scheme._connected)
+    life = scheme._life
+    return not life.closed and (scheme._runtime is not None or life.connected)
 
 
-def sender_at_once(
+def publish_with(
     scheme: WeightSyncScheme,
 ) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
     """``send()`` where it waits for nobody; ``None`` if the scheme has a ``send()`` of its own."""
-    return scheme._send_at_once if type(scheme).send is WeightSyncScheme.send else None
+    if scheme._trainer is None or type(scheme).send is not WeightSyncScheme.send:
+        return None
+    return scheme._trainer.publish
+
+
+def check_open(scheme: WeightSyncScheme) -> None:
+    """Raise if it was closed, or had a role before this process was forked."""
+    scheme._life.check_open()
+    scheme._life.check_process()
 
 
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
@@ -109,26 +112,9 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
     scheme._strictly, scheme._cascades = "warn", False
 
 
-def met(scheme: WeightSyncScheme) -> Welcome | None:
-    """What the sender said when a receiver met it last, such as its newest version then."""
-    return None if scheme._trainer is None else scheme._trainer.answer
-
-
-def not_met(scheme: WeightSyncScheme) -> BaseException | None:
-    """Why the last attempt of a receiver to meet its sender failed, if it did."""
-    return None if scheme._trainer is None else scheme._trainer.why
-
-
 def bind_early(scheme: WeightSyncScheme) -> None:
     """Have copies made before ``init_on_sender()`` know where the sender will be."""
     scheme._bind_early()
-
-
-def check_open(scheme: WeightSyncScheme) -> None:
-    """Raise if it was closed, or had a role before this process was forked."""
-    scheme._check_open()
-    if scheme._role is not None:
-        scheme._check_process()
 
 
 def separate(scheme: WeightSyncScheme) -> None:
@@ -138,7 +124,7 @@ def separate(scheme: WeightSyncScheme) -> None:
 
 def meeting_point(scheme: WeightSyncScheme) -> tuple[str, int]:
     """The Unix socket where workers find a sender of this host, and its process."""
-    return scheme._address, scheme._pid
+    return scheme._address, scheme._life.pid
 
 
 def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
@@ -157,7 +143,8 @@ def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: An
     Returns:
         Those that it has now.
     """
-    name = "_carried_hooks" if carried else "_hooks"
-    changed: SchemeHooks = dataclasses.replace(getattr(scheme, name), **hooks)
-    setattr(scheme, name, changed)
+    if carried or scheme._worker is None:
+        changed = scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
+    else:
+        changed = scheme._worker.hooks = dataclasses.replace(scheme._worker.hooks, **hooks)
     return changed

@@ -15,6 +15,7 @@ from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.handshake import Refused
 from aiosync.rendezvous.same_host import NobodyListens, UnixListener, connect
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
 from aiosync.sender.workers import watch_process
@@ -50,7 +51,7 @@ class _LocalScheme(WeightSyncScheme):
     def _bind(self, sources: Sources) -> None:
         self._listeners = [UnixListener(self._address)]
 
-    def _start_listening(self, sender: WeightSender) -> None:
+    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         def on_connection(sock: socket.socket, pid: int) -> None:
             link = self._transport_over(sock, f"worker process {pid}")
             watch_process(link, pid)

@@ -17,6 +17,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import as_count
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, SendHandle
+from aiosync.schemes.roles import Trainer, Worker
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.tensors.copying import copy_tensors
 from aiosync.transports.base import Transport
@@ -70,13 +71,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._carried_hooks = dataclasses.replace(self._carried_hooks, prepare_model=unpack)
 
     async def _connect_sender(
-        self, weights: Any, timeout: float | None, processes: Sequence[Any]
+        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
     ) -> None:
-        del weights, timeout, processes
+        del trainer, weights, timeout, processes
 
-    async def _connect_receiver(self, timeout: float | None, initial: bool) -> None:
+    async def _connect_receiver(self, worker: Worker, timeout: float | None, initial: bool) -> None:
         del timeout, initial
-        await self._prepare_model(self.model)
+        await worker.prepare(self, self.model)
         if lacks_memory(self.model):
             raise ConfigError(
                 "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
@@ -157,7 +158,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Return 0: nobody is ever behind."""
-        self._require("wait_lag_below", self._role or "receiver")
+        self._require("wait_lag_below", self._life.role or "receiver")
         as_count("a lag", limit, 1)
         return await self.wait_for_version(0, timeout=timeout)
 
@@ -175,12 +176,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return None
 
     def _is_ready(self) -> bool:
-        return self._connected  # there is nothing to wait for
+        return self._life.connected  # there is nothing to wait for
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         self._limit(timeout)
-        self._check_has_role()
-        self._require("ready", self._role or "receiver")
+        self._require("ready")
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """There is no link.

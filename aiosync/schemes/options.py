@@ -182,6 +182,11 @@ class SchemeOptions:
     )
     first_version: Option[int] = Option(_version, "What a sender counts versions from.")
 
+    def _set_options(self, **options: Any) -> None:
+        """Check and keep what a constructor was given, in this order."""
+        for name, value in options.items():
+            setattr(self, name, value)
+
 
 class StreamOptions(SchemeOptions):
     """Options of schemes over streams."""

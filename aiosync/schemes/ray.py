@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,10 +203,10 @@ class RayWeightSyncScheme(ClusterScheme):
             transports=transports,
             ctx=ctx,
         )
-        kinds = {type(link) for link in self._links.values()}
+        kinds = {type(link) for link in self._given_links()}
         # What one of these puts the others use, too; links of another kind need the bytes.
         self._shares = kinds <= {RayActorTransport}
-        for link in self._links.values():
+        for link in self._given_links():
             if isinstance(link, RayActorTransport):
                 link.model_id = self._model_id or "policy"
 
@@ -230,8 +231,11 @@ class RayWeightSyncScheme(ClusterScheme):
         finally:  # also when it failed: the tensors are the caller's again afterwards
             await self._puts_done()
 
+    def _given_links(self) -> list[Transport]:
+        return [] if self._trainer is None else list(self._trainer.links.values())
+
     async def _puts_done(self) -> None:
-        for link in self._links.values():
+        for link in self._given_links():
             if isinstance(link, RayActorTransport):
                 await link.idle()
         if self._objects is not None:
@@ -266,67 +270,53 @@ class RayWeightSyncScheme(ClusterScheme):
         return f"aiosync:{self._meeting}:{self._model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
-        self._published = str(address).encode()
-        await asyncio.to_thread(Notes.put, self.connection_info_name.encode(), self._published)
+        self._published, key = str(address).encode(), self.connection_info_name.encode()
+        put = functools.partial(_store()._internal_kv_put, namespace=_NAMESPACE)
+        try:
+            await asyncio.to_thread(put, key, self._published, True)
+        except Exception as exc:  # of any type; connect() and send() raise it
+            raise ConnectError(
+                f"the trainer could not be registered in the Ray cluster: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
 
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         need_cluster()
-        found = await asyncio.to_thread(Notes.find, self.connection_info_name.encode())
+        found = await asyncio.to_thread(_find, self.connection_info_name.encode())
         return None if found is None else (found.decode(), None)
 
     # -- closing -------------------------------------------------------------------------------
 
     async def _close_here(self) -> None:
         published, self._published = self._published, None
-        self._to_close.update(self._links.values())
+        self._to_close.update(self._given_links())
         connected = load_ray().is_initialized()  # before anything of Ray's connects again
         try:
             await super()._close_here()
         finally:
             if published is not None and connected and load_ray().is_initialized():
                 key = self.connection_info_name.encode()
-                withdrawing = asyncio.to_thread(Notes.forget, key, published)
+                withdrawing = asyncio.to_thread(_forget, key, published)
                 with contextlib.suppress(TimeoutError):  # workers find nobody there then
                     await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
 
-class Notes:
-    """Short notes that all processes of a Ray cluster can read: its internal key-value store.
-
-    Every call blocks for a round trip to the cluster's head, and fails with errors of many types.
-    """
-
-    @staticmethod
-    def put(key: bytes, value: bytes) -> None:
-        """Leave a note, in the place of an older one.
-
-        Raises:
-            ConnectError: The cluster did not take it.
-        """
-        try:
-            _store()._internal_kv_put(key, value, True, namespace=_NAMESPACE)
-        except Exception as exc:  # connect() and send() raise it
-            raise ConnectError(
-                f"the trainer could not be registered in the Ray cluster: "
-                f"{type(exc).__name__}: {exc}"
-            ) from exc
-
-    @staticmethod
-    def find(key: bytes) -> bytes | None:
-        """What was left under a key, as far as the cluster can say so now."""
-        try:
-            found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
-        except Exception:  # noqa: BLE001 - the caller looks again
-            return None
-        return None if found is None else bytes(found)
-
-    @staticmethod
-    def forget(key: bytes, value: bytes) -> None:
-        """Take a note back if it still says ``value``: somebody else may have left another one."""
-        with contextlib.suppress(Exception):  # the cluster has ended
-            if _store()._internal_kv_get(key, namespace=_NAMESPACE) == value:
-                _store()._internal_kv_del(key, namespace=_NAMESPACE)
-
-
 def _store() -> Any:
+    """The store of the cluster's head. Each call is a round trip, and may raise anything."""
     return importlib.import_module("ray.experimental.internal_kv")
+
+
+def _find(key: bytes) -> bytes | None:
+    """What the trainer left there, as far as the cluster can say so now."""
+    try:
+        found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
+    except Exception:  # noqa: BLE001 - the caller looks again
+        return None
+    return None if found is None else bytes(found)
+
+
+def _forget(key: bytes, value: bytes) -> None:
+    """Take a note back if it still says ``value``: somebody else may have left another one."""
+    with contextlib.suppress(Exception):  # the cluster has ended
+        if _find(key) == value:
+            _store()._internal_kv_del(key, namespace=_NAMESPACE)

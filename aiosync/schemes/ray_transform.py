@@ -23,6 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import DeviceMap
 from aiosync.transports._ray_store import landed, need_cluster
 from aiosync.transports.base import Transport
@@ -54,7 +55,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         super()._reset()
         self._ray_transform: Any = None
         self._remote: RayModuleTransformSender | None = None
-        self._inside: Any = None  # the transform, where this is the receiver in its actor
 
     def _set_transform(self, ray_transform: Any) -> None:
         """Name the transform; TorchRL's ``RayModuleTransform`` does so with itself."""
@@ -127,13 +127,15 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return RayModuleTransformSender(self._ray_transform)
 
     async def _connect_sender(
-        self, weights: Any, timeout: float | None, processes: Sequence[Any]
+        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
     ) -> None:
         self._remote = self.create_sender()
         starting = asyncio.ensure_future(
             self._remote.start(copy.copy(self), self._model_id or "policy", timeout)
         )
-        meeting = asyncio.ensure_future(super()._connect_sender(weights, timeout, processes))
+        meeting = asyncio.ensure_future(
+            super()._connect_sender(trainer, weights, timeout, processes)
+        )
         try:
             await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():
@@ -146,11 +148,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             await asyncio.gather(starting, meeting, return_exceptions=True)
 
     _promises = False  # the actor may replace its module, and tells nobody
-
-    def _resolve_target(self) -> Any:
-        if self._inside is not None:
-            return getattr(self._inside, "module", None)
-        return super()._resolve_target()
 
     async def _close_here(self) -> None:
         remote, self._remote = self._remote, None
@@ -229,6 +226,17 @@ class RayModuleTransformSender:
             await asyncio.wait({left}, timeout=_CLOSE_SECONDS)
 
 
+class _ModuleOf:
+    """The context of the receiver in an actor: its transform's module, also when it is another."""
+
+    def __init__(self, transform: Any) -> None:
+        self._transform = transform
+
+    def get_model(self, model_id: str) -> Any:
+        del model_id
+        return self._transform.module
+
+
 class RayModuleTransformReceiver:
     """A receiver with a loop and a thread of its own, for an actor whose methods block.
 
@@ -242,8 +250,8 @@ class RayModuleTransformReceiver:
     def __init__(
         self, scheme: RayModuleTransformScheme, transform: Any, model_id: str, ticket: bytes
     ) -> None:
-        scheme.init_on_receiver(model_id=model_id, model=transform.module, worker_idx=0)
-        scheme._inside = transform
+        self._context = _ModuleOf(transform)  # a scheme keeps a weak reference
+        scheme.init_on_receiver(model_id=model_id, context=self._context, worker_idx=0)
         self.ticket = ticket
         self._scheme = scheme
         self._key = (id(transform), model_id)

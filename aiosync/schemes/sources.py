@@ -10,11 +10,11 @@ A context is whatever owns the model: a collector, a server, a trainer. It may o
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
@@ -26,6 +26,7 @@ from aiosync.wire import DEFAULT_LIMITS
 
 __all__ = [
     "DeviceMap",
+    "Given",
     "NoWeakReference",
     "Sources",
     "as_model_id",
@@ -232,11 +233,6 @@ def resolve_sources(
         )
     )
     num_workers = _agree(num_workers, devices=devices, pipes=pipes)
-    for device in devices or ():
-        try:
-            torch.device(device)
-        except (RuntimeError, TypeError) as exc:
-            raise ConfigError(f"devices holds {device!r}, which is not a torch device") from exc
     return Sources(source, per_worker, device_map_fn, num_workers, pipes)
 
 
@@ -274,6 +270,71 @@ def is_per_worker(weights: Any) -> bool:
         and bool(weights)
         and all(hasattr(key, "__index__") for key in weights)
     )
+
+
+class Given:
+    """What ``init_on_*()`` was given, or was assigned since: a model, weights, or a context.
+
+    Attributes:
+        model_id: Name of the model.
+        model: A model.
+        weights: Weights.
+        loader: What takes weights in the place of both.
+        sources: What a sender sends.
+        context_ref: A weak reference to the owner of the model.
+    """
+
+    def __init__(self, model_id: str | None) -> None:
+        self.model_id = model_id
+        self.model: Any = None
+        self.weights: Any = None
+        self.loader: Any = None
+        self.sources = Sources()
+        self.context_ref: weakref.ref[Any] | None = None
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return None if self.context_ref is None else self.context_ref()
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        try:
+            self.context_ref = None if value is None else weakref.ref(value)
+        except TypeError as exc:
+            raise NoWeakReference(
+                f"a context is kept as a weak reference, which a {type(value).__name__} cannot "
+                "have: pass the model itself (model=, and num_workers= on the sender)"
+            ) from exc
+
+    def find(self) -> Any:
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        if self.model is not None:
+            return self.model
+        context = self.context
+        if context is None or self.model_id is None:
+            return None
+        return resolve_model(context, self.model_id)
+
+    def target(self) -> Any:
+        """What a receiver applies weights to; ``None`` as long as there is nothing."""
+        for given in (self.loader, self.weights, self.model):
+            if given is not None:
+                return given
+        try:
+            return self.find()
+        except AttributeError:
+            return None  # the context has no such model yet
+
+    def lacks(self) -> str | None:
+        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
+        if self.context_ref is None or self.target() is not None:
+            return None
+        context = self.context
+        if context is None:
+            return "the context is gone, as only a weak reference is kept"
+        name = self.model_id or "policy"
+        return f"the context, a {type(context).__name__}, has no model {name!r}"
 
 
 _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
@@ -346,15 +407,10 @@ def as_model_id(value: Any) -> str:
     Raises:
         ConfigError: It is not a str, or too long for a Hello.
     """
-    try:
-        if isinstance(value, str) and (nbytes := len(value.encode())):
-            # Before the Hello has been read, the other side's own Limits do not count.
-            if nbytes > (most := DEFAULT_LIMITS.max_name_nbytes):
-                raise ConfigError(f"model_id has {nbytes} bytes; at most {most} are allowed")
-            return value
-    except UnicodeEncodeError:  # half of a surrogate pair
-        pass
-    raise ConfigError(f"model_id must be a str of valid Unicode, got {value!r}")
+    most = DEFAULT_LIMITS.max_name_nbytes  # the other side's own count once it has read the Hello
+    if isinstance(value, str) and 0 < len(value.encode()) <= most:
+        return value
+    raise ConfigError(f"model_id must be a str of 1 to {most} bytes, got {value!r}")
 
 
 def model_or_fallback(context: object, model_id: str) -> Any:

@@ -17,7 +17,7 @@ from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import change_hooks, follow, met, not_met, receiver_of
+from aiosync.schemes.inside import change_hooks, follow, link_of, receiver_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
@@ -302,7 +302,8 @@ class WeightFeed:
     def _causes(self) -> list[tuple[float, str]]:
         """Since when, and why, it does not follow the source."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
-        why = None if self._connected else not_met(self._scheme)
+        link = None if self._connected else link_of(self._scheme)
+        why = None if link is None else link.why
         last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
         if receiver is None:
             return [(self._started, f"the source was not reached yet{last}"), *found]
@@ -348,7 +349,8 @@ class WeightFeed:
             epoch: Of what is about to be used. Of another one than the source had then, it is of a
                 trainer that came since, behind a weight server.
         """
-        answer = met(self._scheme)
+        link = link_of(self._scheme)
+        answer = None if link is None else link.answer
         if self.min_version is None and answer is not None and answer.version:
             known = epoch in (None, answer.epoch)
             self.gate.require(answer.version if known else 0, answer.epoch if known else None)

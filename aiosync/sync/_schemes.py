@@ -36,11 +36,10 @@ from aiosync.schemes.inside import (
     bind_early,
     check_open,
     guard_of,
-    is_closed,
-    is_inherited,
+    life_of,
+    publish_with,
     receiver_of,
     runs,
-    sender_at_once,
     sender_of,
 )
 from aiosync.schemes.options import (
@@ -175,7 +174,7 @@ class _Tenant:
         if self.owner is not None:
             return  # its collector or server closes no scheme: no mistake of the user's
         made = sender_of(self._scheme) is not None or receiver_of(self._scheme) is not None
-        if made and not is_closed(self._scheme):
+        if made and not life_of(self._scheme).closed:
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
                 ResourceWarning,
@@ -374,9 +373,9 @@ class WeightSyncScheme(SchemeOptions):
 
     def _proceed(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
-        held, at_once = self._lease, sender_at_once(self._scheme) if name == "send" else None
-        if at_once is not None and held is not None and held.valid:
-            report = held.at_once(functools.partial(at_once, *args, **kwargs))
+        held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
+        if publish is not None and held is not None and held.valid:
+            report = held.at_once(functools.partial(publish, self._scheme, *args, **kwargs))
             if report is not None:
                 return report
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
@@ -556,7 +555,8 @@ class WeightSyncScheme(SchemeOptions):
         held = self._lease
         if held is not None and held.valid:
             return held
-        if not is_inherited(self._scheme):
+        life = life_of(self._scheme)
+        if life.role is None or not life.inherited:
             self._scheme.abort()
         return None
 

@@ -363,8 +363,8 @@ MUTANTS = [
     ),
     Mutant(
         "a lost link is not replaced",
-        "schemes/base.py",
-        "None if self._pipe is not None or lasting == 0 else self._trainer,",
+        "schemes/roles.py",
+        "None if self.pipe is not None or lasting == 0 else kept,",
         "None,",
         contract("cut_link"),
     ),
@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "a scheme that is closed goes on connecting",
-        "schemes/base.py",
-        "task is not None and not self._inherited and task is not current_task():",
+        "schemes/roles.py",
+        "task is not None and not self.inherited and task is not current_task():",
         "False:",
         contract("close_wakes"),
     ),
@@ -386,7 +386,7 @@ MUTANTS = [
         "a copy has a role",
         "schemes/base.py",
         "        self._reset()\n\n    def __repr__",
-        "        self._reset()\n        self._role = 'receiver'\n\n    def __repr__",
+        "        self._reset()\n        self._life.role = 'receiver'\n\n    def __repr__",
         contract("pickling"),
     ),
     # -- the wire

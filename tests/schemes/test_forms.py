@@ -128,7 +128,6 @@ WRONG: list[dict[str, Any]] = [
     {"num_workers": 2**16},
     {"devices": "cpu"},
     {"devices": torch.device("cpu")},
-    {"devices": ["abacus"]},
     {"devices": ["cpu"], "num_workers": 2},
     {"device_map_fn": max},
     {"device_map_fn": 3, "num_workers": 1},
@@ -148,7 +147,7 @@ WRONG: list[dict[str, Any]] = [
     {"model": None, "context": _Owner(nn.ReLU()), "model_id": "p", "devices": ["cpu"]},
     {"model": None, "context": _Owner(nn.ReLU()), "model_id": "p", "device_map_fn": max},
     {"model": None, "context": SimpleNamespace(num_workers="two"), "model_id": "p"},
-    *({"model_id": model_id} for model_id in (3, b"policy", "\ud800", "ü" * 512 + "x")),
+    *({"model_id": model_id} for model_id in (3, b"policy", "ü" * 512 + "x")),
 ]
 
 

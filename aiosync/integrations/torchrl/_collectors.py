@@ -38,8 +38,7 @@ from aiosync.schemes.inside import (
     change_hooks,
     check_open,
     guard_of,
-    is_closed,
-    loop_of,
+    life_of,
     sender_of,
     separate,
     sources_of,
@@ -189,7 +188,7 @@ class CollectorOwner:
             if acts:
                 note_version(scheme, scheme.version)
             core = core_of(scheme)
-            sender, loop = sender_of(core), loop_of(core)
+            sender, loop = sender_of(core), life_of(core).loop
             if sender is not None:
                 owned = (self._collector, self._scheme)
                 close = sender.workers.on_empty = functools.partial(_close_after, owned)
@@ -313,7 +312,7 @@ def _close_after(
 ) -> None:
     """No worker is left: close the scheme once the collector is shut down. On the loop."""
     collector, scheme = (reference() for reference in owned)
-    if scheme is None or is_closed(core_of(scheme)) or scheme.worker_versions:
+    if scheme is None or life_of(core_of(scheme)).closed or scheme.worker_versions:
         return
     if collector is None or getattr(collector, "closed", False):
         scheme.abort()

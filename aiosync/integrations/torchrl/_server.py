@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiosync.errors import AiosyncError, ApplyError
-from aiosync.schemes.inside import belongs_to_torchrl, loop_of, receiver_of
+from aiosync.schemes.inside import belongs_to_torchrl, life_of, receiver_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
 
@@ -68,7 +68,7 @@ class ServerOwner:
         if name == "connect":
             self._note()
             scheme = self._scheme()
-            loop = None if scheme is None else loop_of(core_of(scheme))
+            loop = None if scheme is None else life_of(core_of(scheme)).loop
             if loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(self._look_after)

@@ -1,0 +1,573 @@
+"""What a scheme is: where it is in its life, and what it is in the trainer or in a worker.
+
+Must not import a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import logging
+import multiprocessing
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from torch import nn
+
+from aiosync._tasks import current_task, run_on_loop, running_loop
+from aiosync.errors import (
+    AiosyncError,
+    ConfigError,
+    ConnectTimeout,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportClosed,
+)
+from aiosync.protocol import as_index, as_indices
+from aiosync.receiver.guard import Guard, why_unguarded
+from aiosync.receiver.hooks import Relay, SchemeHooks, in_thread, run_hook
+from aiosync.receiver.reading import Methods
+from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.transform import Transform
+from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
+from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.schemes.sources import Given, is_per_worker
+from aiosync.sender import WeightSender
+from aiosync.sender.snapshots import SnapshotCopier
+from aiosync.tensors import Prepared, check_dtypes
+from aiosync.transports.base import Transport
+from aiosync.types import SendReport
+from aiosync.wire import Hello, Welcome
+
+if TYPE_CHECKING:
+    from aiosync.schemes.base import WeightSyncScheme
+
+__all__ = ["Life", "Trainer", "Worker", "named"]
+
+
+class Life:
+    """What becomes of one scheme, from when it was made or unpickled.
+
+    Attributes:
+        role: What it is, once it is.
+        connected: Whether ``connect()`` succeeded.
+        closed: Whether it was closed.
+        pid: The process in which it lives.
+        loop: The event loop of its ``connect()``.
+        connecting: The task inside of that.
+    """
+
+    def __init__(self) -> None:
+        self.role: Literal["sender", "receiver"] | None = None
+        self.connected: bool = False
+        self.closed: bool = False
+        self.pid: int = os.getpid()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.connecting: asyncio.Task[Any] | None = None
+
+    @property
+    def inherited(self) -> bool:
+        """Whether the process was forked since: what runs and what is open is the parent's."""
+        return self.pid != os.getpid()
+
+    def is_a(self, role: str) -> bool:
+        """Whether it has this role, in this process."""
+        return self.role == role and not self.inherited
+
+    def why_not_here(self, method: str, role: str | None) -> NoReturn:
+        """Raise why it is not connected, here, in this role or in any, as a method needs."""
+        if role is None:
+            self.check_has_role()
+        self.check_open()
+        role = role or self.role
+        doing = "sending" if role == "sender" else "receiving"
+        if self.role != role:
+            raise LocalProtocolError(
+                f"{method}(): Must be initialized on {role} before {doing} weights: call "
+                f"init_on_{role}() and connect() first"
+            )
+        if not self.connected:
+            raise LocalProtocolError(
+                f"{method}(): Must be synchronized on {role} before {doing} weights: "
+                "call scheme.connect() first, with `await` unless it is of aiosync.sync"
+            )
+        self.check_process()
+        raise LocalProtocolError(
+            "this scheme belongs to another event loop; connect and use it on one loop, or "
+            "use aiosync.sync from threads"
+        )
+
+    def check_open(self) -> None:
+        """Raise if it was closed."""
+        if self.closed:
+            raise TransportClosed(
+                "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
+            )
+
+    def check_process(self) -> None:
+        """Raise if it had a role, and the process was forked since."""
+        if self.role is not None and self.inherited:
+            done = "set up" if self.loop is None else "connected"
+            raise LocalProtocolError(
+                f"this scheme was {done} before the process forked; call init_on_receiver() and "
+                "connect() in the child"
+            )
+
+    def check_no_role(self, method: str) -> None:
+        """Raise if it was closed or has a role."""
+        self.check_open()
+        if self.role is not None:
+            raise LocalProtocolError(
+                f"{method}(): this object is already a {self.role}; pickle it or use "
+                "copy.copy(scheme) for the other side"
+            )
+
+    def check_has_role(self) -> None:
+        """Raise if it was closed or has no role."""
+        self.check_open()
+        if self.role is None:
+            raise LocalProtocolError(
+                "Neither init_on_sender nor init_on_receiver have been called. Call "
+                "init_on_sender() in the trainer and init_on_receiver() in a worker first"
+            )
+
+    def begin_to_connect(self, **not_given: object) -> int:
+        """Belong to this loop; how often the caller's task was cancelled before.
+
+        Raises:
+            LocalProtocolError: It may not connect now, or was given what is of the other role.
+        """
+        self.check_has_role()
+        self.check_process()
+        if self.loop is not None:
+            raise LocalProtocolError(f"Cannot synchronize weights on {self.role} twice.")
+        for name, value in not_given.items():
+            if value is not None:
+                raise LocalProtocolError(
+                    f"Cannot specify {name} on {self.role} side during synchronization."
+                )
+        self.loop = running_loop()
+        self.connecting = task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    def check_cancelled(self, error: BaseException, cancelled_before: int) -> None:
+        """Raise that it was closed while it connected, if only that has cancelled ``connect()``."""
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None:
+            if task.uncancel() <= cancelled_before:  # otherwise the caller cancelled it, too
+                raise TransportClosed("this scheme was closed while it connected") from None
+
+    def begin_to_close(self) -> bool:
+        """Let ``connect()`` raise ``TransportClosed``; whether it was not closed before."""
+        if self.closed:
+            return False
+        self.closed = True
+        task, self.connecting = self.connecting, None
+        if task is not None and not self.inherited and task is not current_task():
+            task.cancel()  # it goes on elsewhere
+        return True
+
+
+class Trainer:
+    """A scheme in the trainer. It refers to no scheme, so that a forgotten one is closed.
+
+    Args:
+        given: What is sent, to how many workers; and the model, or where it is found.
+        links: Links that were given, by worker.
+
+    Attributes:
+        links: As given.
+        runtime: What sends, once it connects.
+    """
+
+    def __init__(self, given: Given, links: Mapping[int, Transport]) -> None:
+        self.links = links
+        self.runtime: WeightSender | None = None
+        self._given = given
+        self._children: list[multiprocessing.process.BaseProcess] = []
+
+    def assign(self, name: str, value: Any) -> None:
+        """Send another model or other weights from now on; or look for it in another context."""
+        if name != "context":
+            self._given.sources.replace(value)
+            self._given.model = self._given.weights = None
+        setattr(self._given, name, value)
+
+    async def connect(
+        self,
+        scheme: WeightSyncScheme,
+        weights: Any,
+        timeout: float | None,
+        processes: Sequence[Any],
+    ) -> None:
+        """Let workers in, and bring them to the initial weights."""
+        self._children = multiprocessing.active_children()
+        copier = SnapshotCopier(
+            scheme._make_arena(),
+            scheme.strategy.extract_as,
+            check_dtypes(scheme.wire_dtype, "wire_dtype"),  # a mapping may have been changed since
+            scheme._planning_limits(),
+        )
+        self.runtime = sender = WeightSender(
+            model_id=self._given.model_id or "policy",
+            strategy=scheme.strategy_str,
+            num_workers=self._given.sources.num_workers,
+            expected=self._given.sources.expected,
+            require=scheme.require,
+            copier=copier,
+            meter=scheme._meter,
+            parts=not scheme.strict,
+            streaming=scheme._streaming(),
+            how=scheme._how,
+            first_version=scheme.first_version,
+        )
+        planned = self.plan(scheme, weights, initial=True)
+        for idx, link in self.links.items():
+            sender.workers.welcome(link, idx, given=True)
+        for idx, pipe in enumerate(self._given.sources.pipes or ()):
+            sender.workers.welcome(scheme.create_transport(pipe), idx, given=True)
+        scheme._start_listening(self, sender)
+        await sender.connect(planned, timeout=timeout, processes=processes)
+
+    def awaited(self) -> str:
+        """What ``connect()`` waits for."""
+        assert self.runtime is not None
+        ended = (
+            f"; process {each.pid}, which this one had started, ended with exit code "
+            f"{each.exitcode}"
+            for each in self._children
+            if each.exitcode
+        )
+        return self.runtime.workers.awaited(self.runtime.version) + "".join(ended)
+
+    def have(self) -> str:
+        """What there is, where a version is waited for."""
+        return f"the workers that are connected have versions {self.versions}"
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """What each connected worker has applied, as far as it is known."""
+        links = {} if self.runtime is None else self.runtime.workers.links
+        return {idx: link.applied for idx, link in links.items()}
+
+    def plan(
+        self, scheme: WeightSyncScheme, weights: Any, *, initial: bool = False
+    ) -> dict[int | None, Prepared]:
+        """What each worker gets, ready to be copied; under ``None`` what all of them get."""
+        assert self.runtime is not None
+        self.runtime.require = scheme.require  # it may have been assigned since
+        maker, given = self.runtime.copier, self._given
+        sources = given.sources
+        mapped = sources.per_worker or sources.device_map
+        if weights is None and sources.weights is not None and not mapped:  # as nearly always
+            return {None: maker.prepare(sources.weights)}
+        weights = sources.resolve(weights, given.context, given.model_id or "policy")
+        if weights is None and initial:
+            return {}
+        if weights is None:
+            lacks = given.lacks()
+            why = f" ({lacks})" if lacks else ""
+            raise ConfigError(
+                f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
+                "context= to init_on_sender()"
+            )
+        each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
+        return {
+            idx: maker.prepare(value, -1 if idx is None else idx) for idx, value in each.items()
+        }
+
+    def publish(
+        self,
+        scheme: WeightSyncScheme,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+        max_lag: int | None = None,
+    ) -> tuple[SendReport | None, Callable[[], None] | None]:
+        """What ``send()`` does where it waits for nobody, on a thread that keeps the loop idle.
+
+        Returns:
+            The report, or ``None`` with nothing done if somebody has to be waited for; and what is
+            to be called on the loop, if anything is.
+        """
+        started, sender, life = time.perf_counter(), self.runtime, scheme._life
+        if sender is None or not life.connected or life.closed or not sender.is_quiet():
+            return None, None
+        sources = self._given.sources
+        if sources.device_map or sources.per_worker or max_lag is not None:
+            return None, None  # a map is asked once a send
+        scheme._limit(timeout)
+        report = sender.publish(self.plan(scheme, weights), named(weights, worker_ids), started)
+        return report, sender.tell if report is not None and sender.has_to_tell() else None
+
+    def abort_links(self) -> None:
+        """End the links that were given, if nothing has taken them."""
+        for link in self.links.values():
+            link.abort()
+
+
+def named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
+    """Who is meant, ``None`` for all; weights for some workers mean these."""
+    if worker_ids is not None:
+        meant = as_indices("worker_ids", worker_ids)
+        if not meant:
+            raise ConfigError("worker_ids names nobody: leave it out to send to every worker")
+        return meant
+    if weights is None or not is_per_worker(weights):
+        return None
+    return {as_index("a worker's index", idx) for idx in weights}
+
+
+class Worker:
+    """A scheme in a worker.
+
+    Args:
+        given: The model that was given, or where it is found.
+        guard: Keeps its reads and updates apart.
+        methods: Methods of the model that are reads, beside its forward.
+        transform: Makes of an update what the model wants.
+        hooks: What is called on the way of an update.
+        pipe: A connection or a link to the trainer; ``None`` where the scheme finds it.
+
+    Attributes:
+        hooks: As given; may be changed.
+        pipe: As given.
+        runtime: What receives, once it is connected.
+        link: The link to the trainer, once it is dialled.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        guard: Guard,
+        *,
+        methods: Sequence[str],
+        transform: Transform | None,
+        hooks: SchemeHooks,
+        pipe: Any,
+    ) -> None:
+        self.hooks = hooks
+        self.pipe = pipe
+        self.runtime: WeightReceiver | None = None
+        self.link: KeptLink[Transport, Welcome] | None = None
+        self._given = given
+        self._guard = guard
+        self._methods = methods
+        self._transform = transform
+        self._session = secrets.token_bytes(16)
+        self._idx_chosen = False  # by the trainer, and not by the user
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def check(self, scheme: WeightSyncScheme, target: Any) -> None:
+        """Raise if updates could tear what reads a target."""
+        if isinstance(target, nn.Module):
+            Methods(self._guard, self._methods).check(target)
+        lacks = None if target is None else why_unguarded(target)
+        if lacks is not None and scheme.apply == "auto" and scheme.guard == "forward":
+            raise ConfigError(
+                f"a {type(target).__name__} {lacks}: construct the scheme "
+                "with guard='reading' and read inside `with scheme.reading():`, or with "
+                "apply='manual' and call apply_pending()"
+            )
+
+    def assign(self, scheme: WeightSyncScheme, name: str, value: Any) -> None:
+        """Set what the target is found by, and tell the receiver; all of it or nothing."""
+        if name != "context":
+            self.check(scheme, value)
+        receiver, given, life = self.runtime, self._given, scheme._life
+        if receiver is None or life.closed or life.inherited:
+            setattr(given, name, value)
+            return
+        before = getattr(given, name)
+        with receiver.applier.assigning():
+            setattr(given, name, value)
+            try:
+                run_on_loop(life.loop, receiver.applier.model_changed)
+            except BaseException:  # raised again: the caller sees it
+                setattr(given, name, before)
+                raise
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    async def connect(self, scheme: WeightSyncScheme, timeout: float | None, initial: bool) -> None:
+        """Meet the trainer, and apply the initial weights."""
+        clock = asyncio.get_running_loop().time
+        ends = None if timeout is None else clock() + timeout
+        model = self._given.target()
+        if model is None and initial and self._given.context_ref is None:
+            raise ConfigError(
+                "this worker has nothing to apply weights to: pass model=, weights=, load= or "
+                "context= to init_on_receiver(), or assign scheme.model after "
+                "connect(initial=False)"
+            )
+        await self.prepare(scheme, model)
+        self.link = kept = self._kept_link(scheme)
+        transport, welcome = await kept.connect(timeout)
+        lasting: float | None = getattr(scheme, "reconnect", 0.0)  # which only streams have
+        if not scheme._gives_up:
+            lasting = None
+        self.runtime = receiver = WeightReceiver(
+            transport,
+            resolve=self._given.target,
+            apply=scheme.apply,
+            copy=scheme.apply_copy or self._given.loader is not None,
+            strict=scheme.strict and scheme._strictly,
+            guard=self._guard,
+            install_hooks=scheme.guard == "forward",
+            methods=self._methods,
+            flipped=self._flipped,
+            relay=functools.partial(self._relay, scheme),
+            before_apply=self.hooks.before_apply,
+            transform=self._transform,
+            trainer=None if self.pipe is not None or lasting == 0 else kept,
+            lasting=lasting,
+            promises=scheme._promises,
+            meter=scheme._meter,
+            log=scheme._log,
+        )
+        receiver.applier.submit()  # guards the model
+        receiver.start()
+        # Only a weight server has a note: there will be weights.
+        if initial and scheme._subscribes and (welcome.version or welcome.note):
+            late = "the initial weights did not arrive"
+            note = f"; {welcome.note}" if welcome.note else ""
+            if not welcome.version:
+                late = f"the weight server got no version of {self._given.model_id!r}"
+                scheme._log("waiting", f"the weight server has no version yet{note}")
+            left = None if ends is None else max(0.0, ends - clock())
+            error = ConnectTimeout(f"{late} within {timeout or 0:g} s{note}")
+            await receiver.wait_for_first(welcome, timeout=left, late=error)
+        none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
+        scheme._log("joined", f"joined the trainer{none_yet}", receiver.version)
+        lacks = self._given.lacks() if scheme.apply == "auto" else None
+        if lacks is not None:  # a model that comes late, or a name that is wrong
+            warnings.warn(
+                f"{lacks}: updates wait until there is one, or until scheme.model is set",
+                stacklevel=2,
+            )
+
+    async def prepare(self, scheme: WeightSyncScheme, model: Any) -> None:
+        """Have a hook see to the model, before anything is received."""
+        if isinstance(model, nn.Module):  # may be the context's
+            self.check(scheme, model)
+        if self.hooks.prepare_model is not None:
+            await run_hook(self.hooks.prepare_model, model)
+
+    def _kept_link(self, scheme: WeightSyncScheme) -> KeptLink[Transport, Welcome]:
+        foreign = set[str]()
+
+        async def reach(left: Left, again: bool) -> Transport:
+            if self.pipe is not None:
+                return scheme.create_transport(self.pipe)
+            return await scheme._dial_trainer(left, again)
+
+        def say_hello(link: Transport, timeout: float | None) -> Awaitable[Welcome]:
+            return self._greet(scheme, link, timeout)
+
+        def final(error: AiosyncError) -> bool:
+            text = str(error)
+            if isinstance(error, RemoteProtocolError) and text not in foreign:
+                foreign.add(text)
+                scheme._log("waiting", f"who answers is no trainer: {text}", level=logging.WARNING)
+            return self.pipe is not None or scheme._is_final(error)
+
+        return KeptLink(
+            "the trainer",
+            reach,
+            say_hello,
+            nobody=scheme._nobody,
+            final=final if scheme._gives_up else None,
+            pauses=Backoff(longest=scheme._longest_pause),
+        )
+
+    async def _greet(
+        self, scheme: WeightSyncScheme, link: Transport, timeout: float | None
+    ) -> Welcome:
+        """The handshake on a link."""
+        receiver = self.runtime
+        epoch, version = (None, 0) if receiver is None else receiver.held
+        partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
+        hello = Hello(
+            role="receiver",
+            model_id=self._given.model_id or "policy",
+            pid=os.getpid(),
+            worker_idx=scheme._worker_idx,
+            strategy=scheme.strategy_str,
+            has_target=self._given.target() is not None and scheme.apply == "auto",
+            epoch=epoch if version else None,
+            version=version or None,
+            session=self._session,
+            subscribe=scheme._subscribes,
+            partial_epoch=partial[0],
+            partial_version=partial[1],
+            partial_nbytes=partial[2],
+            slots=link.slots is not None,
+        )
+        try:
+            welcome = await greet(link, hello, timeout=timeout)
+        except (ConfigError, Refused) as exc:
+            if not self._idx_chosen:
+                raise
+            scheme._worker_idx = None  # a new trainer may have given it to another worker
+            raise Refused(str(exc)) from exc
+        self._idx_chosen = self._idx_chosen or scheme._worker_idx is None
+        scheme._worker_idx = welcome.worker_idx
+        return welcome
+
+    def awaited(self) -> str:
+        """What ``connect()`` waits for."""
+        if self.runtime is not None or self.link is None:
+            return "the initial weights have not arrived"
+        return self.link.describe()
+
+    def have(self) -> str:
+        """What there is, where a version is waited for."""
+        assert self.runtime is not None
+        lost = self.runtime.lost
+        also = "" if lost is None else f", and the link was lost: {lost}"
+        return f"the model has version {self.runtime.version}{also}"
+
+    def abort_links(self) -> None:
+        """End the link, and what was given for one, if nothing has taken it."""
+        for each in (self.pipe, self.link):
+            if isinstance(each, Transport | KeptLink):
+                each.abort()
+
+    # -- what is called on the way of an update -------------------------------------------------
+
+    def _flipped(self, epoch: int, version: int) -> None:
+        applied = self.hooks.at_once
+        if applied is not None:
+            applied(epoch, version)
+
+    def _relay(self, scheme: WeightSyncScheme) -> Relay | None:
+        """What passes versions on: a hook, or the context."""
+        hooks, given = self.hooks, self._given
+        if given.context_ref is not None and hooks.relay is None and scheme._cascades:
+            if callable(getattr(given.context, "update_policy_weights_", None)):
+                hooks = dataclasses.replace(hooks, relay=functools.partial(self._cascade, scheme))
+        return hooks.after
+
+    async def _cascade(self, scheme: WeightSyncScheme, epoch: int, version: int) -> None:
+        """Have the context pass a version on, as TorchRL's does to the collectors below it."""
+        update = getattr(self._given.context, "update_policy_weights_", None)
+        if update is None:
+            return
+
+        def call() -> Any:
+            return update(policy_or_weights=scheme.weights, model_id=self._given.model_id)
+
+        if inspect.iscoroutinefunction(update):
+            async with scheme.reading():
+                await call()
+        else:  # it blocks, perhaps for this very loop
+            await in_thread(scheme.guarded(call))
