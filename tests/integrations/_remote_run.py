@@ -55,7 +55,12 @@ def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
 
     return RayCollector(
         num_collectors=outer,
-        ray_init_config={"num_cpus": 2, "include_dashboard": False, "log_to_driver": False},
+        ray_init_config={
+            "address": "local",  # and not a cluster of somebody else's, on the same machine
+            "num_cpus": 2,
+            "include_dashboard": False,
+            "log_to_driver": False,
+        },
         remote_configs={"num_cpus": 0.5, "num_gpus": 0, "memory": 2**26},
         **options,
     )
