@@ -8,13 +8,11 @@ side.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -522,14 +520,12 @@ class Backup:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pool = ThreadPoolExecutor(1, "aiosync-backup")
         self.begin()
 
     def begin(self) -> None:
         """Copy in a thread. The model must not change until :meth:`wait` returned."""
-        copied: Future[None] = Future()
-        run = functools.partial(self._run, copied)
-        threading.Thread(target=run, name="aiosync-backup", daemon=True).start()
-        self._copied = copied
+        self._copied = self._pool.submit(self._copy)
 
     def wait(self, timeout: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors and their values, once they are copied.
@@ -537,21 +533,17 @@ class Backup:
         Raises:
             SyncTimeout: Copying takes longer than ``timeout`` seconds.
         """
-        if not wait([self._copied], timeout).done:
-            raise SyncTimeout(f"the weights could not be copied within {timeout:g} s")
-        self._copied.result()
+        try:
+            self._copied.result(timeout)
+        except TimeoutError as exc:
+            late = f"the weights could not be copied within {timeout:g} s"
+            raise SyncTimeout(late) from exc
         return list(self._values.values())
 
     def close(self) -> None:
         """Let the copies go. Waits for the copy that is under way."""
-        wait([self._copied])
+        self._pool.shutdown()
         self._values = {}
-
-    def _run(self, copied: Future[None]) -> None:
-        try:
-            copied.set_result(self._copy())
-        except BaseException as exc:  # noqa: BLE001 - raised again by wait()
-            copied.set_exception(exc)
 
     @torch.no_grad()
     def _copy(self) -> None:
