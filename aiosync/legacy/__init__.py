@@ -24,7 +24,6 @@ from aiosync.legacy.schemes import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.legacy.strategy import WeightStrategy
 from aiosync.legacy.transports import MPTransport, SharedMemTransport, TransportBackend
 from aiosync.legacy.updaters import (
     DistributedWeightUpdater,
@@ -35,6 +34,7 @@ from aiosync.legacy.updaters import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+from aiosync.strategy import WeightStrategy
 
 __all__ = [
     "DistributedTransport",

@@ -1,8 +1,7 @@
-"""The older generation's transports that are no pipes: calls of remote collectors, and a store.
+"""The older generation's transports to collectors elsewhere, which take weights themselves.
 
-What travels in a call, and how, is Ray's or RPC's own business; both are loaded when they are
-needed. In a store are messages of the wire format: nothing is pickled, and no process group is
-touched. Must not import schemes.
+What travels, and how, is the business of Ray, RPC or ``torch.distributed``. Ray and RPC are loaded
+when they are needed. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -11,34 +10,32 @@ import contextlib
 import functools
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
-
-from torch.distributed import DistError
 
 from aiosync.errors import (
     AckTimeout,
     ApplyError,
     ConfigError,
-    LocalProtocolError,
     PeerClosed,
-    RemoteProtocolError,
     TransportBroken,
 )
-from aiosync.legacy.endpoint import Copier, Weights
+from aiosync.legacy.endpoint import Copier
 from aiosync.legacy.transports import Answered, Finish
-from aiosync.protocol import VersionClock
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors import FlatBuffer, Layout
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.transports._ray_store import need_cluster
-from aiosync.wire import ManifestMessage, Update, decode_header, encode_header
 
-__all__ = ["DistributedTransport", "RPCTransport", "RayActorTransport", "RayTransport"]
+__all__ = [
+    "DistributedTransport",
+    "RPCTransport",
+    "RayActorTransport",
+    "RayTransport",
+    "finish_ray_call",
+    "finish_rpc_call",
+]
 
-_PART_NBYTES = 4 * 2**20  # a TCPStore hangs at values above 8 MiB
-_PAUSE_SECONDS = (0.001, 0.05)  # first and last, between two looks at the store
+_PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the store
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -81,7 +78,7 @@ class RayTransport(_ByCall):
 
     def begin(self, model_id: str, weights: Any) -> Finish:
         """As for :class:`Answered`."""
-        return functools.partial(_finish_call, self._call(model_id, weights))
+        return functools.partial(finish_ray_call, self._call(model_id, weights))
 
     def _call(self, model_id: str, weights: Any) -> Any:
         return self._actor.update_policy_weights_.remote(self._put(weights), **_named(model_id))
@@ -94,16 +91,17 @@ class RayTransport(_ByCall):
     def check_connection(self) -> bool:
         """Whether the actor is alive; one that is busy counts as alive."""
         ray = need_cluster()
-        ready = self._actor.__ray_ready__.remote()
-        done, _ = ray.wait([ready], timeout=1.0)
         try:
-            ray.get(done)
+            ray.get(self._actor.__ray_ready__.remote(), timeout=1.0)
+        except ray.exceptions.GetTimeoutError:
+            return True
         except ray.exceptions.RayActorError:
             return False
         return True
 
 
-def _finish_call(sent: Any, timeout: float | None) -> None:
+def finish_ray_call(sent: Any, timeout: float | None) -> None:
+    """Wait for a call of an actor, and raise what went wrong."""
     ray = need_cluster()
     try:
         ray.get(sent, timeout=timeout)
@@ -113,9 +111,7 @@ def _finish_call(sent: Any, timeout: float | None) -> None:
         raise PeerClosed(f"the actor is gone: {exc}") from exc
     except ray.exceptions.RayError as exc:
         cause = getattr(exc, "cause", None) or exc
-        raise ApplyError(
-            f"the actor could not apply the weights: {cause}", remote_type=type(cause).__name__
-        ) from exc
+        raise ApplyError(f"the actor failed: {cause}", remote_type=type(cause).__name__) from exc
 
 
 class RayActorTransport(RayTransport):
@@ -180,20 +176,7 @@ class RPCTransport(_ByCall):
         remote = self.collector_rref.rpc_async(timeout=self.timeout)
         # RPC sends from the memory of the tensors, some time later.
         sent = remote.update_policy_weights_(_copied(weights), **_named(model_id))
-
-        def finish(timeout: float | None) -> None:
-            del timeout
-            try:
-                sent.wait()
-            except Exception as exc:  # whoever waits for the send sees it
-                name = getattr(self.collector_info, "name", self.collector_info)
-                if isinstance(exc, RuntimeError) and "timeout" in str(exc):
-                    raise AckTimeout(f"{name} did not answer within {self.timeout:g} s") from exc
-                raise ApplyError(
-                    f"{name} could not apply the weights: {exc}", remote_type=type(exc).__name__
-                ) from exc
-
-        return finish
+        return functools.partial(finish_rpc_call, sent)
 
     def check_connection(self) -> bool:
         """Whether the worker answers within a second."""
@@ -206,6 +189,17 @@ class RPCTransport(_ByCall):
         return True
 
 
+def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
+    """Wait for a call by RPC, which has a deadline of its own, and raise what went wrong."""
+    del timeout
+    try:
+        sent.wait()
+    except Exception as exc:  # of any type: RPC raises what was raised there
+        if isinstance(exc, RuntimeError) and "timeout" in str(exc):
+            raise AckTimeout(f"the RPC worker did not answer in time: {exc}") from exc
+        raise ApplyError(f"the RPC worker failed: {exc}", remote_type=type(exc).__name__) from exc
+
+
 def _named(model_id: str) -> dict[str, str]:
     return {} if model_id == "policy" else {"model_id": model_id}
 
@@ -216,63 +210,37 @@ def _copied(weights: Any) -> Any:
     return weights.detach().clone() if hasattr(weights, "detach") else weights
 
 
-# -- a store --------------------------------------------------------------------------------------
+# -- a store, and a process group -----------------------------------------------------------------
 
 
-class DistributedTransport(Answered):
-    """Weights for one worker through a store of ``torch.distributed``.
+class DistributedTransport(_ByCall):
+    """Sends weights to a worker of TorchRL's ``DistributedCollector``, in the way of its loop.
 
-    Both sides make one with the same rank, on stores of their own that are connected. Weights
-    travel through the process that has the store: for large models prefer the links of
-    :class:`aiosync.sync.DistributedWeightSyncScheme`.
+    That takes an order from a key of a store, receives one tensor after the other in the default
+    process group, and answers by another key; it does so when it has collected its batch. An order
+    is given only when the last one was taken, as it would overwrite it. Between processes of your
+    own use :class:`aiosync.sync.DistributedWeightSyncScheme` and ``connect()``.
 
     Args:
-        store: A ``torch.distributed`` store; the program's own, not closed.
+        store: The store of the collector; not closed.
         rank: Rank of the worker.
         sync: ``send_weights()`` waits until the worker answered.
-        timeout: Seconds that answers are waited for.
+        timeout: Seconds that answers are waited for; ``None`` for ever.
+
+    Attributes:
+        is_alive: Says whether the worker's process lives, if somebody knows.
     """
 
-    def __init__(self, store: Any, rank: int, sync: bool = True, *, timeout: float = 120.0) -> None:
+    def __init__(
+        self, store: Any, rank: int, sync: bool = True, *, timeout: float | None = 120.0
+    ) -> None:
         super().__init__(timeout)
         self._store = store
         self.rank = rank
         self.sync = sync
-        self._clock = VersionClock()
-        self._copier = Copier()
-        self._received = 0
-        self._unanswered: deque[int] = deque()
-
-    # One side sets a key, the other one reads and deletes it.
-
-    def _key(self, version: int, what: str) -> str:
-        return f"aiosync/legacy/{self.rank}/{version}/{what}"
-
-    def _set(self, version: int, what: str, value: bytes | str) -> None:
-        with _reaching():
-            self._store.set(self._key(version, what), value)
-
-    def _take(self, version: int, what: str) -> bytes:
-        with _reaching():
-            data = bytes(self._store.get(self._key(version, what)))
-            self._store.delete_key(self._key(version, what))
-        return data
-
-    def _wait(self, version: int, what: str, timeout: float | None) -> bytes | None:
-        give_up = None if timeout is None else time.monotonic() + timeout
-        pause = _PAUSE_SECONDS[0]
-        # A wait in the store would write to stderr when it ends without success, and keep
-        # Ctrl-C from being seen.
-        while not self._is_there(version, what):
-            if give_up is not None and time.monotonic() >= give_up:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_SECONDS[1])
-        return self._take(version, what)
-
-    def _is_there(self, version: int, what: str) -> bool:
-        with _reaching():
-            return bool(self._store.check([self._key(version, what)]))
+        self.is_alive: Callable[[], bool] = lambda: True
+        self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
+        self._owed: list[Any] = []  # what a worker that did not answer may still read
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights, and with ``sync`` wait until the worker said that it applied them.
@@ -284,94 +252,62 @@ class DistributedTransport(Answered):
             finish(self.timeout)
 
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`."""
-        copied, version = self._copier.copy(weights), self._clock.next()
-        update = copied.update(model_id, self._clock.epoch, version)
-        self._set(version, "manifest", encode_header(ManifestMessage(copied.layout.manifest)))
-        self._set(version, "update", encode_header(update))
-        for start in range(0, copied.layout.nbytes, _PART_NBYTES):
-            part = bytes(copied.payload[start : start + _PART_NBYTES])
-            self._set(version, f"part{start}", part)
-        self._set(version, "in", b"all")
-        copied.give_back()
-        return functools.partial(self._finish, version)
+        """As for :class:`Answered`; the weights have the names that the worker has."""
+        del model_id  # a worker has one
+        return self.order(Copier().copy(weights).rebuild("tensordict"))
 
-    def _finish(self, sent: int, timeout: float | None) -> None:
-        said = self._wait(sent, "out", timeout)
-        if said is None:
-            raise AckTimeout(
-                f"rank {self.rank} did not answer within {timeout or 0:g} s", version=sent
-            )
-        if said != b"updated":
-            text = said.decode(errors="replace")
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {text!r}")
+    def order(self, snapshot: Any) -> Finish:
+        """The same of a TensorDict that nobody changes any more."""
+        if self._owed:
+            self._finish(self.timeout)  # what was given up
+        self._wait(lambda: not self._store.check([self._order]), self.timeout)
+        self._owed = [snapshot]
+        with _reaching():
+            self._store.set(self._order, b"update_weights")
+            self._owed += snapshot.isend(self.rank, return_early=True)
+        return self._finish
 
-    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
-        """Wait for the next weights, in the order in which they were sent.
+    def _finish(self, timeout: float | None) -> None:
+        self._wait(lambda: self._store.check([self._answer]), timeout)
+        with _reaching():
+            status = self._store.get(self._answer)
+            self._store.delete_key(self._answer)
+            _, *futures = self._owed
+            self._owed = []
+            if status != b"updated":
+                raise ApplyError(f"rank {self.rank} answered {status!r}, and not 'updated'")
+            for future in futures:
+                future.wait()  # everything was received
 
-        Args:
-            timeout: Seconds; ``None`` waits until the store is gone.
-
-        Returns:
-            ``(model_id, weights)`` on memory of their own; ``None`` when none came in time.
-
-        Raises:
-            TransportBroken: The store is gone.
-            RemoteProtocolError: What came is not of this format.
-        """
-        version = self._received + 1
-        if self._wait(version, "in", timeout) is None:
-            return None
-        self._received = version
-        try:
-            found = self._read(version)
-        except RemoteProtocolError as exc:
-            self._set(version, "out", f"{type(exc).__name__}: {exc}")
-            raise
-        self._unanswered.append(version)
-        return found.model_id, found.rebuild()
-
-    def _read(self, version: int) -> Weights:
-        messages = [decode_header(self._take(version, name))[0] for name in ("manifest", "update")]
-        manifest, update = messages
-        if not (isinstance(manifest, ManifestMessage) and isinstance(update, Update)):
-            raise RemoteProtocolError("the store holds something other than weights")
-        layout = Layout(manifest.manifest)
-        starts = range(0, layout.nbytes, _PART_NBYTES)
-        payload = b"".join(self._take(version, f"part{start}") for start in starts)
-        if len(payload) != layout.nbytes or update.digest != layout.digest:
-            raise RemoteProtocolError("weights do not fit their manifest")
-        flat = FlatBuffer(layout.nbytes)
-        flat.memoryview()[:] = payload
-        return Weights.arrived(update.values, update.epoch, update.version, layout, flat)
-
-    def send_ack(self, message: str = "updated") -> None:
-        """Answer the oldest weights that were received and not answered.
-
-        Args:
-            message: ``"updated"`` for success; anything else is an error to the other side.
-
-        Raises:
-            LocalProtocolError: There are none (a ``RuntimeError``).
-            TransportBroken: The store is gone.
-        """
-        if not self._unanswered:
-            raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
-        self._set(self._unanswered.popleft(), "out", message)
+    def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
+        give_up = None if timeout is None else time.monotonic() + timeout
+        pause = _PAUSE_SECONDS[0]
+        # A wait in the store would write to stderr when it ends without success, and keep
+        # Ctrl-C from being seen.
+        with _reaching():
+            while not condition():
+                if not self.is_alive():
+                    raise PeerClosed(f"the process of rank {self.rank} has ended")
+                if give_up is not None and time.monotonic() >= give_up:
+                    raise AckTimeout(f"rank {self.rank} did not answer within {timeout or 0:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE_SECONDS[1])
 
     def check_connection(self) -> bool:
-        """Whether the store answers."""
+        """Whether the store answers, and the worker's process lives, if somebody knows."""
         try:
-            self._is_there(0, "in")
+            with _reaching():
+                self._store.check([self._answer])
         except TransportBroken:
             return False
-        return True
+        return self.is_alive()
 
 
 @contextlib.contextmanager
 def _reaching() -> Iterator[None]:
-    """Say what it means that the store raised something."""
+    """Say what it means that the store, or the group, raised something."""
     try:
         yield
-    except (DistError, RuntimeError) as exc:
-        raise TransportBroken(f"the store is gone: {exc}") from exc
+    except RuntimeError as exc:
+        text = str(exc).partition("\n")[0]
+        raise TransportBroken(f"the store or the process group failed: {text}") from exc

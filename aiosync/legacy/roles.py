@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import (
-    AiosyncError,
     ApplyError,
     ConfigError,
     LocalProtocolError,
     ManifestMismatch,
-    PartialSyncError,
     SyncTimeout,
-    TransportBroken,
 )
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
-from aiosync.legacy.strategy import WeightStrategy
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.schemes.inside import guard_of
 from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
+from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.tensors import Target
@@ -242,22 +239,20 @@ class WeightSender(OfScheme):
 
     def _wait(self, sending: Deliveries) -> None:
         """Wait for all, then raise what went wrong."""
-        began, late = time.monotonic(), []
+        late, sending.began = [], time.monotonic()
         if self._give_up is None:
-            self._give_up = began + _GRACE_SECONDS
+            self._give_up = sending.began + _GRACE_SECONDS
         for idx in list(sending.pending):
             transport, grace = self._transports[idx], self._give_up - time.monotonic()
             if isinstance(transport, MPTransport) and not transport.wait_for_peer(max(0.0, grace)):
                 late.append(idx)
                 continue
-            timeout = transport.timeout if isinstance(transport, Answered) else None
-            sending.finish(idx, timeout, began)
-        if sending.failed:
-            failed = {idx: _as_failure(idx, error) for idx, error in sending.failed.items()}
-            over_pipes = {idx for idx in failed if isinstance(self._transports[idx], MPTransport)}
-            gone = {idx for idx in over_pipes if not self._transports[idx].check_connection()}
-            self._lost |= gone
-            raise PartialSyncError(acked=sending.acked, failed=failed)
+            sending.finish(idx, transport.timeout if isinstance(transport, Answered) else None)
+        for idx in sending.failed:
+            transport = self._transports[idx]
+            if isinstance(transport, MPTransport) and not transport.check_connection():
+                self._lost.add(idx)
+        sending.raise_failures()
         if late:
             warnings.warn(
                 f"no worker has attached to the pipes of workers {late} yet: they get the newest "
@@ -279,19 +274,6 @@ def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
         return lambda _: None
     transport.send_weights_async(model_id, weights)
     return lambda _: transport.wait_ack() if hasattr(transport, "wait_ack") else None
-
-
-def _as_failure(idx: int, error: Exception) -> AiosyncError:
-    cause = error.__cause__
-    if isinstance(cause, ApplyError):
-        return ApplyError(
-            f"worker {idx} could not apply the weights: {cause}",
-            worker_idx=idx,
-            version=cause.version,
-            remote_type=cause.remote_type,
-        )
-    # Transports of users raise what they like.
-    return error if isinstance(error, AiosyncError) else TransportBroken(repr(error))
 
 
 # -- receiving ------------------------------------------------------------------------------------

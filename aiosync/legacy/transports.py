@@ -13,24 +13,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from aiosync.errors import (
+    AiosyncError,
     ApplyError,
     ConfigError,
     LocalProtocolError,
+    PartialSyncError,
     PeerClosed,
     RemoteProtocolError,
+    TransportBroken,
     TransportError,
 )
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
-from aiosync.legacy.strategy import WeightStrategy
+from aiosync.strategy import WeightStrategy
 from aiosync.sync import InitialSyncTransport
 from aiosync.tensors.tensordicts import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
     from tensordict import TensorDictBase
 
 __all__ = [
@@ -125,6 +125,7 @@ class Deliveries:
         pending: What waits for those that have yet to answer.
         acked: Those that have the weights.
         failed: Those that never will, and why.
+        began: From when on answers are waited for, by :func:`time.monotonic`.
 
     Args:
         copies: What is sent.
@@ -132,9 +133,10 @@ class Deliveries:
 
     def __init__(self, copies: Iterable[Weights] = ()) -> None:
         self._copies = list(copies)
+        self.began: float = time.monotonic()
         self.pending: dict[int, Finish] = {}
         self.acked: set[int] = set()
-        self.failed: dict[int, Exception] = {}
+        self.failed: dict[int, AiosyncError] = {}
 
     def begin(self, idx: int, begin: Callable[[], Finish]) -> None:
         """Begin with one of them.
@@ -149,16 +151,36 @@ class Deliveries:
         except (ConfigError, KeyError, LocalProtocolError):
             raise
         except Exception as exc:  # noqa: BLE001 - raised once all were served
-            self.failed[idx] = exc
+            self._fail(idx, exc)
 
-    def finish(self, idx: int, timeout: float | None, began: float) -> None:
-        """Wait for one of them, for so many seconds from ``began`` on."""
+    def finish(self, idx: int, timeout: float | None) -> None:
+        """Wait for one of them, for so many seconds from :attr:`began` on."""
+        left = None if timeout is None else max(0.0, self.began + timeout - time.monotonic())
         try:
-            left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
             self.pending.pop(idx)(left)
             self.acked.add(idx)
         except Exception as exc:  # noqa: BLE001 - raised once all were waited for
-            self.failed[idx] = exc
+            self._fail(idx, exc)
+
+    def _fail(self, idx: int, error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error.__cause__, ApplyError) else error
+        # Transports of users raise what they like.
+        known = cause if isinstance(cause, AiosyncError) else TransportBroken(repr(cause))
+        self.failed[idx] = known
+
+    def finish_all(self, timeout: float | None) -> None:
+        """Wait for all of them."""
+        for idx in list(self.pending):
+            self.finish(idx, timeout)
+
+    def raise_failures(self) -> None:
+        """Raise unless all have what was sent.
+
+        Raises:
+            PartialSyncError: Some do not.
+        """
+        if self.failed:
+            raise PartialSyncError(acked=self.acked, failed=self.failed)
 
     def give_back(self) -> None:
         """All have what was sent: its memory may be used again."""
@@ -220,17 +242,6 @@ class _OverPipes:
             end.abandon()
 
     __del__ = abort
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class PipeView:
@@ -467,11 +478,10 @@ class SharedMemTransport(_OverPipes):
                 end.call("send_weights", lambda: end.wait_for_ack(version, left))
             )
 
-        began, sending = time.monotonic(), Deliveries([copied])
+        sending = Deliveries([copied])
         for idx, end in enumerate(self._ends):
             sending.begin(idx, functools.partial(begin, end))
-        for idx in list(sending.pending):
-            sending.finish(idx, self.timeout, began)
+        sending.finish_all(self.timeout)
         if sending.failed:
             raise next(iter(sending.failed.values()))
         sending.give_back()

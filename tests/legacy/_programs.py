@@ -134,18 +134,6 @@ def wide(nbytes: int, value: float) -> torch.nn.Module:
     return model
 
 
-def check_roles(scheme: Any, attached: Any, nbytes: int) -> None:
-    """What a sender with links of its own does; ``attached`` calls the worker's methods."""
-    sender = scheme.get_sender()
-    for value in (1.0, 2.0):
-        weights = {"weight": torch.full((1, nbytes // 4), value)}
-        sender.send_async(weights)
-        weights["weight"].zero_()
-        sender.wait_async()
-        attached("receive", value * (nbytes // 4))
-    expect(aiosync.PartialSyncError, sender.send, {"weight": torch.zeros(3)})
-
-
 _attached: dict[str, Attached] = {}
 
 
@@ -164,54 +152,48 @@ def _check_rpc_roles(rpc: Any) -> None:
     attaching = rpc.rpc_async("process1", _attach, args=(scheme, nbytes))
     scheme.connect()
     attaching.wait()
-    check_roles(scheme, lambda *args: rpc.rpc_sync("process1", _tell, args=args), nbytes)
+    sender = scheme.get_sender()
+    for value in (1.0, 2.0):
+        weights = {"weight": torch.full((1, nbytes // 4), value)}
+        sender.send_async(weights)
+        weights["weight"].zero_()
+        sender.wait_async()
+        rpc.rpc_sync("process1", _tell, args=("receive", value * (nbytes // 4)))
+    expect(aiosync.PartialSyncError, sender.send, {"weight": torch.zeros(3)})
     rpc.rpc_sync("process1", _tell, args=("shutdown",))
     scheme.shutdown()
 
 
 def distributed_program(rank: int, port: int) -> None:
-    """The default group belongs to the program, and goes on working."""
+    """A sender with a worker that has TorchRL's loop, in the program's default group."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=2)
-    nbytes = 8 * 2**20  # more than travels beside Gloo
-    older, newer = (legacy.DistributedWeightSyncScheme(store=store, timeout=20.0) for _ in "ab")
     if rank == 0:
-        sender = older.create_sender()
-        sender.register_worker(0, (store, 1))
-        newer.init_on_sender(model_id="policy", num_workers=1)
-        for value in (1.0, 2.0):
-            sender.send({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
-        newer.connect()
-        check_roles(newer, _asking(dist), nbytes)
+        transport = legacy.DistributedWeightSyncScheme().create_transport((store, 1))
+        assert isinstance(transport, legacy.TransportBackend)
+        assert transport.receive_weights() is None
+        weights = td(1.0)
+        transport.send_weights_async("policy", weights)
+        weights["weight"].zero_()  # a snapshot was taken
+        transport.wait_ack()
+        transport.send_weights("policy", {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
+        expect(aiosync.ApplyError, transport.send_weights, "policy", td(-1.0))
+        assert transport.check_connection()
+        transport.timeout = 0.2
+        expect(TimeoutError, transport.send_weights, "policy", td(3.0))
     else:
-        model = torch.nn.Linear(2, 1)
-        receiver = older.create_receiver()
-        receiver.register_model(model)
-        receiver.register_worker_transport((store, 1))
-        for value in (1.0, 2.0):
-            assert receiver.receive(timeout=20.0)
-            assert model.weight.detach().tolist() == [[value] * 2]
-        attached = Attached(newer, nbytes)
-        for value in (1.0, 2.0):
-            attached.receive(value * (nbytes // 4))
-            dist.barrier()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total == 2.0
+        for expected, answer in ((2.0, "updated"), (0.0, "updated"), (-2.0, "no")):
+            assert store.get("NODE_1_in") == b"update_weights"
+            store.delete_key("NODE_1_in")
+            received = td(9.0)
+            received.recv(0)
+            assert float(received["weight"].sum()) == expected
+            store.set("NODE_1_out", answer)
     dist.barrier()
-    newer.shutdown()
     dist.destroy_process_group()
-
-
-def _asking(dist: Any) -> Any:
-    def ask(name: str, value: float) -> None:
-        del name, value  # the worker knows what comes
-        dist.barrier()
-
-    return ask
 
 
 def rpc_program(rank: int, port: int) -> None:

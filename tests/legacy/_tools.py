@@ -46,12 +46,11 @@ def td(value: float = 1.0) -> TensorDict:
 
 
 def transport(kind: str, pipe: Any) -> Any:
-    """A transport over one end of a pipe."""
-    if kind == "MPTransport":
-        return legacy.MPTransport(pipe)
-    shared = legacy.SharedMemTransport()
-    shared.register_pipe(pipe)
-    return shared
+    """A transport over one end of a pipe, for as long as a block."""
+    made: Any = legacy.MPTransport(pipe) if kind == "MPTransport" else legacy.SharedMemTransport()
+    if kind != "MPTransport":
+        made.register_pipe(pipe)
+    return contextlib.closing(made)
 
 
 def refuses(*mistakes: tuple[type[Exception], str, Callable[[], Any]]) -> None:

@@ -110,7 +110,7 @@ def test_the_two_sides_may_differ(sender: str, receiver: str, strategy: str) -> 
 @pytest.mark.parametrize(("make", "strategy"), [(MP, "state_dict"), (SHM, "tensordict")])
 def test_a_transport_that_comes_late_gets_the_newest(make: Any, strategy: str) -> None:
     mine, theirs = Pipe()
-    with make(strategy=strategy) as scheme, legacy.MPTransport(theirs) as transport:
+    with make(strategy=strategy) as scheme, workers.transport("MPTransport", theirs) as transport:
         scheme.init_on_sender(model_id="policy", pipes=[mine])
         sender = scheme.get_sender()
         for value in (1.0, 2.0):
@@ -231,26 +231,24 @@ def test_a_registered_buffer_of_a_scheme() -> None:
         while not buffer["bias"].all():
             time.sleep(0.001)
         os._exit(0)
-    with scheme, scheme.create_transport(None) as transport:
-        assert transport.policy_weights["policy"] is buffer
-        transport.send_weights("policy", td())
-        assert buffer["bias"].tolist() == [1.0, 1.0]
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        register = transport.register_weights
-        workers.refuses(
-            (KeyError, "not registered", lambda: transport.send_weights("critic", td())),
-            (RuntimeError, "registered already", lambda: register("policy", td())),
-            (ValueError, "TensorDict", lambda: register("critic", ones())),
-        )
-        twin = pickle.loads(pickle.dumps(scheme))
-        transport.send_weights("policy", td(2.0))
-        assert twin.policy_weights["policy"]["bias"].tolist() == [1.0, 1.0]  # nothing is aliased
+    transport = scheme.create_transport(None)
+    assert transport.policy_weights["policy"] is buffer
+    transport.send_weights("policy", td())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    register = transport.register_weights
+    workers.refuses(
+        (KeyError, "not registered", lambda: transport.send_weights("critic", td())),
+        (RuntimeError, "registered already", lambda: register("policy", td())),
+        (ValueError, "TensorDict", lambda: register("critic", ones())),
+    )
+    twin = pickle.loads(pickle.dumps(scheme))
+    transport.send_weights("policy", td(2.0))
+    assert twin.policy_weights["policy"]["bias"].tolist() == [1.0, 1.0]  # nothing is aliased
 
 
 def test_a_scheme_sees_what_its_transport_registers() -> None:
-    with SHM() as scheme, scheme.create_transport(None) as transport:
-        for value in (1.0, 2.0):
-            transport.send_weights("policy", td(value))
-            assert scheme.policy_weights["policy"]["bias"].tolist() == [value] * 2
-    with legacy.NoWeightSyncScheme() as scheme:
-        scheme.create_transport(None).send_weights("policy", ones())
+    scheme = SHM()
+    for value in (1.0, 2.0):
+        scheme.create_transport(None).send_weights("policy", td(value))
+        assert scheme.policy_weights["policy"]["bias"].tolist() == [value] * 2
+    legacy.NoWeightSyncScheme().create_transport(None).send_weights("policy", ones())

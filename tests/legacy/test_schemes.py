@@ -47,7 +47,6 @@ def test_the_strategy() -> None:
     assert strategy.extract_as == "tensordict"
     model = tools.filled(0.0)
     workers.refuses(
-        (ValueError, "None", lambda: strategy.extract_weights(None)),
         (ValueError, "int", lambda: strategy.extract_weights(3)),
         (ValueError, "zip", lambda: legacy.WeightStrategy("zip")),  # type: ignore[arg-type]
         (ValueError, "int", lambda: strategy.apply_weights(model, 3)),

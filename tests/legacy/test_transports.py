@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.distributed import HashStore
 
 import aiosync
 from aiosync import legacy
@@ -35,24 +33,15 @@ def _td(value: float) -> TensorDict:
 
 
 @contextlib.contextmanager
-def _ends(kind: str) -> Iterator[tuple[Any, Any]]:
+def _ends() -> Iterator[tuple[legacy.MPTransport, legacy.MPTransport]]:
     """Both ends of a link."""
-    if kind == "store":
-        store: Any = HashStore()
-        scheme = legacy.DistributedWeightSyncScheme()
-        yield scheme.create_transport((store, 1)), legacy.DistributedTransport(store, 1)
-    else:
-        one, two = Pipe()
-        with legacy.MPTransport(one) as left, legacy.MPTransport(two) as right:
-            yield left, right
+    left, right = map(legacy.MPTransport, Pipe())
+    with contextlib.closing(left), contextlib.closing(right):
+        yield left, right
 
 
-either = pytest.mark.parametrize("kind", ["pipe", "store"])
-
-
-@either
-def test_weights_keep_their_form_and_are_copies(kind: str) -> None:
-    with _ends(kind) as (one, two):
+def test_weights_keep_their_form_and_are_copies() -> None:
+    with _ends() as (one, two):
         assert isinstance(one, legacy.TransportBackend)
         assert one.check_connection()
         assert two.receive_weights(timeout=0.05) is None
@@ -73,7 +62,7 @@ def test_weights_keep_their_form_and_are_copies(kind: str) -> None:
 
 def test_nothing_is_lost_between_weights_and_answers() -> None:
     """Both ends send, and each first looks for something else than what comes first."""
-    with _ends("pipe") as (one, two):
+    with _ends() as (one, two):
         for value in range(3):
             one.send_weights_async("policy", _td(float(value)))
             two.send_weights_async("critic", _td(float(-value)))
@@ -88,9 +77,8 @@ def test_nothing_is_lost_between_weights_and_answers() -> None:
         assert one.receive_weights(timeout=0.01) is None
 
 
-@either
-def test_answers_that_say_no_or_do_not_come(kind: str) -> None:
-    with _ends(kind) as (left, right):
+def test_answers_that_say_no_or_do_not_come() -> None:
+    with _ends() as (left, right):
         workers.refuses(
             (RuntimeError, "No async send is pending", left.wait_ack),
             (RuntimeError, "nothing to acknowledge", right.send_ack),
@@ -113,17 +101,14 @@ def test_answers_that_say_no_or_do_not_come(kind: str) -> None:
 
 def test_answers_are_waited_for_as_long_as_workers_take_to_start() -> None:
     one, two = Pipe()
-    with legacy.MPTransport(one) as transport, two:
-        assert transport.timeout == 60.0
-    one, two = Pipe()
-    with workers.transport("SharedMemTransport", one) as shared, two:
-        assert shared.timeout == 60.0
+    with two, workers.transport("SharedMemTransport", one) as shared:
+        assert shared.timeout == legacy.MPTransport(Pipe()[0]).timeout == 60.0
         shared.timeout = 0.2
         workers.refuses((TimeoutError, "", lambda: shared.send_weights("policy", _td(1.0))))
 
 
 def test_closing() -> None:
-    with _ends("pipe") as (one, two):
+    with _ends() as (one, two):
         two.send_weights_async("policy", _td(1.0))
         for _ in range(2):
             two.close()
@@ -135,7 +120,7 @@ def test_closing() -> None:
         one.close()
         workers.refuses((aiosync.TransportClosed, "", one.receive_weights))
         assert not one.check_connection()
-    forgotten, other = (legacy.MPTransport(end) for end in Pipe())
+    forgotten, other = map(legacy.MPTransport, Pipe())
     assert forgotten.check_connection()
     assert other.check_connection()
 
@@ -144,10 +129,10 @@ def test_closing() -> None:
 
 
 def _take_and_end(pipe: Any, kind: str) -> None:
-    transport = workers.transport(kind, pipe)
-    transport.receive_weights(timeout=tools.PATIENCE)
-    transport.send_ack()
-    os._exit(0)  # at once, before anything can be sent behind our back
+    with workers.transport(kind, pipe) as transport:
+        transport.receive_weights(timeout=tools.PATIENCE)
+        transport.send_ack()
+        os._exit(0)  # at once, before anything can be sent behind our back
 
 
 @pytest.mark.parametrize("kind", ["MPTransport", "SharedMemTransport"])
@@ -178,7 +163,7 @@ def _receiver_of(transport: Any, model: Any) -> legacy.WeightReceiver:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> None:
-    with _ends("pipe") as one, _ends("pipe") as two:
+    with _ends() as one, _ends() as two:
         sender: Any = _Given("state_dict").create_sender()
         for idx, (link, _) in enumerate((one, two)):
             sender.register_worker(idx, link)
@@ -214,35 +199,29 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
 def test_shared_memory_of_many_models_and_pipes() -> None:
     one, two = Pipe(), Pipe()
     left, right = (workers.transport("SharedMemTransport", end) for end in one)
-    with left, right:
-        right.register_pipe(two[1])
-        assert right.receive_weights(timeout=0.01) is None
-        state = {"net.weight": torch.ones(2000), "net.bias": torch.zeros(1)}
+    state = {"net.weight": torch.ones(2000), "net.bias": torch.zeros(1)}
+    with left as sender, right as receiver:
+        receiver.register_pipe(two[1])
+        assert receiver.receive_weights(timeout=0.01) is None
         for number in range(20):  # nobody takes them meanwhile
-            left.send_weights(f"model{number}", state)
+            sender.send_weights(f"model{number}", state)
+        receiver.receive_weights(timeout=None)  # the other pipe stays silent
+        assert len(receiver.policy_weights) == 20
         state["net.weight"].fill_(5.0)
-        right.receive_weights(timeout=None)  # the other pipe stays silent
-        assert len(right.policy_weights) == 20
-        for transport in (left, right):
-            assert transport.policy_weights["model3"]["net", "weight"].unique().tolist() == [1.0]
-            transport.send_ack()
-            transport.check_ack()
-        waiting = threading.Thread(target=right.receive_weights, args=(None,))
-        right.receive_weights()
-        waiting.start()  # waits for either pipe
-        last = workers.transport("SharedMemTransport", two[0])
-        last.send_weights("model4", state)
-        waiting.join(tools.PATIENCE)
-        assert not waiting.is_alive()
-        assert right.policy_weights["model4"]["net", "weight"].unique().tolist() == [5.0]
-        last.close()
-        left.send_weights("model3", state)
-        right.receive_weights(timeout=tools.PATIENCE)  # from the other one
-        assert right.policy_weights["model3"]["net", "weight"].unique().tolist() == [5.0]
-        assert left.check_connection()
-        right.close()
-        tools.until(lambda: not left.check_connection())
-        workers.refuses((aiosync.PeerClosed, "", lambda: left.send_weights("model3", state)))
+        for each in (sender, receiver):
+            assert each.policy_weights["model3"]["net", "weight"].unique().tolist() == [1.0]
+            each.send_ack()
+            each.check_ack()
+        with tools.threads(lambda: receiver.receive_weights(None)):  # waits for either pipe
+            with workers.transport("SharedMemTransport", two[0]) as last:
+                last.send_weights("model4", state)
+        assert receiver.policy_weights["model4"]["net", "weight"].unique().tolist() == [5.0]
+        sender.send_weights("model3", state)
+        receiver.receive_weights(timeout=tools.PATIENCE)  # from the one that is left
+        assert receiver.policy_weights["model3"]["net", "weight"].unique().tolist() == [5.0]
+        receiver.close()
+        tools.until(lambda: not sender.check_connection())
+        workers.refuses((aiosync.PeerClosed, "", lambda: sender.send_weights("model3", state)))
 
 
 # -- calls of remote objects --------------------------------------------------------------------

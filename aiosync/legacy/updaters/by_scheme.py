@@ -16,24 +16,19 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import math
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import rpc
 
-from aiosync.errors import (
-    AckTimeout,
-    AiosyncError,
-    ApplyError,
-    ConfigError,
-    LocalProtocolError,
-    PartialSyncError,
-)
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
+from aiosync.legacy.transports import Deliveries, Finish
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
 from aiosync.legacy.updaters.worker import WorkerCollector, receive
 from aiosync.sync import (
@@ -42,7 +37,6 @@ from aiosync.sync import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.transports._ray_store import need_cluster
 from aiosync.types import SendReport
 
 __all__ = ["MultiProcessedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater"]
@@ -121,11 +115,8 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         # Somebody who is dead is reported once to who wants everybody.
         everybody = set(indices) == set(range(self._num_workers()))
         chosen = None if everybody else indices
-        self.last_report = scheme.send(weights, chosen, timeout=self._seconds)
-
-    @property
-    def _seconds(self) -> float:
-        return math.inf if self.timeout is None else self.timeout
+        seconds = math.inf if self.timeout is None else self.timeout
+        self.last_report = scheme.send(weights, chosen, timeout=seconds)
 
 
 class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
@@ -230,17 +221,16 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
         self.policy_weights = policy_weights
         self._installed: set[int] = set()
 
-    @abc.abstractmethod
-    def _workers(self) -> Sequence[Any]:
-        """The remote collectors."""
+    _scheme_class: ClassVar[type[WeightSyncScheme]]
+    _workers_name: ClassVar[str]  # of the remote collectors, here and in the collector
 
     @abc.abstractmethod
-    def _make(self) -> WeightSyncScheme:
-        """Open a scheme of the engine."""
-
-    @abc.abstractmethod
-    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
         """Begin to call :func:`receive` in a worker; returns what waits for the end."""
+
+    def _workers(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
+        return found
 
     def _num_workers(self) -> int:
         return len(self._workers())
@@ -251,43 +241,18 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
         if self._scheme is None:
             self._installed.clear()
-        scheme = self._scheme or self._make()
+        scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
         missing = [idx for idx in indices if idx not in self._installed]
         if not missing:
             return scheme
         workers, own = self._workers(), copy.copy(scheme)
-        calls: dict[int, Callable[[float], Any]] = {}
-        failed: dict[int, AiosyncError] = {}
-        give_up = time.monotonic() + self._seconds
+        connecting = Deliveries()
         for idx in missing:
-            try:
-                calls[idx] = self._call(workers[idx], own, idx)
-            except RuntimeError as exc:
-                failed[idx] = _translated(idx, exc)
-        for idx, wait in calls.items():
-            try:
-                wait(max(0.0, give_up - time.monotonic()))
-                self._installed.add(idx)
-            except Exception as exc:  # noqa: BLE001 - of any type; in the PartialSyncError
-                failed[idx] = _translated(idx, exc)
-        if failed:
-            raise PartialSyncError(failed=failed)
+            connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
+        connecting.finish_all(self.timeout)
+        self._installed |= connecting.acked
+        connecting.raise_failures()
         return scheme
-
-
-def _translated(idx: int, error: Exception) -> AiosyncError:
-    # Ray has the error of a task inside of its own; RPC has its text. Neither need be there.
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, AiosyncError):
-        return cause
-    text = str(cause).strip().partition("\n")[0]
-    if isinstance(error, TimeoutError) or "RPC ran for more than" in text:
-        return AckTimeout(f"worker {idx} did not answer in time: {text}", worker_ids=[idx])
-    return ApplyError(
-        f"no receiver could be made in worker {idx}: {text}",
-        worker_idx=idx,
-        remote_type=type(cause).__name__,
-    )
 
 
 class RPCWeightUpdater(_RemoteWeightUpdater):
@@ -310,6 +275,9 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
     refused the weights or did not answer in time.
     """
+
+    _scheme_class = RPCWeightSyncScheme
+    _workers_name = "collector_rrefs"
 
     def __init__(
         self,
@@ -348,19 +316,12 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
             weights if policy_or_weights is None else policy_or_weights, worker_ids
         )
 
-    def _workers(self) -> Sequence[Any]:
-        found: Sequence[Any] = self._known("collector_rrefs", self.collector_rrefs)
-        return found
-
-    def _make(self) -> WeightSyncScheme:
-        return self._open(RPCWeightSyncScheme, reconnect=0.0)
-
-    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
         # Zero is for ever.
         done = rpc.rpc_async(
             worker.owner(), receive_by_rpc, args=(worker, scheme, idx), timeout=self.timeout or 0.0
         )
-        return lambda _: done.wait()
+        return functools.partial(finish_rpc_call, done)
 
 
 def receive_by_rpc(reference: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
@@ -387,6 +348,9 @@ class RayWeightUpdater(_RemoteWeightUpdater):
     refused the weights or did not answer in time.
     """
 
+    _scheme_class = RayWeightSyncScheme
+    _workers_name = "remote_collectors"
+
     def __init__(
         self,
         policy_weights: Any = None,
@@ -405,13 +369,5 @@ class RayWeightUpdater(_RemoteWeightUpdater):
         self._left_out[worker_id] = self._left_out[worker_id] + 1 if skip else 0
         return skip
 
-    def _workers(self) -> Sequence[Any]:
-        found: Sequence[Any] = self._known("remote_collectors", self.remote_collectors)
-        return found
-
-    def _make(self) -> WeightSyncScheme:
-        return self._open(RayWeightSyncScheme, reconnect=0.0)
-
-    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Callable[[float], Any]:
-        done, ray = worker.__ray_call__.remote(receive, scheme, idx), need_cluster()
-        return lambda left: ray.get(done, timeout=None if math.isinf(left) else left)
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
+        return functools.partial(finish_ray_call, worker.__ray_call__.remote(receive, scheme, idx))

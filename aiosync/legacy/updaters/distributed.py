@@ -1,10 +1,8 @@
 """The updater of distributed collectors.
 
-The loop of a worker is TorchRL's: it takes ``b"update_weights"`` from a key of a store, receives
-one tensor after the other in the default process group, and answers by another key. There is no
-place for a receiver of ours, so this speaks that protocol: from a snapshot, to all workers at the
-same time, with deadlines, and looking whether the workers live. An order is given only when the
-last one was taken, as it would overwrite it. Must not import torchrl.
+The loop of a worker is TorchRL's, and there is no place for a receiver of ours. So this sends by
+the older generation's transport, which speaks with that loop: from a snapshot, to all workers at
+the same time, with deadlines, and looking whether the workers live. Must not import torchrl.
 """
 
 from __future__ import annotations
@@ -12,27 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import nn
 
-from aiosync.errors import (
-    AckTimeout,
-    AiosyncError,
-    ApplyError,
-    ConfigError,
-    LocalProtocolError,
-    PartialSyncError,
-    PeerClosed,
-    TransportBroken,
-)
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.legacy.remote import DistributedTransport
+from aiosync.legacy.transports import Deliveries
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
 from aiosync.legacy.updaters.worker import make_private
 
 __all__ = ["DistributedWeightUpdater"]
-
-_PAUSE_SECONDS = (0.0005, 0.01)  # first and last
 
 
 class DistributedWeightUpdater(AtOnceWeightUpdater):
@@ -73,7 +62,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         self._store = store
         self.policy_weights = policy_weights
         self.num_workers = num_workers
-        self._owed: dict[int, list[Any]] = {}  # workers that did not answer, and what they read
+        self._transports: dict[int, DistributedTransport] = {}
 
     def register_collector(self, collector: Any) -> None:
         """Remember the collector, and have its workers get policies of their own.
@@ -121,72 +110,23 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             )
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()
         copy_weights(snapshot, weights)
-        store = self._known("_store", self._store)
-        give_up = None if self.timeout is None else time.monotonic() + self.timeout
-        calls = {idx: self._call(store, idx, snapshot) for idx in workers}
-        acked: set[int] = set()
-        failed: dict[int, AiosyncError] = {}
-        pause = _PAUSE_SECONDS[0]
-        while calls:
-            for idx in list(calls):
-                try:
-                    next(calls[idx])
-                    self._check_alive(idx, give_up)
-                    continue
-                except StopIteration:
-                    acked.add(idx)
-                except AiosyncError as exc:
-                    failed[idx] = exc
-                except RuntimeError as exc:  # also what torch.distributed raises
-                    text = str(exc).partition("\n")[0]
-                    failed[idx] = TransportBroken(f"the link to worker {idx} failed: {text}")
-                del calls[idx]
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_SECONDS[1])
-        if failed:
-            raise PartialSyncError(acked=acked, failed=failed)
+        sending = Deliveries()
+        for idx in workers:
+            transport = self._transport(idx)
+            if self.timeout is not None:
+                transport.timeout = max(0.0, sending.began + self.timeout - time.monotonic())
+            sending.begin(idx, functools.partial(transport.order, snapshot))
+        sending.finish_all(self.timeout)
+        sending.raise_failures()
 
-    def _call(self, store: Any, idx: int, snapshot: Any) -> Iterator[None]:
-        """One update of one worker: free the way, order and send, wait for the answer.
-
-        Yields where it has to wait.
-
-        Raises:
-            RuntimeError: The store or the group failed.
-            ApplyError: The worker answered something else.
-        """
-        order, answer = f"NODE_{idx + 1}_in", f"NODE_{idx + 1}_out"
-        if idx in self._owed:  # the answer to an update that was given up
-            while not store.check([answer]):
-                yield
-            store.delete_key(answer)
-            del self._owed[idx]
-        while store.check([order]):
-            yield
-        # Until the answer is there, somebody may read the snapshot.
-        self._owed[idx] = [snapshot]
-        store.set(order, b"update_weights")
-        self._owed[idx] += snapshot.isend(idx + 1, return_early=True)
-        while not store.check([answer]):
-            yield
-        status = store.get(answer)
-        store.delete_key(answer)
-        _, *futures = self._owed.pop(idx)
-        if status != b"updated":
-            raise ApplyError(f"Expected 'updated' but got status {status!r}.", worker_idx=idx)
-        for future in futures:
-            future.wait()  # everything was received
-
-    def _check_alive(self, idx: int, give_up: float | None) -> None:
-        jobs = getattr(self.collector, "jobs", ())
-        is_alive = getattr(jobs[idx], "is_alive", None) if idx < len(jobs) else None
-        if is_alive is not None and not is_alive():
-            raise PeerClosed(f"the process of worker {idx} (rank {idx + 1}) has ended")
-        if give_up is not None and time.monotonic() > give_up:
-            raise AckTimeout(
-                f"worker {idx} (rank {idx + 1}) did not answer within {self.timeout:g} s",
-                worker_ids=[idx],
-            )
+    def _transport(self, idx: int) -> DistributedTransport:
+        if idx not in self._transports:
+            store, jobs = self._known("_store", self._store), getattr(self.collector, "jobs", ())
+            made = DistributedTransport(store, idx + 1, timeout=self.timeout)
+            if idx < len(jobs):
+                made.is_alive = getattr(jobs[idx], "is_alive", made.is_alive)
+            self._transports[idx] = made
+        return self._transports[idx]
 
 
 def _private_when_unpickled(policy: nn.Module) -> nn.Module:

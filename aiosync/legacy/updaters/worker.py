@@ -12,18 +12,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.sync import WeightSyncScheme
-from aiosync.tensors.match import is_shared
 
 __all__ = ["WorkerCollector", "make_private", "receive"]
-
-_receivers: weakref.WeakKeyDictionary[Any, WeightSyncScheme] = weakref.WeakKeyDictionary()
 
 
 def make_private(module: Any) -> Any:
@@ -35,20 +31,10 @@ def make_private(module: Any) -> Any:
     Returns:
         The same module.
     """
-    if not isinstance(module, nn.Module):
-        return module
-    moved: dict[int, torch.UntypedStorage] = {}
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        if is_lazy(tensor) or not (tensor.is_cuda or is_shared(tensor)):
-            continue
-        storage = tensor.untyped_storage()
-        new = moved.get(storage.data_ptr())
-        if new is None:
-            new = moved[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]  # of torch
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            # Views of one storage stay views of one storage.
-            tensor.data = empty.set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(module, nn.Module):
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if not is_lazy(tensor):
+                tensor.data = tensor.data.clone()
     return module
 
 
@@ -91,11 +77,7 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
     except BaseException:  # goes on to the trainer
         scheme.abort()
         raise
-    older = _receivers.get(collector)
-    if older is not None:  # of an updater that was replaced
-        older.shutdown()
-    _receivers[collector] = scheme
-    weakref.finalize(collector, scheme.abort)
+    weakref.finalize(collector, scheme.abort)  # which keeps it as long
 
 
 class WorkerCollector:
