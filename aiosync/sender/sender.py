@@ -569,22 +569,20 @@ class WeightSender:
                 self._settle(tracker)
             elif tracker.look_at <= now:
                 tracker.look_at = min(now + NEXT_SECONDS, ends)
-                self._say_waiting(tracker, now - tracker.started)
+                workers, version = self.workers, tracker.version
+                idle = [
+                    f"worker {idx} (process {workers.record(idx).pid})"
+                    for idx in sorted(tracker.waiting)
+                ]
+                say_waiting(
+                    f"send() of version {version}",
+                    now - tracker.started,
+                    tracker.timeout,
+                    f"{', '.join(idle)} did not answer",
+                    model=workers.model_id,
+                    version=version,
+                )
         self._look_by(min((each.look_at for each in self._sends.values()), default=math.inf))
-
-    def _say_waiting(self, tracker: SendTracker, elapsed: float) -> None:
-        idle = [
-            f"worker {idx} (process {self.workers.record(idx).pid})"
-            for idx in sorted(tracker.waiting)
-        ]
-        say_waiting(
-            f"send() of version {tracker.version}",
-            elapsed,
-            tracker.timeout,
-            f"{', '.join(idle)} did not answer",
-            model=self.workers.model_id,
-            version=tracker.version,
-        )
 
     # -- workers that look for themselves ------------------------------------------------------
 
@@ -607,25 +605,25 @@ class WeightSender:
         """Whether :meth:`tell` has something to do."""
         return (
             self._bell is None
-            or bool(self.workers.waiting)
             or self.workers.changed.is_waited_for
             or any(
-                each.link and each.link.publisher and each.link.publisher.bell
-                for each in self.workers.records.values()
+                link.wanted is not None or (link.publisher and link.publisher.bell)
+                for link in [each.link for each in self.workers.records.values()]
+                if link is not None
             )
         )
 
     def tell(self) -> None:
         """Tell those who wait for a version that there is one, and look later who took it."""
         workers = self.workers
-        if workers.waiting:
-            workers.answer_all()
         workers.changed.notify()
         for record in list(workers.records.values()):
             link = record.link
-            publisher = None if link is None else link.publisher
-            if link is not None and publisher is not None and publisher.bell and link.is_behind:
-                link.ring()
+            if link is not None:
+                if link.wanted is not None:
+                    workers.answer(link)
+                if link.publisher is not None and link.publisher.bell and link.is_behind:
+                    link.ring()
         if self._bell is None and self.copier.arena is not None:
             self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 

@@ -85,12 +85,12 @@ class ChunkWriter:
         transport: The link.
         streaming: How.
         hello: What the worker said; it may have a part of an update already.
+        owes: To which version it owes an answer, if it does.
         on_stall: Called with the error when the worker does not answer.
 
     Attributes:
         sent_nbytes: Bytes of payloads that the link took.
         resumed_nbytes: Those that did not have to be sent again.
-        owed: The version to which the worker owes an answer; 0 for none.
         most_at_once: Bytes of an update that is one small chunk.
     """
 
@@ -100,6 +100,7 @@ class ChunkWriter:
         streaming: Streaming,
         hello: Hello,
         *,
+        owes: Callable[[], int | None],
         on_stall: Callable[[AiosyncError], None],
     ) -> None:
         self.sent_nbytes: int = 0
@@ -107,11 +108,11 @@ class ChunkWriter:
         self._transport = transport
         self._streaming = streaming
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        self._owes = owes
         self._on_stall = on_stall
-        self.owed: int = 0
         self.most_at_once: int = min(_NOWAIT_NBYTES, streaming.chunk_nbytes)
         self._timer: asyncio.TimerHandle | None = None
-        self._progress = (0, 0)  # as it was seen last
+        self._progress: tuple[int, int | None] = (0, None)  # as it was seen last
 
     def steps(
         self, epoch: int, snapshot: Snapshot
@@ -160,15 +161,13 @@ class ChunkWriter:
 
     # -- the worker's answer -------------------------------------------------------------------
 
-    def watch(self, version: int) -> None:
-        """From now on the worker owes an answer to this update; its deadline runs."""
-        self.owed = version
+    def watch(self) -> None:
+        """From now on the worker owes an answer; its deadline runs."""
         if self._timer is None:
             self._look()
 
     def close(self) -> None:
         """The link is gone."""
-        self.owed = 0
         if self._timer is not None:
             self._timer.cancel()
 
@@ -178,9 +177,10 @@ class ChunkWriter:
         The timer is left to run when the answer comes: making one is as dear as a small send.
         """
         self._timer, timeout, channel = None, self._streaming.stall_timeout, self._transport.channel
-        if not self.owed or timeout is None:
+        owed = self._owes()
+        if owed is None or timeout is None:
             return
-        progress = (0 if channel is None else channel.written_nbytes, self.owed)
+        progress = (0 if channel is None else channel.written_nbytes, owed)
         if progress != self._progress:
             self._progress = progress
             self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
@@ -189,7 +189,7 @@ class ChunkWriter:
             AckTimeout(
                 f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
                 "was dropped and may connect again",
-                version=self.owed,
+                version=owed,
             )
         )
 
@@ -237,7 +237,13 @@ class WorkerLink:
         if hello.slots:
             self.publisher = transport.publisher
         if registry.streaming is not None and transport.slots is None:
-            self.stream = ChunkWriter(transport, registry.streaming, hello, on_stall=self.lose)
+            self.stream = ChunkWriter(
+                transport,
+                registry.streaming,
+                hello,
+                owes=lambda: self.outbox.unreceived,
+                on_stall=self.lose,
+            )
         self._since = time.monotonic()
         self._registry = registry
         self._queue = Chain()  # what waits for the link
@@ -420,7 +426,7 @@ class WorkerLink:
         """
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
         if self.stream is not None:
-            self.stream.watch(version)  # the manifest may be stuck, too
+            self.stream.watch()  # the manifest may be stuck, too
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
@@ -446,8 +452,6 @@ class WorkerLink:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
         elif epoch == self.outbox.epoch:  # it cannot be said, and the link is as it was
-            if self.stream is not None and version == self.outbox.unreceived:
-                self.stream.owed = 0
             self._registry.on_outcomes(self, self.outbox.give_up(version, without_frames(error)))
 
     # -- what the worker sees without being told -----------------------------------------------
@@ -523,8 +527,6 @@ class WorkerLink:
             if message.epoch == self.outbox.epoch and message.status is not AckStatus.NACK:
                 self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
-            if self.stream is not None and self.outbox.unreceived is None:
-                self.stream.owed = 0
             self._registry.on_outcomes(self, outcomes)  # some wait for no more than that it arrived
             if self.outbox.queue:
                 self._pump()

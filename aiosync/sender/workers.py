@@ -106,7 +106,6 @@ class WorkerRegistry:
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: Why the last ones were not let in.
         initial: Of whom the initial weights are still being copied; ``None`` for everybody.
-        waiting: Those that asked for a version that is not here yet.
         history: What workers get that join later.
         changed: Wakes those who wait for anything of this.
         on_empty: Called when the last worker's link was lost.
@@ -147,7 +146,6 @@ class WorkerRegistry:
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
-        self.waiting: set[WorkerLink] = set()
         self.history: History = History(parts)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
@@ -358,10 +356,8 @@ class WorkerRegistry:
             return
         version = self.history.for_worker(link.idx).version
         if version < link.wanted:
-            self.waiting.add(link)  # a later send answers
-            return
+            return  # a later send answers
         link.wanted = None
-        self.waiting.discard(link)
         if not version or link.has(version):
             link.say(Current(self.clock.epoch, version))
         else:
@@ -369,7 +365,7 @@ class WorkerRegistry:
 
     def answer_all(self) -> None:
         """There is a new version: answer those who wait for one."""
-        for link in list(self.waiting):
+        for link in self.links.values():
             self.answer(link)
 
     def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
@@ -400,7 +396,6 @@ class WorkerRegistry:
 
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """A worker's link has ended."""
-        self.waiting.discard(link)
         self.num_changes += 1
         record = self.records.get(link.idx)
         if record is not None and record.link is link:

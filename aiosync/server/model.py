@@ -137,8 +137,6 @@ class ServedModel:
             workers.history.clear()
             for link in workers.links.values():
                 link.begin_epoch(epoch)
-                if link.wanted is not None:
-                    workers.waiting.add(link)
         workers.history.add(None, snapshot)
         for link in workers.links.values():
             if link.hello.subscribe and not link.has(snapshot.version):
