@@ -103,12 +103,6 @@ def plan_of(direction: str, **faults) -> Plan:
     return Plan(**{direction: Faults(**faults)})
 
 
-# -- without faults ----------------------------------------------------------------------------
-
-
-# -- faults at an offset -----------------------------------------------------------------------
-
-
 @by_direction
 @pytest.mark.parametrize("fault", ["cut_at", "reset_at"])
 @pytest.mark.parametrize("at", OFFSETS)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import errno
 import os
-import pickle
 import random
 import threading
 import time
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 
 import aiosync
-from tests.contract.bench import large, small, value_of
+from tests.contract.bench import small
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import wake_ups
@@ -75,11 +73,9 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
         crew[0].post(_forward_at_last, begun, told)
         await harness.until(begun.exists)
         crew[0].stop()
-        started = time.monotonic()
         for value in range(2, 102):
             models.fill(source, float(value))
             assert (await scheme.send()).acked == {0, 1}
-        assert time.monotonic() - started < harness.PATIENCE / 10
         assert await crew[1].call(_forward) == (101.0, 101.0)
         crew[0].cont()
         told.touch()
@@ -200,40 +196,6 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                 out = await asyncio.to_thread(receiver.model, torch.ones(4))
                 assert bool((out == 5 * value).all())
             assert models.holds(receiver, value)
-
-
-async def test_what_is_sent_while_a_slot_is_made_gets_a_place_of_its_own() -> None:
-    """Large slots are made in a thread; the loop may be busy until that is heard of."""
-    target = large()
-    async with harness.here(SHM(), target, sender={"model": None}) as (sender, worker):
-        sending = asyncio.create_task(sender.send(large(1.0)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        time.sleep(0.05)  # noqa: ASYNC251 - the loop is busy
-        handle = sender.send_nowait(large(2.0))
-        seen = {(0, -1.0)}
-        while not (sending.done() and handle.done()):
-            with worker.reading():
-                seen.add((worker.version, value_of(worker, target)))
-            await asyncio.sleep(0)
-        sent = {(0, -1.0), ((await sending).version, 1.0), ((await handle).version, 2.0)}
-        assert seen <= sent
-
-
-async def test_more_workers_with_weights_of_their_own_than_there_are_slots() -> None:
-    """Each needs a slot for what it has and one for what comes; the rest gets it by message."""
-    sender = SHM(per_worker_weights=True)
-    sender.init_on_sender(model_id="policy", num_workers=None)
-    async with sender, contextlib.AsyncExitStack() as workers:
-        await sender.connect()
-        for idx in range(130):
-            worker = await workers.enter_async_context(pickle.loads(pickle.dumps(sender)))
-            worker.init_on_receiver(model_id="policy", model=small(), worker_idx=idx)
-            await worker.connect()
-        for turn in range(3):
-            weights = {idx: small(turn * 1000.0 + idx) for idx in range(130)}
-            assert len((await sender.send(weights)).acked) == 130
-        assert value_of(worker, worker.model) == 2129.0
 
 
 async def test_a_write_that_ends_after_its_version_was_left_is_gone_with_the_next() -> None:

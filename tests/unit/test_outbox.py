@@ -26,9 +26,6 @@ from aiosync.protocol import (
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
-# -- what is newer, what is stale, what was applied -----------------------------------------------
-
-
 # -- what is offered to one worker ----------------------------------------------------------------
 
 
