@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -53,22 +52,31 @@ class Hub:
 
 
 def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
-    """The arrays as one block of memory that nothing can write to, if they lie in a row.
+    """The arrays as one block of memory that other processes neither see change nor change.
 
     The object store is mapped writable by every process of a node. The block is a second
     mapping of the same memory, read-only: a write through it ends the process instead of
-    changing what others compute with.
+    changing what others compute with. Where that cannot be made, as the arrays do not lie in a row
+    or not in shared memory, it is a copy.
 
     Args:
         arrays: Flat arrays of bytes, as they came out of the store.
-        nbytes: Of all of them.
+        nbytes: Of all of them, at least 1.
 
     Returns:
-        A ctypes array that keeps ``arrays`` alive, or ``None`` where this cannot be done: they
-        do not lie in a row, not in shared memory, or the system is not Linux.
+        A buffer that is aligned to 64 bytes, and keeps alive what it needs.
     """
-    if not sys.platform.startswith("linux") or not nbytes:
-        return None
+    block = _second_mapping(arrays, nbytes)
+    if block is None:
+        import numpy
+
+        own = numpy.empty(nbytes + 64, numpy.uint8)
+        block = own[-own.ctypes.data % 64 :][:nbytes]
+        numpy.concatenate(arrays, out=block)
+    return block
+
+
+def _second_mapping(arrays: Sequence[Any], nbytes: int) -> Any:
     start: int = arrays[0].__array_interface__["data"][0]
     at = start
     for array in arrays:
@@ -133,15 +141,9 @@ def _unpack(
     leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
     values: dict[str, Any],
 ) -> dict[str, Any]:
-    import numpy
     import torch
 
-    block = flat_memory(arrays, nbytes)
-    if block is None and nbytes:  # private memory, where writing harms nobody
-        own = numpy.empty(nbytes + 64, numpy.uint8)
-        own = own[-own.ctypes.data % 64 :][:nbytes]
-        numpy.concatenate(arrays, out=own)
-        block = own
+    block = flat_memory(arrays, nbytes) if nbytes else None
     weights: dict[str, Any] = {}
     for names, dtype_name, shape, offset, size in leaves:
         dtype = getattr(torch, dtype_name)

@@ -416,12 +416,8 @@ class RayPlane(DataPlane):
         if buffers is not None:
             await self._objects.threads.run(lambda: copy_bytes(arrays, buffers))
             return buffers, None
-        block = _ray_actor.flat_memory(arrays, nbytes)
-        if block is None:
-            own: NDArray[np.uint8] = np.empty(nbytes + ALIGNMENT, np.uint8)
-            block = own[-own.ctypes.data % ALIGNMENT :][:nbytes].data
-            await self._objects.threads.run(lambda: copy_bytes(arrays, [block]))
-        return [memoryview(block).cast("B")], (next(_regions), 0)
+        block = memoryview(_ray_actor.flat_memory(arrays, nbytes))
+        return [block.cast("B")], (next(_regions), 0)
 
     async def _take(self, name: str, ticket: bytes) -> Any:
         self._check()

@@ -196,17 +196,9 @@ class Credentials:
         """TLS for the side that listens, or ``None``.
 
         Raises:
-            ConfigError: There is no certificate, a file cannot be used, or the
-                ``ssl.SSLContext`` is of the side that dials.
+            ConfigError: There is no certificate, or a file cannot be used.
         """
-        if isinstance(self.tls, TLS):
-            return self.tls.listening_context()
-        if self.tls is not None and self.tls.protocol == ssl.PROTOCOL_TLS_CLIENT:
-            raise ConfigError(
-                "this ssl.SSLContext is for the side that dials: the side that listens needs "
-                "ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) with a certificate"
-            )
-        return self.tls
+        return self.tls.listening_context() if isinstance(self.tls, TLS) else self.tls
 
     def dialling_context(self) -> ssl.SSLContext | None:
         """TLS for the side that dials, or ``None``."""

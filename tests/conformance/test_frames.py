@@ -17,7 +17,6 @@ import pytest
 from aiosync.errors import (
     FrameTooLarge,
     PeerClosed,
-    RecvTimeout,
     RemoteProtocolError,
     TransportBroken,
     TransportClosed,
@@ -171,29 +170,3 @@ async def test_a_peer_that_ends_in_a_frame_and_one_that_ends_between_two(kind: s
                 await receiving
                 with pytest.raises(PeerClosed):
                     await transport.recv()
-
-
-async def write_after(start: asyncio.Task[None], peer: FdPeer, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the other end may refuse to go on
-        await start
-        await peer.write(data)
-
-
-async def test_a_deadline_in_a_frame_loses_nothing_before_the_payload_and_tears_none(
-    kind: str,
-) -> None:
-    payload = payload_of(kind)
-    whole, header_end = frame(1, payload), len(frame(1))
-    for end in (5, PREFIX_NBYTES, header_end - 1, header_end + len(payload) // 2):
-        async with raw(kind) as (peer, transport):
-            await peer.write(whole[: min(end, header_end)])
-            start = asyncio.create_task(peer.write(whole[header_end:end]))
-            with pytest.raises(RecvTimeout):
-                await transport.recv(timeout=0.02)
-            rest = asyncio.create_task(write_after(start, peer, whole[end:]))
-            try:
-                await arrives(transport, 1, payload)
-            except TransportBroken:
-                assert end > header_end
-                await stays_broken(transport)
-            await rest

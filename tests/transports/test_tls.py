@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import socket
 import ssl
 import time
@@ -51,20 +50,6 @@ async def pair(
         left = await TCPTransport.accept(sock, credentials=Credentials(tls=context))
         await stack.enter_async_context(left)
         yield left, await stack.enter_async_context(await dialling)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_large_payloads_in_both_directions_at_once(version: ssl.TLSVersion) -> None:
-    data = [random.Random(seed).randbytes(2**20) for seed in (1, 2)]
-    async with pair(version=version) as (left, right):
-        *_, at_right, at_left = await asyncio.gather(
-            left.send(UPDATE, [data[0]]),
-            right.send(UPDATE, [data[1]]),
-            right.recv(into=lambda _, nbytes: [bytearray(nbytes)]),
-            left.recv(into=lambda _, nbytes: [bytearray(nbytes)]),
-        )
-        assert [bytes(got.payload[0]) for got in (at_right, at_left)] == data
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (100,) * 50, (16_385, 70_000, 5), (300_000, 1)])
