@@ -233,7 +233,6 @@ class WeightReceiver:
 
     def _on_message(self, received: Received) -> None:
         if self._closed:  # and the link is about to be
-            received.release()
             return
         message = received.message
         self._outgoing.check()

@@ -185,14 +185,12 @@ class UpdateReader:
                 return None
         elif isinstance(received.key, tuple):  # the link's own memory, which it lends
             lent = self._map(received.key, received.payload[0])
-            take_back = received.release
-            return Staged(epoch, version, layout, lent, values, take_back, *more, lent=True)
+            return Staged(epoch, version, layout, lent, values, _nothing, *more, lent=True)
         else:
             landing, self._landing = self._landing, None
             if landing is None:
                 landing = self._buffers.take(layout.nbytes)
                 _fill(landing, received)
-            received.release()
         give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
@@ -312,6 +310,10 @@ class UpdateReader:
         if self.slots is not None:
             self.slots.close()
             self.slots = None
+
+
+def _nothing() -> None:
+    """Memory of a link goes with its last view."""
 
 
 def _fill(flat: FlatBuffer, received: Received) -> None:

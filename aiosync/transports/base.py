@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     ClassVar,
@@ -66,10 +66,6 @@ place, so that it can look at them while they are in the cache; the call must no
 """
 
 
-def _no_release() -> None:
-    return None
-
-
 @dataclass(slots=True)
 class Received:
     """One message that arrived, with its payload.
@@ -78,8 +74,6 @@ class Received:
         message: The decoded message.
         payload: The payload's buffers: those that the lender gave, or the transport's own.
         nbytes: Bytes of the payload in total.
-        release: Give the transport's own buffers back. The payload must not be read after it.
-            Idempotent; does nothing when the buffers were lent.
         key: Names the transport's own memory that the payload lies in, if it does: equal keys
             on one link are the same memory. ``None`` when the buffers were lent.
         ext: What the peer's transport added for this one.
@@ -88,7 +82,6 @@ class Received:
     message: Message
     payload: Sequence[memoryview] = ()
     nbytes: int = 0
-    release: Callable[[], None] = field(default=_no_release)
     key: Hashable | None = None
     ext: Mapping[str, ExtValue] | None = None
 
@@ -198,7 +191,7 @@ class Transport(abc.ABC):
 
         Args:
             into: Lends the buffers that the payload lands in. Without it the transport's own
-                memory is used; call :meth:`Received.release` when done.
+                memory is used, which goes with its last view.
             timeout: Seconds until the message is complete, 10 ms at least; ``None`` waits for ever.
 
         Raises:

@@ -93,7 +93,6 @@ async def arrives(transport: Transport, version: int, payload: bytes = b"") -> N
     received = await transport.recv()
     assert received.message == update(version)
     assert b"".join(received.payload) == payload
-    received.release()
 
 
 async def stays_broken(transport: Transport) -> None:

@@ -209,7 +209,8 @@ async def killed(shared_memory: bool) -> None:
         assert time.monotonic() - begun < 1.0
         assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
         assert isinstance(caught.value.failed[1], (PeerClosed, TransportBroken))
-        assert f"actor the second ({actor_id})" in str(caught.value.failed[1])
+        if shared_memory:  # of one on another node its address is known
+            assert f"actor the second ({actor_id})" in str(caught.value.failed[1])
         fill(model, 3.0)
         third = await scheme.send()
         assert third.acked == {0}
