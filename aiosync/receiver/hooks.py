@@ -1,20 +1,43 @@
-"""What the owner of a model does when updates come. Must not import transports."""
+"""What users have done with updates on their way into a model: hooks, and transforms.
+
+A transform changes them: other names, other dtypes, fused tensors. It runs in a thread, so that the
+event loop goes on, and its result is copied into a flat buffer of its own: what is applied never
+shares memory with what was received. Must not import transports.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain
 from typing import Any, TypeAlias
 
-from aiosync._tasks import WorkerThread
-from aiosync.errors import ConfigError
+import torch
 
-__all__ = ["Relay", "SchemeHooks", "in_thread", "run_hook"]
+from aiosync._tasks import TaskOwner, WorkerThread
+from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.receiver.updates import Buffers, Staged, UpdateReader
+from aiosync.tensors import FlatBuffer, Layout, Leaf, Leaves
+from aiosync.tensors.apply import named_views
+from aiosync.tensors.copying import copy_bytes, copy_tensors
+from aiosync.tensors.values import EXTRA_STATE, inner_names
+from aiosync.wire import NO_LIMITS
+
+__all__ = ["Relay", "SchemeHooks", "Transform", "Transformer", "in_thread", "run_hook"]
 
 Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Called with the epoch and the version that the model has now."""
+
+Transform: TypeAlias = Callable[
+    [Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]
+]
+"""Takes the names and tensors of one version and gives those that the model wants. It may give
+back the same tensors, views of them, or new ones; it must not write to those that it is given."""
+
+_CLOSE_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +86,9 @@ class SchemeHooks:
     @functools.cached_property
     def at_once(self) -> Callable[[int, int], object] | None:
         """A plain ``applied``."""
-        return None if self.applied is None or _is_async(self.applied) else self.applied
+        called = getattr(type(self.applied), "__call__", None)  # noqa: B004 - perhaps async
+        is_async = any(map(inspect.iscoroutinefunction, (self.applied, called)))
+        return None if is_async else self.applied
 
     @functools.cached_property
     def after(self) -> Relay | None:
@@ -78,12 +103,6 @@ class SchemeHooks:
                 await run_hook(hook, epoch, version)
 
         return run
-
-
-def _is_async(hook: object) -> bool:
-    """Whether calling it gives a coroutine."""
-    called = getattr(type(hook), "__call__", None)  # noqa: B004 - of an object, perhaps async
-    return inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(called)
 
 
 async def in_thread(call: Callable[[], object]) -> None:
@@ -103,3 +122,130 @@ async def run_hook(hook: Callable[..., object], *args: object) -> None:
     result = hook(*args)
     if inspect.isawaitable(result):
         await result
+
+
+class Transformer:
+    """Transforms updates, one at a time; of those that come meanwhile only the newest.
+
+    Args:
+        transform: What to do with them; ``None`` to copy them as they are.
+        before: Called on the loop with epoch and version, before that.
+        tasks: Runs the waiting part.
+        updates: Gets the received memory back.
+        done: Called on the loop with the update as the model wants it and ``None``; or as it came,
+            and why it cannot be had: the caller gives its memory back then.
+
+    Attributes:
+        is_busy: It works at one.
+    """
+
+    def __init__(
+        self,
+        transform: Transform | None,
+        before: Callable[[int, int], object] | None,
+        tasks: TaskOwner,
+        updates: UpdateReader,
+        done: Callable[[Staged, BaseException | None], None],
+    ) -> None:
+        self._transform = transform
+        self._before = before
+        self._tasks = tasks
+        self._updates = updates
+        self._done = done
+        self._next: Staged | None = None
+        self.is_busy: bool = False
+        self._thread = WorkerThread("aiosync-mapping")
+        self._buffers = Buffers()
+        self._closed = False
+
+    def begin(self, staged: Staged) -> Staged | None:
+        """Transform this update, after the one that is being transformed now.
+
+        Returns:
+            The one that it takes the place of, and that never will be transformed.
+        """
+        old, self._next = self._next, staged
+        if old is not None:
+            old.give_back()
+        if not self.is_busy:
+            self.is_busy = True
+            self._tasks.start(self._run(), "aiosync transform")
+        return old
+
+    def close(self) -> None:
+        """Forget every buffer, and let the thread end."""
+        self._closed = True
+        self._next = None
+        self._buffers.close()
+        self._thread.close(patience=_CLOSE_SECONDS)
+
+    async def _run(self) -> None:
+        try:
+            while (staged := self._next) is not None:
+                self._next = None
+                work = functools.partial(self._work, staged)
+                try:
+                    if self._before is not None:
+                        await run_hook(self._before, staged.epoch, staged.version)
+                    layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
+                except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+                    self._done(staged, exc)
+                    continue
+                self._updates.retire(staged)
+                give_back = functools.partial(self._buffers.put_back, flat)
+                result = dataclasses.replace(
+                    staged,
+                    layout=layout,
+                    flat=flat,
+                    give_back=give_back,
+                    slot=None,
+                    slots=None,
+                    lent=False,
+                    trace=staged.trace if staged.slot is None else staged.slot.trace,
+                    began=staged.began or staged.at,
+                    at=time.perf_counter(),
+                )
+                if not self._closed:
+                    self._done(result, None)  # also with a newer one waiting
+        finally:
+            self.is_busy = False
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
+        """The result of the transform, in memory of its own."""
+        if self._transform is None:
+            nbytes = staged.layout.nbytes
+            flat = self._buffers.take(nbytes)
+            copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
+            return staged.layout, flat
+        # What is inside of extra states and other values is not the transform's business.
+        inside = inner_names(staged.values) if staged.values else frozenset[str]()
+        outer: list[tuple[str, torch.Tensor]] = []
+        inner: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in named_views(staged.layout, staged.flat):
+            into = inner if name in inside or EXTRA_STATE in name.split(".") else outer
+            into.append((name, tensor))
+        with torch.inference_mode(False), torch.no_grad():
+            return self._place(chain(self._transform(iter(outer)), inner))
+
+    def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
+        """Copy what a transform gave."""
+        found: dict[str, torch.Tensor] = {}
+        for each in given:
+            try:
+                name, tensor = each
+            except (TypeError, ValueError):
+                name = tensor = None
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"a transform must give pairs of a name and a tensor, not {type(each).__name__}"
+                )
+            if name in found:
+                raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
+            found[name] = tensor.detach()
+        leaves = tuple(Leaf(name, tensor) for name, tensor in found.items())
+        layout = Layout.plan(Leaves(leaves), NO_LIMITS)
+        flat = self._buffers.take(layout.nbytes)
+        copy_tensors(zip(flat.views(layout), found.values(), strict=True))
+        return layout, flat

@@ -44,10 +44,9 @@ from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Refusal, Result, not_applied
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import Relay
+from aiosync.receiver.hooks import Relay, Transform, Transformer
 from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.reading import is_held_by_caller
-from aiosync.receiver.transform import Transform, Transformer
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.match import Strict

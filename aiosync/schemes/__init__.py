@@ -1,10 +1,9 @@
 """Schemes: one for each way to bring weights to workers. May import everything below it."""
 
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
-from aiosync.receiver.transform import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle

@@ -34,10 +34,9 @@ from aiosync.errors import (
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_count, as_index, validate_timeout
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.reading import Guarded, Reading
 from aiosync.receiver.receiver import WeightReceiver
-from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.same_host import new_address

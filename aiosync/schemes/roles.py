@@ -31,10 +31,9 @@ from aiosync.errors import (
 )
 from aiosync.protocol import as_index, as_indices
 from aiosync.receiver.guard import Guard, why_unguarded
-from aiosync.receiver.hooks import Relay, SchemeHooks, in_thread, run_hook
+from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
-from aiosync.receiver.transform import Transform
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.schemes.sources import Given, is_per_worker

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from aiosync.receiver.hooks import Transform
     from aiosync.receiver.receiver import WeightReceiver
-    from aiosync.receiver.transform import Transform
     from aiosync.schemes import Ready
     from aiosync.tensors.apply import Loader
 
