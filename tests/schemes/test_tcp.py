@@ -289,7 +289,7 @@ async def test_a_second_trainer_is_refused_until_the_first_one_leaves() -> None:
             with pytest.raises(
                 aiosync.ConnectTimeout, match=rf"another trainer has .*127.*, process {os.getpid()}"
             ):
-                await third.connect(timeout=0.1)
+                await third.connect(timeout=0.5)
         second.init_on_sender(model=models.linear(2.0))
         waiting = asyncio.ensure_future(second.connect())
         assert (await first.send()).acked == {0}
