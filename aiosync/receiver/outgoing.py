@@ -71,16 +71,10 @@ class Outgoing:
     def answer(
         self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
     ) -> None:
-        """Say what became of a version; what is said most often the short way if it is free."""
+        """Say what became of a version."""
         last = self._last
         if last is None or last[0] != epoch or last[1] <= version:
             self._last = (epoch, version, status, error)
-        if status is AckStatus.APPLIED and not (self._waiting or self._writing):
-            try:
-                if self._transport.ack_nowait(epoch, version, status):
-                    return
-            except TransportError:
-                return  # nobody is there any more
         self.say(make_ack(epoch, version, status, error))
 
     def has_answered(self, epoch: int, version: int, *, again: bool = False) -> bool:

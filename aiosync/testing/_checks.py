@@ -338,17 +338,6 @@ async def check_batch_nowait(bench: Bench) -> None:
 
 
 @check()
-async def check_ack_nowait(bench: Bench) -> None:
-    """An acknowledgement that was taken without waiting arrives as it is, a refused one not."""
-    async with bench.link() as (sender, receiver, _):
-        for version, status in enumerate(AckStatus, 1):
-            ack, last = Ack(EPOCH, version, status), Ack(EPOCH, version + 100, AckStatus.RECEIVED)
-            taken = receiver.ack_nowait(EPOCH, version, status)
-            await within(receiver.send(last), "send() after ack_nowait()")
-            await gets(sender, *([ack] if taken else []), last)
-
-
-@check()
 async def check_subscribe(bench: Bench) -> None:
     """With a handler every message comes once and in order, to it or out of recv()."""
     sent = [Ack(EPOCH, version, AckStatus.RECEIVED) for version in range(1, 21)]

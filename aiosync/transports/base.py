@@ -243,10 +243,6 @@ class Transport(abc.ABC):
         """
         return len(messages) == 1 and self.send_nowait(messages[0])
 
-    def ack_nowait(self, epoch: int, version: int, status: AckStatus) -> bool:
-        """Acknowledge without waiting; otherwise as :meth:`send_nowait`."""
-        return self.send_nowait(make_ack(epoch, version, status, None))
-
     def subscribe(self, handler: Handler) -> bool:
         """Hand messages to ``handler`` as they are read, bypassing ``recv()``.
 
