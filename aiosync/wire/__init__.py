@@ -62,8 +62,9 @@ from aiosync.wire.messages import (
     decode_header,
     encode_header,
     is_traceparent,
+    stats_from,
+    stats_values,
 )
-from aiosync.wire.stats import stats_from, stats_values
 from aiosync.wire.values import MAX_DEPTH, MAX_ITEMS, encode_values
 
 __all__ = [

@@ -3,19 +3,22 @@
 Frozen dataclasses whose constructors check nothing; :func:`encode_header` and
 :func:`decode_header` turn them into the bytes of a header and back, and check every field in both
 directions. An update, its chunks and their acknowledgements have headers of fixed places; the rest
-are msgpack maps. This module must never import asyncio, anyio or torch. The messages are written
-down in ``docs/topics/wire-format.md``.
+are msgpack maps. At the end is what a status says of syncs. This module must never import asyncio,
+anyio or torch. The messages are written down in ``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args, get_origin, get_type_hints
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from aiosync.events import SyncStats, WorkerStats
 from aiosync.types import AckStatus, Limits
 from aiosync.wire.manifest import DEFAULT_LIMITS, DIGEST_NBYTES, Manifest
 from aiosync.wire.values import (
@@ -54,6 +57,8 @@ __all__ = [
     "decode_header",
     "encode_header",
     "is_traceparent",
+    "stats_from",
+    "stats_values",
 ]
 
 ExtValue: TypeAlias = int | str | bytes | bool
@@ -653,3 +658,55 @@ def _read_fixed(number: int, data: bytes | bytearray | memoryview, found: dict[s
     found["epoch"] = epoch
     found["version"] = version
     return size
+
+
+# -- the statistics in a status -------------------------------------------------------------------
+
+_hints = functools.cache(get_type_hints)
+
+
+def stats_values(stats: Iterable[SyncStats]) -> list[dict[str, Any]]:
+    """Return statistics as they travel in a status."""
+    return [asdict(each) for each in stats]
+
+
+def stats_from(values: Any) -> tuple[SyncStats, ...]:
+    """Read what :func:`stats_values` made; fields of newer releases are left out.
+
+    Args:
+        values: What a peer sent; the limits of its header bound how much that is.
+
+    Raises:
+        RemoteProtocolError: A field is missing, or is not what its annotation says.
+    """
+    try:
+        found: tuple[SyncStats, ...] = _read(tuple[SyncStats, ...], values)
+    except _ILLEGAL as exc:
+        raise RemoteProtocolError(f"illegal statistics: {str(exc)[:300]}") from exc
+    return found
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A value as its annotation says."""
+    origin, of = get_origin(kind), get_args(kind)
+    if kind in (SyncStats, WorkerStats):
+        fields = _hints(kind)
+        known = {name: each for name, each in value.items() if name in fields}
+        return kind(**{name: _read(fields[name], each) for name, each in known.items()})
+    if origin is tuple:
+        if type(value) is not list:
+            raise TypeError(f"a {type(value).__name__} instead of a list")
+        return tuple(_read(of[0], each) for each in value)
+    if origin is Mapping:
+        return {_read(of[0], name): _read(of[1], each) for name, each in value.items()}
+    if origin is Literal:
+        if value not in of:
+            raise ValueError(f"{value!r:.40} is none of {', '.join(of)}")
+        return value
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
+    if kind is not str and not 0 <= value < math.inf:
+        raise ValueError(f"{value} is no count and no time")
+    return value
