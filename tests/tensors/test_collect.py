@@ -171,18 +171,12 @@ class Saving(nn.Module):
 
 
 def test_names_that_a_hook_makes_are_sent_and_not_known_by_targets() -> None:
-    source, target = Renaming(), Renaming()
-    layout, flat, values = packed(source, "state_dict")
+    target = Renaming()
     before = all_bits(target)
     with pytest.raises(ManifestMismatch) as caught:
-        Target(target).apply_(layout, flat, values, copy=True)
+        Target(target).apply_(*packed(Renaming(), "state_dict"), copy=True)
     assert (caught.value.missing, caught.value.unexpected) == (("weight",), ("kernel",))
     assert all_bits(target) == before
-    plain = {"kernel": torch.zeros(3)}
-    Target(plain).apply_(layout, flat, values, copy=True)
-    assert torch.equal(plain["kernel"], source.weight)
-    Target(target).apply_(*packed(source, "tensordict"), copy=True)
-    assert all_bits(target) == all_bits(source)
 
 
 @pytest.mark.parametrize(
