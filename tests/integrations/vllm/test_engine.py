@@ -97,20 +97,6 @@ def test_update_equals_fresh_engine(
     assert server.label() == "2"
 
 
-def test_requests_in_flight(server: Server, trainer: AiosyncTrainerEngine) -> None:
-    """Requests that run while updates come all finish, and say which versions they are of."""
-    trainer.send_weights(A)
-    with Clients(server, 4, max_tokens=300) as clients:
-        for weights in (B, A, B):
-            version = trainer.stage(weights)
-            clients.wait_until_running()
-            activation = trainer.activate()
-            assert activation.version == version
-    assert not clients.errors
-    assert len(clients.answers) >= 4
-    assert all(len(answer["token_ids"]) == 300 for answer in clients.answers)
-
-
 def test_a_generation_across_updates_says_at_which_token_they_came(
     server: Server, trainer: AiosyncTrainerEngine
 ) -> None:
