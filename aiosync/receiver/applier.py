@@ -118,6 +118,7 @@ class Applier:
 
     Attributes:
         resolve: As given.
+        flipped: As given; may be assigned.
         inbox: The versions that are here, and the one that the model has.
         results: What the owner was not told yet.
         current: What the model has, and views unless it was copied: then only the layout is valid.
@@ -140,7 +141,7 @@ class Applier:
         install_hooks: bool,
         methods: Sequence[str],
         reads_words: bool,
-        flipped: Callable[[int, int], None],
+        flipped: Callable[[int, int], object] | None,
         meter: Meter,
     ) -> None:
         self.guard = guard
@@ -159,7 +160,7 @@ class Applier:
         self._install_hooks = install_hooks
         self._methods = Methods(guard, methods)
         self._reads_words = reads_words
-        self._flipped = flipped
+        self.flipped = flipped
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -391,7 +392,8 @@ class Applier:
             if self.current is not staged:
                 self._before, self.current = self.current, staged
             try:
-                self._flipped(staged.epoch, staged.version)
+                if self.flipped is not None:
+                    self.flipped(staged.epoch, staged.version)
             except Exception as exc:  # of the owner, whom the trainer hears
                 if _is_interrupt(exc):
                     raise

@@ -107,7 +107,7 @@ class WeightReceiver:
         guard: Guard,
         install_hooks: bool,
         methods: Sequence[str] = (),
-        flipped: Callable[[int, int], None] = lambda epoch, version: None,
+        flipped: Callable[[int, int], object] | None = None,
         relay: Callable[[], Relay | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
         transform: Transform | None = None,

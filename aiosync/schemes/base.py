@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -41,7 +40,7 @@ from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.listener import AnyListener
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
-from aiosync.schemes.options import SchemeOptions, refuse
+from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.roles import Life, Trainer, Worker, named
 from aiosync.schemes.sources import (
     DeviceMap,
@@ -592,43 +591,18 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: This object already has a role.
         """
         self._check_no_role("init_on_receiver")
-        target = model if model is not None else weights
-        refuse(
-            (
-                model is not None and weights is not None,
-                "weights cannot be provided if model is provided",
-            ),
-            (
-                load is not None and target is not None,
-                "load cannot be provided if model or weights are provided",
-            ),
-            (
-                transform is not None and not callable(transform),
-                f"transform must be callable, got {type(transform).__name__}",
-            ),
-            (
-                pipe is not None and transport is not None,
-                "pipe cannot be provided if transport is provided",
-            ),
-            (
-                hooks is not None and not isinstance(hooks, SchemeHooks),
-                f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}",
-            ),
-            (
-                isinstance(methods, str) or (methods and self.guard != "forward"),
-                "methods must be a list of names, and needs guard='forward'",
-            ),
-        )
         loader, given = None if load is None else LoadTarget(load), self._given
         worker = Worker(
-            given,
-            self._guard_object,
-            methods=tuple(methods),
+            self,
+            model=model,
+            weights=weights,
+            load=load,
             transform=transform,
-            hooks=dataclasses.replace(self._carried_hooks, **(hooks.given() if hooks else {})),
-            pipe=transport if transport is not None else pipe,
+            pipe=pipe,
+            transport=transport,
+            hooks=hooks,
+            methods=methods,
         )
-        worker.check(self, load if target is None else target)
         self._model_id = given.model_id = as_model_id(model_id or self._model_id or "policy")
         given.model, given.weights, given.loader, given.context = model, weights, loader, context
         found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before

@@ -146,5 +146,5 @@ def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: An
     if carried or scheme._worker is None:
         changed = scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
     else:
-        changed = scheme._worker.hooks = dataclasses.replace(scheme._worker.hooks, **hooks)
+        changed = scheme._worker.change_hooks(**hooks)
     return changed

@@ -30,16 +30,18 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import as_index, as_indices
-from aiosync.receiver.guard import Guard, why_unguarded
+from aiosync.receiver.guard import why_unguarded
 from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.schemes.options import refuse
 from aiosync.schemes.sources import Given, is_per_worker
 from aiosync.sender import WeightSender
 from aiosync.sender.snapshots import SnapshotCopier
 from aiosync.tensors import Prepared, check_dtypes
+from aiosync.tensors.apply import Loader
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Hello, Welcome
@@ -329,40 +331,85 @@ class Worker:
     """A scheme in a worker.
 
     Args:
-        given: The model that was given, or where it is found.
-        guard: Keeps its reads and updates apart.
-        methods: Methods of the model that are reads, beside its forward.
-        transform: Makes of an update what the model wants.
-        hooks: What is called on the way of an update.
-        pipe: A connection or a link to the trainer; ``None`` where the scheme finds it.
+        scheme: Which becomes one.
+        model: What ``init_on_receiver()`` was given, like all the others.
+        weights: The same.
+        load: The same.
+        transform: The same.
+        pipe: The same.
+        transport: The same.
+        hooks: The same, over those that the scheme carries.
+        methods: The same.
+
+    Raises:
+        ConfigError: These exclude each other, or updates could tear.
 
     Attributes:
-        hooks: As given; may be changed.
-        pipe: As given.
+        hooks: What is called on the way of an update.
+        pipe: A connection or a link to the trainer; ``None`` where the scheme finds it.
         runtime: What receives, once it is connected.
         link: The link to the trainer, once it is dialled.
     """
 
     def __init__(
         self,
-        given: Given,
-        guard: Guard,
+        scheme: WeightSyncScheme,
         *,
-        methods: Sequence[str],
+        model: Any,
+        weights: Any,
+        load: Loader | None,
         transform: Transform | None,
-        hooks: SchemeHooks,
         pipe: Any,
+        transport: Transport | None,
+        hooks: SchemeHooks | None,
+        methods: Sequence[str],
     ) -> None:
-        self.hooks = hooks
-        self.pipe = pipe
+        target = model if model is not None else weights
+        refuse(
+            (
+                model is not None and weights is not None,
+                "weights cannot be provided if model is provided",
+            ),
+            (
+                load is not None and target is not None,
+                "load cannot be provided if model or weights are provided",
+            ),
+            (
+                transform is not None and not callable(transform),
+                f"transform must be callable, got {type(transform).__name__}",
+            ),
+            (
+                pipe is not None and transport is not None,
+                "pipe cannot be provided if transport is provided",
+            ),
+            (
+                hooks is not None and not isinstance(hooks, SchemeHooks),
+                f"hooks must be aiosync.SchemeHooks(...), got {hooks!r}",
+            ),
+            (
+                isinstance(methods, str) or (methods and scheme.guard != "forward"),
+                "methods must be a list of names, and needs guard='forward'",
+            ),
+        )
+        named = {} if hooks is None else hooks.given()
+        self.hooks = dataclasses.replace(scheme._carried_hooks, **named)
+        self.pipe = transport if transport is not None else pipe
         self.runtime: WeightReceiver | None = None
         self.link: KeptLink[Transport, Welcome] | None = None
-        self._given = given
-        self._guard = guard
-        self._methods = methods
+        self._given = scheme._given
+        self._guard = scheme._guard_object
+        self._methods = tuple(methods)
         self._transform = transform
         self._session = secrets.token_bytes(16)
         self._idx_chosen = False  # by the trainer, and not by the user
+        self.check(scheme, load if target is None else target)
+
+    def change_hooks(self, **hooks: Any) -> SchemeHooks:
+        """Call other hooks as well from now on; those that it has then."""
+        self.hooks = dataclasses.replace(self.hooks, **hooks)
+        if self.runtime is not None:
+            self.runtime.applier.flipped = self.hooks.at_once
+        return self.hooks
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -423,7 +470,7 @@ class Worker:
             guard=self._guard,
             install_hooks=scheme.guard == "forward",
             methods=self._methods,
-            flipped=self._flipped,
+            flipped=self.hooks.at_once,
             relay=functools.partial(self._relay, scheme),
             before_apply=self.hooks.before_apply,
             transform=self._transform,
@@ -542,11 +589,6 @@ class Worker:
                 each.abort()
 
     # -- what is called on the way of an update -------------------------------------------------
-
-    def _flipped(self, epoch: int, version: int) -> None:
-        applied = self.hooks.at_once
-        if applied is not None:
-            applied(epoch, version)
 
     def _relay(self, scheme: WeightSyncScheme) -> Relay | None:
         """What passes versions on: a hook, or the context."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import copy
 import functools
 import os
@@ -191,56 +189,6 @@ def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
     return mixed, alarms.interrupts
 
 
-def interrupted_loop(make: Any, kind: type[BaseException]) -> tuple[int, int]:
-    """Alarms at any moment of a worker's event loop; forwards that were mixed, and interrupts."""
-    source, target = tools.Spread(0.0), tools.Spread(-1.0)
-    mixed = received = 0
-    stopped = threading.Event()
-
-    async def train() -> None:
-        value = 0.0
-        async with scheme:
-            await scheme.connect()
-            ready.set()
-            while not stopped.is_set():
-                value += 1.0
-                source.fill(value)
-                with contextlib.suppress(aiosync.AiosyncError):  # the worker is to come again
-                    await scheme.send()
-                await asyncio.sleep(1e-3)
-
-    async def compute(worker: aiosync.WeightSyncScheme) -> None:
-        nonlocal mixed, received
-        await worker.connect(timeout=tools.PATIENCE)
-        while time.monotonic() < alarms.until:
-            # Again, as asyncio forgets a task whose step is interrupted at the wrong moment.
-            alarms.set(6e-3, 0.1)
-            mixed += len(target()) != 1
-            received = max(received, worker.version)
-            await asyncio.sleep(random.choice((0, 1e-3)))
-
-    scheme, ready = make(timeout=20.0), threading.Event()
-    scheme.init_on_sender(model_id="policy", model=source)
-    with tools.threads(lambda: asyncio.run(train())):
-        ready.wait(tools.PATIENCE)
-        alarms = Alarms(kind)
-        while time.monotonic() < alarms.until:
-            worker, loop = copy.copy(scheme), asyncio.SelectorEventLoop()
-            worker.init_on_receiver(model_id="policy", model=target, worker_idx=0)
-            try:
-                loop.run_until_complete(compute(worker))
-            except (kind, aiosync.AiosyncError):
-                alarms.interrupts += 1
-            finally:
-                alarms.armed = False
-                worker.abort()
-                loop.close()
-            mixed += len(target()) != 1
-        stopped.set()
-    assert received > 2
-    return mixed, alarms.interrupts
-
-
 def interrupted_hook() -> tuple[int, int]:
     """An alarm in a hook, in a read that takes: interrupts, and refusals that the trainer heard."""
     source, target = tools.filled(0.0), tools.filled(-1.0)
@@ -331,15 +279,6 @@ def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> 
     mixed, interrupts = tools.in_process(interrupted_takes, make, kind)
     assert mixed == 0
     assert interrupts > 20 * SECONDS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "kind"), alarms)
-def test_an_interrupt_of_a_loop_splits_no_update(make: Any, kind: type[BaseException]) -> None:
-    asynchronous = getattr(aiosync, make.__name__)
-    mixed, interrupts = tools.in_process(interrupted_loop, asynchronous, kind)
-    assert mixed == 0
-    assert interrupts > 1  # each needs a connection
 
 
 @pytest.mark.slow
