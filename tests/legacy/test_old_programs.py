@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import time
 from contextlib import ExitStack
 from multiprocessing import Pipe
@@ -133,31 +132,6 @@ def test_a_transport_that_comes_late_gets_the_newest(make: Any, strategy: str) -
 # -- what goes wrong ----------------------------------------------------------------------------
 
 
-def _send_and_die(pipe: Any, kind: str) -> None:
-    with ExitStack() as stack:
-        _sends(stack, kind, pipe, "state_dict")(ones())
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("sender", ["MPTransport", "MP"])
-@pytest.mark.parametrize("kind", ["MP", "created"])
-def test_the_trainer_is_killed(kind: str, sender: str) -> None:
-    mine, theirs = Pipe()
-    model = tools.filled(0.0)
-    with mine, workers.process(_send_and_die, mine, sender):  # its end of the pipe stays open here
-        with ExitStack() as stack:
-            receiver = _receiver(stack, kind, theirs, model)
-            assert receiver.receive(timeout=tools.PATIENCE)
-            assert tools.value_of(model) == 1.0
-            link = _link_of(receiver)
-            assert link.pipe.poll(tools.PATIENCE)
-            with pytest.raises(EOFError):
-                link.pipe.recv()
-            with pytest.raises(aiosync.PeerClosed):
-                receiver.receive(timeout=tools.PATIENCE)
-            assert not link.check_connection()
-
-
 @pytest.mark.parametrize("data", [b"ab", b"a message of some other program" * 5])
 def test_a_pipe_with_something_else_in_it(data: bytes) -> None:
     mine, theirs = Pipe()
@@ -193,31 +167,6 @@ def test_a_subset_and_other_dtypes_where_they_are_allowed(kind: str) -> None:
             assert model.bias.tolist() == [bias] * 2
             assert model.weight.dtype == torch.float32
             assert not model.weight.any()
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {},
-        {"bias": torch.ones(2)},
-        {**ones(), "more": torch.ones(1)},
-        {"bias": torch.ones(2).double()},
-    ],
-)
-def test_otherwise_the_errors_say_how(weights: Any) -> None:
-    model = tools.filled(0.0)
-    with workers.pair(MP, model) as (sender, receiver):
-        sender.send_async(weights)
-        with pytest.raises(aiosync.ApplyError) as theirs_says:
-            receiver.receive(timeout=tools.PATIENCE)
-        with pytest.raises(aiosync.PartialSyncError) as ours_says:
-            sender.wait_async()
-    assert tools.value_of(model) == 0.0
-    with pytest.raises(aiosync.ManifestMismatch) as applied:
-        legacy.WeightStrategy().apply_weights(model, weights)
-    for caught in (theirs_says, ours_says, applied):
-        assert "strict=False" in str(caught.value)
-    legacy.WeightStrategy().apply_weights(model, weights, strict=False)
 
 
 # -- registered buffers of shared memory --------------------------------------------------------

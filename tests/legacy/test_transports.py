@@ -117,6 +117,8 @@ def test_closing() -> None:
             with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
                 call()
         assert not one.check_connection()
+        assert one.pipe.poll()
+        workers.refuses((EOFError, "", one.pipe.recv))
         one.close()
         workers.refuses((aiosync.TransportClosed, "", one.receive_weights))
         assert not one.check_connection()
