@@ -10,6 +10,7 @@ and errors that are kept.
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
@@ -52,6 +53,7 @@ __all__ = [
 
 LinkError = TransportError | ProtocolError
 _Error = TypeVar("_Error", bound=BaseException)
+_is_readonly = operator.attrgetter("readonly")
 
 Payload: TypeAlias = "Sequence[Buffer]"
 """Buffers that are sent one after the other. Read-only for the transport."""
@@ -143,6 +145,12 @@ class Transport(abc.ABC):
     slots: SlotReader | None = None
     """Reads the slots of shared memory that the peer names."""
 
+    follows_copies_above: int | None = None
+    """Payloads above so many bytes may still be filled, from their start on, as they are sent.
+
+    ``None``: none may.
+    """
+
     def take_segments(self, wanted: bool) -> None:
         """Whether the peer may announce memory to be read in place, where this link has that."""
         del wanted
@@ -150,14 +158,6 @@ class Transport(abc.ABC):
     @property
     def channel(self) -> FramedTransport | None:
         """The framed stream below, which watches the peer's process; ``None`` without one."""
-        return None
-
-    @property
-    def follows_copies_above(self) -> int | None:
-        """Payloads above so many bytes may still be filled, from their start on, as they are sent.
-
-        ``None``: none may.
-        """
         return None
 
     @abc.abstractmethod
@@ -315,7 +315,7 @@ def take_buffers(
     if into is not None:
         views = [*map(flat_view, into(message, nbytes))]
         total = sum(map(len, views))
-        if total != nbytes or any(view.readonly for view in views):
+        if total != nbytes or any(map(_is_readonly, views)):
             raise LocalProtocolError(f"lent {total} bytes, or read-only ones, for {nbytes}")
         return views
     if nbytes > limits.max_buffer_nbytes:

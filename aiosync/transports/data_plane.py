@@ -224,6 +224,8 @@ class DataPlaneTransport(Transport):
         self._control = control
         self._plane = plane
         self._inline_nbytes = inline_nbytes
+        if plane.follows_copies:
+            self.follows_copies_above = inline_nbytes
         self._sending = self._receiving = self._told = False
         # Sticky, and before what the control stream may still have in hand.
         self._broken: LinkError | None = None
@@ -236,11 +238,6 @@ class DataPlaneTransport(Transport):
     def channel(self) -> FramedTransport:
         """See :attr:`Transport.channel`: the control stream."""
         return self._control
-
-    @property
-    def follows_copies_above(self) -> int | None:
-        """See :attr:`Transport.follows_copies_above`."""
-        return self._inline_nbytes if self._plane.follows_copies else None
 
     def _check(self) -> None:
         if self._broken is not None and not self._control.closed:
