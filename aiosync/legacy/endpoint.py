@@ -61,39 +61,9 @@ class Weights:
     flat: FlatBuffer
     values: Mapping[str, Any]
     give_back: Callable[[], None]  # their memory, once nothing views it
-    model_id: str = ""
+    model_id: str = ""  # like the rest, of what has arrived
     epoch: int = 0
     version: int = 0
-
-    @property
-    def payload(self) -> memoryview:
-        """The bytes of the tensors."""
-        return self.flat.memoryview()[: self.layout.nbytes]
-
-    def update(self, model_id: str, epoch: int, version: int) -> Update:
-        """The message that they travel with, behind their manifest."""
-        named = {"model_id": model_id, "form": self.form, "values": self.values}
-        return Update(epoch, version, self.layout.digest, values=named)
-
-    @classmethod
-    def arrived(
-        cls,
-        message: Mapping[str, Any],
-        epoch: int,
-        version: int,
-        layout: Layout,
-        flat: FlatBuffer,
-        give_back: Callable[[], None] = lambda: None,
-    ) -> Weights:
-        """What came with the values of such a message.
-
-        Raises:
-            RemoteProtocolError: It is none.
-        """
-        if message.keys() != {"model_id", "form", "values"}:
-            raise RemoteProtocolError("the peer sent an update that is not of this generation")
-        form, values, model_id = message["form"], message["values"], message["model_id"]
-        return cls(form, layout, flat, values, give_back, model_id, epoch, version)
 
     def rebuild(self, form: str | None = None) -> Any:
         """A nested TensorDict, or a state dict with dotted names, as views of the memory."""
@@ -328,11 +298,13 @@ class Endpoint:
                 await transport.send(message)
             else:
                 model_id, weights, version = message
-                if digest != weights.layout.digest:
-                    digest = weights.layout.digest
-                    await transport.send(ManifestMessage(weights.layout.manifest))
-                update = weights.update(model_id, self._clock.epoch, version)
-                await transport.send(update, [weights.payload])
+                layout = weights.layout
+                if digest != layout.digest:
+                    digest = layout.digest
+                    await transport.send(ManifestMessage(layout.manifest))
+                named = {"model_id": model_id, "form": weights.form, "values": weights.values}
+                update = Update(self._clock.epoch, version, digest, values=named)
+                await transport.send(update, [weights.flat.memoryview()[: layout.nbytes]])
             self._writes = False
             self.changed.notify()
 
@@ -401,11 +373,22 @@ class Endpoint:
             while len(self._acks) > _KEPT_ACKS:
                 del self._acks[next(iter(self._acks))]
         elif (staged := self._updates.read(received)) is not None:
-            at = (staged.epoch, staged.version, staged.layout, staged.flat, staged.give_back)
-            weights = Weights.arrived(staged.values, *at)
+            named = staged.values
+            if named.keys() != {"model_id", "form", "values"}:
+                raise RemoteProtocolError("the peer sent an update that is not of this generation")
+            weights = Weights(
+                named["form"],
+                staged.layout,
+                staged.flat,
+                named["values"],
+                staged.give_back,
+                named["model_id"],
+                staged.epoch,
+                staged.version,
+            )
             if self.settles:
-                named = weights.model_id
-                self.arrived = deque(each for each in self.arrived if each.model_id != named)
+                others = (each for each in self.arrived if each.model_id != weights.model_id)
+                self.arrived = deque(others)
                 self._answer(weights)
             self.arrived.append(weights)
 
