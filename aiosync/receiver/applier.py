@@ -146,7 +146,7 @@ class Applier:
     ) -> None:
         self.guard = guard
         self.resolve: Callable[[], Any] = resolve
-        self.manual = manual
+        self.manual: bool = manual
         self.copy = copy
         self.inbox: Inbox = Inbox()
         self.results: deque[Result] = deque()

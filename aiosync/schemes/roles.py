@@ -392,8 +392,8 @@ class Worker:
             ),
         )
         named = {} if hooks is None else hooks.given()
-        self.hooks = dataclasses.replace(scheme._carried_hooks, **named)
-        self.pipe = transport if transport is not None else pipe
+        self.hooks: SchemeHooks = dataclasses.replace(scheme._carried_hooks, **named)
+        self.pipe: Transport | Any | None = transport if transport is not None else pipe
         self.runtime: WeightReceiver | None = None
         self.link: KeptLink[Transport, Welcome] | None = None
         self._given = scheme._given

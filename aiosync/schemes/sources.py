@@ -289,7 +289,7 @@ class Given:
         self.model: Any = None
         self.weights: Any = None
         self.loader: Any = None
-        self.sources = Sources()
+        self.sources: Sources = Sources()
         self.context_ref: weakref.ref[Any] | None = None
 
     @property

@@ -171,14 +171,14 @@ class _Plan:
     """How one source was laid out, and what must hold for that to be still true."""
 
     def __init__(self, found: Found, leaves: Leaves, layout: Layout) -> None:
-        self.layout = layout
-        self.names = _names(found)
+        self.layout: Layout = layout
+        self.names: list[tuple[str, str, bool]] = _names(found)
         groups = group_tied(found.tensors)
-        self.firsts = [group[0] for group in groups]
-        self.tied = [group for group in groups if len(group) > 1]
-        self.tensors = [leaf.tensor for leaf in leaves.leaves]
-        self.signature = Signature(self.tensors)
-        self.is_cast = [each.dtype for each in self.tensors] != [*layout.dtypes]
+        self.firsts: list[int] = [group[0] for group in groups]
+        self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
+        self.tensors: list[torch.Tensor] = [leaf.tensor for leaf in leaves.leaves]
+        self.signature: Signature = Signature(self.tensors)
+        self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
         self.addresses: list[int] = []  # of what was copied last
@@ -324,7 +324,7 @@ class _Program:
     """The copies of one snapshot, for tensors that stay where they are in memory."""
 
     def __init__(self, prepared: Prepared, addresses: list[int]) -> None:
-        self.layout = prepared.layout
+        self.layout: Layout = prepared.layout
         self.addresses = addresses
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []

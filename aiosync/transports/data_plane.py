@@ -225,7 +225,7 @@ class DataPlaneTransport(Transport):
         self._plane = plane
         self._inline_nbytes = inline_nbytes
         if plane.follows_copies:
-            self.follows_copies_above = inline_nbytes
+            self.follows_copies_above: int | None = inline_nbytes
         self._sending = self._receiving = self._told = False
         # Sticky, and before what the control stream may still have in hand.
         self._broken: LinkError | None = None
