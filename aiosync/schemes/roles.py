@@ -235,7 +235,10 @@ class Trainer:
         for idx, pipe in enumerate(self._given.sources.pipes or ()):
             sender.workers.welcome(scheme.create_transport(pipe), idx, given=True)
         scheme._start_listening(self, sender)
-        await sender.connect(planned, timeout=timeout, processes=processes)
+        try:
+            await sender.connect(planned, timeout=timeout, processes=processes)
+        finally:
+            self._children.clear()  # whoever keeps a process keeps its pipes open
 
     def awaited(self) -> str:
         """What ``connect()`` waits for."""
