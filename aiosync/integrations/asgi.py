@@ -250,18 +250,28 @@ class WeightsMiddleware:
     # -- start and end -------------------------------------------------------------------------
 
     async def _live(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """The feed starts before the application, and is closed before the server hears the end."""
-        heard = False
+        """The feed starts before the application, and is closed before the server hears the end.
+
+        What an application that knows nothing of lifespans does not say is said from here.
+        """
+        heard = told = 0  # of the two: start and end
+        stray = False  # it took the call for one of another protocol
 
         async def hear() -> _Message:
             nonlocal heard
-            heard = True
+            heard += 1
             return await receive()
 
         async with contextlib.AsyncExitStack() as live:
 
             async def say(message: _Message) -> None:
-                if message["type"].startswith("lifespan.shutdown."):
+                nonlocal told, stray
+                kind = message["type"]
+                if not kind.startswith("lifespan."):
+                    stray = True
+                    raise RuntimeError(f"{kind} does not belong to a lifespan")
+                told = 1 if kind == "lifespan.startup.complete" else 2
+                if told == 2:
                     await live.aclose()
                 await send(message)
 
@@ -269,11 +279,12 @@ class WeightsMiddleware:
             try:
                 await self.app(scope, hear, say)
             except Exception:
-                if heard:
+                if told or (heard and not stray):
                     raise
-                # It knows nothing of lifespans, so the server is answered from here.
-                for phase in ("startup", "shutdown"):
-                    await receive()
+            for number, phase in enumerate(("startup", "shutdown"), 1):
+                if told < number:
+                    if heard < number:
+                        await hear()
                     await say({"type": f"lifespan.{phase}.complete"})
 
 

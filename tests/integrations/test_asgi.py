@@ -317,14 +317,30 @@ async def test_the_feed_lives_for_longer_than_the_application(how: str) -> None:
     assert events == ["start: starting", "end: starting"] * 2 or how == "lifespan"
 
 
+async def raising(scope: Any, receive: Any, send: Any) -> None:
+    raise ValueError("only HTTP")
+
+
+async def returning(scope: Any, receive: Any, send: Any) -> None:
+    """Does nothing for what is not HTTP."""
+
+
+async def answering(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+async def only_starting(scope: Any, receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+
+
 @asynchronous
-async def test_an_application_that_knows_no_lifespan() -> None:
+@pytest.mark.parametrize("app", [raising, returning, answering, only_starting])
+async def test_an_application_that_knows_no_lifespan(app: Any) -> None:
     feed = feed_at()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise ValueError("only HTTP")
-
     async with living(WeightsMiddleware(app, feed)):
+        await asyncio.sleep(0)
         assert feed.status.state == "starting"
     assert feed.status.state == "closed"
 
