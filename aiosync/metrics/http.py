@@ -36,8 +36,8 @@ class HttpServer:
     """``async with HttpServer(...) as url:`` shows pages to whoever asks.
 
     Takes 32 connections at a time, of one request each, at most 8 KiB and 10 seconds long; events
-    are streamed for longer, to those who take them. Another one ends the oldest, one that has not
-    asked if there is any.
+    are streamed for longer, to those who take each within 10 seconds. Another one ends the oldest,
+    one that has not asked if there is any.
 
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
@@ -85,6 +85,7 @@ class HttpServer:
         """Answer one request."""
         link = asyncio.current_task()
         assert link is not None
+        loop, hanging_up = asyncio.get_running_loop(), None
         try:
             if not self._server.is_serving():  # it was closed since this link was accepted
                 return
@@ -106,16 +107,21 @@ class HttpServer:
                     await writer.wait_closed()  # once that has been taken
                     return
                 deadline.reschedule(None)
+                hanging_up = loop.create_task(_end_with(reader, link))
                 writer.write(_EVENTS)
                 async with contextlib.aclosing(answer):
                     async for event in answer:
                         writer.write(event)
+                        deadline.reschedule(loop.time() + _SECONDS)
                         await writer.drain()
+                        deadline.reschedule(None)
         except (asyncio.CancelledError, EOFError, OSError):  # whoever asked is gone, or too slow
             return
         finally:
             writer.transport.abort()
             self._links.pop(link, None)
+            if hanging_up is not None:
+                hanging_up.cancel()
 
     def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
         head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
@@ -136,6 +142,14 @@ class HttpServer:
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nAllow: GET\r\nConnection: close\r\n\r\n"
         ).encode() + body
+
+
+async def _end_with(reader: asyncio.StreamReader, link: asyncio.Task[None]) -> None:
+    """Cancel a link whose other end is closed; what that says meanwhile is dropped."""
+    with contextlib.suppress(OSError):
+        while await reader.read(_MAX_NBYTES):
+            pass
+    link.cancel()
 
 
 class serve(HttpServer):

@@ -429,6 +429,38 @@ async def test_a_stream_that_nobody_takes_ends() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_reader_that_hung_up_is_asked_for_no_more() -> None:
+    asked = 0
+
+    async def ask() -> Any:
+        nonlocal asked
+        asked += 1
+        return [SIXTEEN]
+
+    async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 1.0) as url:
+        async with requested(url, "/events") as (_, reader):
+            assert (await event(reader))["models"]
+        await asyncio.sleep(1.5)
+        assert asked == 1
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_for_ten_seconds_is_let_go() -> None:
+    many = [dataclasses.replace(SIXTEEN, workers=SIXTEEN.workers * 200)] * 4
+
+    async def ask() -> Any:
+        return many
+
+    async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 0.01) as url:
+        async with requested(url, "/events") as (_, reader):
+            await asyncio.sleep(13)  # the other side waits with the second or third event
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**20):
+                    pass
+
+
+@pytest.mark.asyncio
 async def test_one_answer_is_for_all_readers_and_the_newest_is_let_in() -> None:
     asked = 0
 
