@@ -82,7 +82,7 @@ def validate_require(require: Require) -> None:
 
 def _as_int(value: Any) -> int:
     """An int, or an integer of numpy or torch; ``worker_ids=True`` never means worker 1."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         raise TypeError("a bool is not accepted as a number")
     return operator.index(value)
 

@@ -668,11 +668,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         from aiosync.schemes.registry import backend_of  # which imports this module
 
         life, trainer, worker = self._life, self._trainer, self._worker
-        limit = self._limit(timeout)
-        if worker is not None and worker_idx is not None:
-            self.worker_idx = worker_idx
         given = {"weights": weights} if trainer is None else {"worker_idx": worker_idx}
-        cancelled_before = life.begin_to_connect(**given)
+        life.check_may_connect(**given)
+        limit = self._limit(timeout)
+        if worker_idx is not None:
+            self.worker_idx = worker_idx
+        cancelled_before = life.begin_to_connect()
         self._meter.start(life.role or "sender", self._model_id or "policy", backend_of(type(self)))
         try:
             if trainer is not None:

@@ -138,8 +138,8 @@ class Life:
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
-    def begin_to_connect(self, **not_given: object) -> int:
-        """Belong to this loop; how often the caller's task was cancelled before.
+    def check_may_connect(self, **not_given: object) -> None:
+        """Raise if it may not begin to connect.
 
         Raises:
             LocalProtocolError: It may not connect now, or was given what is of the other role.
@@ -153,6 +153,9 @@ class Life:
                 raise LocalProtocolError(
                     f"Cannot specify {name} on {self.role} side during synchronization."
                 )
+
+    def begin_to_connect(self) -> int:
+        """Belong to this loop; how often the caller's task was cancelled before."""
         self.loop = running_loop()
         self.connecting = task = asyncio.current_task()
         assert task is not None

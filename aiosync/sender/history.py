@@ -122,13 +122,15 @@ class History:
 
     Args:
         parts: Updates hold parts of the names, also when these are new.
+        num_workers: How many workers there can be; ``None`` for any number.
 
     Attributes:
         parts: As given; may change.
     """
 
-    def __init__(self, parts: bool) -> None:
+    def __init__(self, parts: bool, num_workers: int | None) -> None:
         self.parts = parts
+        self._num_workers = num_workers
         self._common = Chain()
         self._own: dict[int, Chain] = {}  # of workers that got others than the rest
 
@@ -159,6 +161,8 @@ class History:
             older = [each for each in common.groups if each[-1].version < snapshot.version]
             self._own[key] = Chain(older)
         self._extend(self._own[key], snapshot)
+        if len(self._own) == self._num_workers:
+            common.clear()  # nobody is left who would get it
 
     def for_worker(self, idx: int) -> Chain:
         """What this worker gets when it joins, in the order in which it was sent."""

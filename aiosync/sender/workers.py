@@ -146,7 +146,7 @@ class WorkerRegistry:
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
-        self.history: History = History(parts)
+        self.history: History = History(parts, num_workers)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], None] = lambda idx: None

@@ -125,6 +125,8 @@ async def check_worker_ids(bench: Bench) -> None:
         assert "7" in str(error)
         error = await raises(aiosync.ConfigError, crew.sender.send(worker_ids=[]))
         assert "nobody" in str(error)
+        for mask in (True, torch.tensor(True), torch.tensor([True, False, True])):  # no indices
+            await raises(aiosync.ConfigError, crew.sender.send(worker_ids=mask))
         assert crew.sender.version == 3  # a version that nobody would ever have is not drawn
         assert await crew.values() == [2.0, 3.0, 2.0]
         assert (await crew.send(4.0)).acked == {0, 1, 2}

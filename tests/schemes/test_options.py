@@ -186,6 +186,23 @@ async def test_a_worker_that_forgot_to_connect_is_told() -> None:
             worker.init_on_receiver(model=models.linear())
 
 
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_a_connect_that_is_refused_changes_no_index(make: Any) -> None:
+    trainer = make()
+    trainer.init_on_sender(model=models.linear(1.0))
+    worker = harness.twin(trainer)
+    worker.init_on_receiver(model=models.linear())
+    async with trainer, worker:
+        with pytest.raises(aiosync.LocalProtocolError, match="weights on receiver side"):
+            await worker.connect(worker_idx=5, weights={})
+        await asyncio.gather(trainer.connect(), worker.connect())
+        assert worker.worker_idx == 0
+        with pytest.raises(aiosync.LocalProtocolError, match="on receiver twice"):
+            await worker.connect(worker_idx=5)
+
+
 @pytest.mark.parametrize("make", harness.SCHEMES)
 @pytest.mark.parametrize("closed", [False, True], ids=["stopped", "closed"])
 def test_a_scheme_is_closed_when_its_own_loop_does_not_run(make: Any, closed: bool) -> None:

@@ -124,3 +124,18 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
         assert len(report.lost) <= 70
         assert _num_written() <= 70
         assert sum(each() is not None for each in given) <= 70
+
+
+async def test_a_version_that_no_worker_would_get_any_more_is_not_kept() -> None:
+    """Once each worker has weights of its own."""
+    nbytes, held = 8 * 2**20, _segment_nbytes()
+    scheme = aiosync.SharedMemWeightSyncScheme(per_worker_weights=True)
+    init = {"weights": models.medium()}
+    async with harness.crowd(scheme, [models.medium(), models.medium()], sender=init) as ends:
+        sender, others = ends
+        for version in range(2, 8):
+            await sender.send({0: models.medium(), 1: models.medium()})
+            for other in others:
+                await other.wait_for_version(version, timeout=harness.PATIENCE)
+        # Two are read, and two are written next.
+        assert _segment_nbytes() - held < 4.5 * nbytes
