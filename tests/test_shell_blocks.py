@@ -23,8 +23,8 @@ ELSEWHERE = {
     r"bin/python (train|act)\.py": "test_pages.py runs the two programs together",
     r"jupyter notebook": "test_notebook.py",
     r"vllm\.entrypoints": "tests/integrations/vllm",
-    r"aiosync bench": "tests/cli; it takes minutes, as the next",
-    r"python -m tests\.bench": "for its options see test_pages.py",
+    r"aiosync bench": "tests/cli; it takes minutes, as the next: see test_pages.py",
+    r"python -m tests\.bench": "tests/bench itself, by hand",
 }
 """Commands that are not run here, and where what they start is tested."""
 
