@@ -122,7 +122,8 @@ def test_the_shell_blocks_of_a_page_run(page: Path, checkout: Path) -> None:
             if line in installed:
                 continue
             done = subprocess.run(
-                ["bash", "-c", line],
+                # Bash stays below it: completion asks for the shell.
+                ["bash", "-ec", f"{line}\n:"],
                 cwd=checkout,
                 env=env,
                 stdin=subprocess.DEVNULL,
