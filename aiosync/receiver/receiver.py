@@ -593,32 +593,34 @@ class WeightReceiver:
             return condition()
 
         applier.askers += applied
-        self._num_waiting += 1
         try:
             applier.apply_soon()
             if condition():
                 await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
                 return
-            with waiting:
-                async with asyncio.timeout(timeout):
-                    await asyncio.sleep(0)
-                    while not condition():
-                        self.check()
-                        # Another thread may have taken it in between, and told nobody.
-                        await self._changed.wait(unless=rung)
-        except TimeoutError as exc:
-            if isinstance(exc, SyncTimeout):
-                raise
-            applier.apply_soon()
-            if not condition():
-                self.check()
-                raise late from (exc if self.cut_off is None else self.cut_off[1])
+            self._num_waiting += 1  # and not before: the trainer is told of what they wait for
+            try:
+                with waiting:
+                    async with asyncio.timeout(timeout):
+                        await asyncio.sleep(0)
+                        while not condition():
+                            self.check()
+                            # Another thread may have taken it in between, and told nobody.
+                            await self._changed.wait(unless=rung)
+            except TimeoutError as exc:
+                if isinstance(exc, SyncTimeout):
+                    raise
+                applier.apply_soon()
+                if not condition():
+                    self.check()
+                    raise late from (exc if self.cut_off is None else self.cut_off[1])
+            finally:
+                self._num_waiting -= 1
+                slots = self.updates.slots
+                if slots is not None and not self._num_waiting:
+                    slots.ring_me(False)
         finally:
             applier.askers -= applied
-            self._num_waiting -= 1
-            slots = self.updates.slots
-            if slots is not None and not self._num_waiting:
-                slots.ring_me(False)
 
     def _check_not_inside(self, method: str, timeout: float | None = None) -> None:
         """Raise if the caller waits for an update that its own read holds back."""

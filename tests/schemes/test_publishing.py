@@ -125,6 +125,32 @@ async def test_what_a_forward_reads_is_not_written_over() -> None:
             assert target() == {value}
 
 
+ASKING: dict[str, Any] = {
+    "receive": lambda receiver, version: receiver.receive(),
+    "receive(0)": lambda receiver, version: receiver.receive(timeout=0),
+    "wait_for_version": lambda receiver, version: receiver.wait_for_version(version),
+    "wait_lag_below": lambda receiver, version: receiver.wait_lag_below(1),
+}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+async def test_a_worker_that_asks_for_what_is_there_says_nothing(ask: Any) -> None:
+    """What it says has the next ``send()`` look at the loop first."""
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 1.0)
+        for _ in range(5):  # what was said before comes
+            version = (await sender.send()).version
+            await asyncio.sleep(0.01)
+        for _ in range(20):
+            await ask(receiver, version)
+            assert receiver.version == version
+            with pytest.raises(StopIteration) as ended:
+                sender.send().send(None)
+            version = ended.value.value.version
+
+
 async def test_workers_whose_reads_overlap_answer() -> None:
     source, target = models.linear(), models.linear()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
