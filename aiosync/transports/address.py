@@ -56,7 +56,7 @@ class Address:
             raise ConfigError(
                 "an address must not contain credentials: pass them as token= or tls="
             )
-        shown = repr(re.split("[?#]", url)[0][:200])  # a query may hold a token
+        shown = repr(re.sub("(?s)([?#]).*", r"\1...", url)[:200])  # a query may hold a token
         try:
             parts = urlsplit(url)
             port = parts.port

@@ -79,7 +79,9 @@ def test_index_0_is_the_collector_itself(worker_ids: Any) -> None:
         assert worlds.actions(next(batches)).unique().tolist() == [4.0]
 
 
-@pytest.mark.parametrize("worker_ids", [1, [7], [0, 7], True, [False], -1, "0", [0.5]])
+@pytest.mark.parametrize(
+    "worker_ids", [1, [7], [0, 7], True, [False], -1, "0", [0.5], torch.tensor([False])]
+)
 def test_other_indices_are_refused_before_anything_changes(worker_ids: Any) -> None:
     with alone(worlds.make_policy(1.0), track_policy_version=True) as collector:
         batches = iter(collector)

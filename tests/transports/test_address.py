@@ -74,6 +74,11 @@ def test_credentials_in_an_address_are_not_repeated(url: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_what_is_too_much_in_an_address_is_seen() -> None:
+    with pytest.raises(ConfigError, match=r"^'tcp://host:1\?\.\.\.' is not an address"):
+        Address.parse("tcp://host:1?token=hunter2")
+
+
 def test_a_port_is_chosen_and_a_taken_one_refused() -> None:
     sock, address = bind(Address.parse("tcp://127.0.0.1:0"))
     with sock:
