@@ -117,6 +117,8 @@ class WeightsMiddleware:
         if not callable(app) or not hasattr(feed, "gate"):
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
+        if not isinstance(exempt, Collection):
+            raise ConfigError(f"exempt must be a collection of paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
                 raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")

@@ -33,6 +33,7 @@ __all__ = [
     "RayTransport",
     "finish_ray_call",
     "finish_rpc_call",
+    "is_free",
 ]
 
 _PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the store
@@ -289,7 +290,8 @@ class DistributedTransport(_ByCall):
                 if not self.is_alive():
                     raise PeerClosed(f"the process of rank {self.rank} has ended")
                 if give_up is not None and time.monotonic() >= give_up:
-                    raise AckTimeout(f"rank {self.rank} did not answer within {timeout or 0:g} s")
+                    within = f"within {timeout:.3g} s" if timeout else "in time"
+                    raise AckTimeout(f"rank {self.rank} did not answer {within}")
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS[1])
 
@@ -301,6 +303,17 @@ class DistributedTransport(_ByCall):
         except TransportBroken:
             return False
         return self.is_alive()
+
+
+def is_free(transport: DistributedTransport) -> bool:
+    """Whether an order may be given, or cannot: the last one was taken, and answered."""
+    if not transport.is_alive():
+        return True
+    with contextlib.suppress(RuntimeError):  # order() raises it
+        if transport._owed:
+            return bool(transport._store.check([transport._answer]))
+        return not transport._store.check([transport._order])
+    return True
 
 
 @contextlib.contextmanager

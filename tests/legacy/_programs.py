@@ -196,6 +196,34 @@ def distributed_program(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def stuck_program(rank: int, port: int) -> None:
+    """An updater whose first worker takes no order, and whose second one takes each."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=3)
+    if rank == 0:
+        updater = legacy.DistributedWeightUpdater(store, td(1.0), num_workers=2, timeout=2.0)
+        for _ in range(2):
+            error = expect(aiosync.PartialSyncError, updater)
+            assert isinstance(error, aiosync.PartialSyncError)
+            assert (set(error.acked), set(error.failed)) == ({1}, {0}), error
+        store.set("end", b"")
+    elif rank == 2:
+        for _ in range(2):
+            assert store.get("NODE_2_in") == b"update_weights"
+            store.delete_key("NODE_2_in")
+            td(9.0).recv(0)
+            store.set("NODE_2_out", b"updated")
+    if rank:
+        store.wait(["end"])
+        store.set(f"ended {rank}", b"")
+    else:
+        store.wait(["ended 1", "ended 2"])
+    os._exit(0)  # the group waits for what was never received
+
+
 def rpc_program(rank: int, port: int) -> None:
     from torch.distributed import rpc
 

@@ -242,6 +242,21 @@ def test_two_processes_in_a_group(program: Any) -> None:
             assert process.exitcode == 0
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_stuck_takes_nothing_from_another() -> None:
+    port = _rpc_group.free_port()
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                workers.process(_programs.stuck_program, rank, port, method="forkserver")
+            )
+            for rank in range(3)
+        ]
+        for process in started:
+            process.join(tools.PATIENCE)
+            assert process.exitcode == 0
+
+
 @pytest.mark.heavy  # a cluster of its own
 def test_ray_calls_the_actors() -> None:
     pytest.importorskip("ray")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -16,12 +17,14 @@ from typing import Any, cast
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.legacy.remote import DistributedTransport
+from aiosync.legacy.remote import DistributedTransport, is_free
 from aiosync.legacy.transports import Deliveries
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
 from aiosync.legacy.updaters.worker import make_private
 
 __all__ = ["DistributedWeightUpdater"]
+
+_PAUSE_SECONDS = 0.005  # between two looks at who may be given an order
 
 
 class DistributedWeightUpdater(AtOnceWeightUpdater):
@@ -110,12 +113,18 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             )
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()
         copy_weights(snapshot, weights)
-        sending = Deliveries()
-        for idx in workers:
-            transport = self._transport(idx)
+        sending, waiting = Deliveries(), {idx: self._transport(idx) for idx in workers}
+        while waiting:
+            left = math.inf
             if self.timeout is not None:
-                transport.timeout = max(0.0, sending.began + self.timeout - time.monotonic())
-            sending.begin(idx, functools.partial(transport.order, snapshot))
+                left = sending.began + self.timeout - time.monotonic()
+            # Nobody waits for another one, who may never take the last order.
+            for idx in [idx for idx, each in waiting.items() if is_free(each) or left <= 0]:
+                transport = waiting.pop(idx)
+                transport.timeout = None if self.timeout is None else max(0.0, left)
+                sending.begin(idx, functools.partial(transport.order, snapshot))
+            if waiting:
+                time.sleep(_PAUSE_SECONDS)
         sending.finish_all(self.timeout)
         sending.raise_failures()
 
