@@ -80,16 +80,24 @@ def test_index_0_is_the_collector_itself(worker_ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "worker_ids", [1, [7], [0, 7], True, [False], -1, "0", [0.5], torch.tensor([False])]
+    "worker_ids", [1, [7], [0, 7], True, [False], -1, "0", [0.5], torch.tensor([False]), []]
 )
 def test_other_indices_are_refused_before_anything_changes(worker_ids: Any) -> None:
     with alone(worlds.make_policy(1.0), track_policy_version=True) as collector:
         batches = iter(collector)
         next(batches)
-        with pytest.raises(aiosync.ConfigError, match="not registered|must be an int"):
+        with pytest.raises(aiosync.ConfigError, match="not registered|must be an int|names nobody"):
             collector.update_policy_weights_(worlds.make_policy(9.0), worker_ids=worker_ids)
         assert collector.policy_version == 0
         assert seen_by_one(next(batches)) == (1.0, 0)
+
+
+def test_weights_by_index_are_refused_before_anything_changes() -> None:
+    with alone(worlds.make_policy(1.0), track_policy_version=True) as collector:
+        weights = weights_of(worlds.make_policy(9.0))
+        with pytest.raises(aiosync.ConfigError, match="as they are, not by index"):
+            collector.update_policy_weights_({0: weights})
+        assert seen_by_one(next(iter(collector))) == (1.0, 0)
 
 
 # -- in a thread of its own -------------------------------------------------------------------

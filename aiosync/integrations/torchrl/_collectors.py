@@ -43,7 +43,7 @@ from aiosync.schemes.inside import (
     separate,
     sources_of,
 )
-from aiosync.schemes.sources import resolve_model
+from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import (
     NoWeightSyncScheme,
     RayWeightSyncScheme,
@@ -450,16 +450,21 @@ def send_to_itself(
     """Apply what is sent to the collector's own policy, all of it or nothing.
 
     Raises:
-        ConfigError: An index other than 0, the collector's, is named.
+        ConfigError: Another index than 0, the collector's, is named, or none; or there are weights
+            by index.
         SyncTimeout: A forward pass of the policy did not end in time.
     """
     check_open(core_of(scheme))  # before anything changes
     worker_ids = given.pop("worker_ids", None)
-    for idx in () if worker_ids is None else as_indices("worker_ids", worker_ids):
-        if idx != 0:
-            raise ConfigError(
-                f"Worker {idx} not registered: a collector without workers is index 0 itself"
-            )
+    named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
+    if not named:
+        raise ConfigError("worker_ids names nobody: leave it out")
+    for idx in named - {0}:
+        raise ConfigError(
+            f"Worker {idx} not registered: a collector without workers is index 0 itself"
+        )
+    if is_per_worker(given.get("weights")):
+        raise ConfigError("a collector without workers takes weights as they are, not by index")
     _apply(scheme, collector, given.get("weights"), given.get("timeout"))
     return proceed(**given)
 
