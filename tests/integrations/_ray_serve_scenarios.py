@@ -264,6 +264,7 @@ async def too_stale() -> None:
         handle = await deploy("fresh", source(), max_staleness=0.5, options={"num_replicas": 1})
         pid = check(await ask(handle))
     await until(lambda: status_of("fresh").replica_states.get("STARTING"))
+    await until(lambda: not Path(f"/proc/{pid}").exists())  # else it finds the new trainer, too
     async with trainer() as it:
         await it.push()
         assert check(await ask(handle, epoch=it.epoch)) != pid
