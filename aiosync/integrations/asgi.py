@@ -280,7 +280,7 @@ class WeightsMiddleware:
             await live.enter_async_context(self.feed)
             try:
                 await self.app(scope, hear, say)
-            except Exception:
+            except Exception:  # raised again, but of applications that know no lifespans
                 if told or (heard and not stray):
                     raise
             for number, phase in enumerate(("startup", "shutdown"), 1):
