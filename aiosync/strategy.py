@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
-from aiosync.tensors.apply import Target
-from aiosync.tensors.layout import Layout
-from aiosync.tensors.match import Strict
-from aiosync.tensors.tensordicts import is_tensor_collection, is_tensordict
+from aiosync.tensors.apply import Strict, Target
+from aiosync.tensors.buffer import Layout
+from aiosync.tensors.values import is_tensor_collection, is_tensordict
 from aiosync.tensors.walk import ExtractAs, ModuleTree, collect
 from aiosync.wire import NO_LIMITS
 

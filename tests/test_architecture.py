@@ -164,7 +164,7 @@ def test_a_layer_imports_only_what_stands_above_it() -> None:
         ("wire.frames", "def f():\n    import torch.nn"),
         ("protocol.outbox", "from anyio import Event"),
         ("protocol.outbox", "from aiosync.transports import Transport"),
-        ("tensors.layout", "from aiosync.transports.base import Transport"),
+        ("tensors.buffer", "from aiosync.transports.base import Transport"),
         ("transports.pipe", "from aiosync.tensors import Layout"),
         ("transports.pipe", "from aiosync import schemes"),
         ("transports.pipe", "from aiosync.schemes.base import WeightSyncScheme"),

@@ -35,7 +35,7 @@ from aiosync.protocol import VersionClock
 from aiosync.receiver.updates import Buffers, UpdateReader
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors import FlatBuffer, Flattener, Layout
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors.values import is_tensordict
 from aiosync.transports._processes import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
 from aiosync.types import AckStatus

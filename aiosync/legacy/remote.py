@@ -23,7 +23,7 @@ from aiosync.errors import (
 from aiosync.legacy.endpoint import Copier
 from aiosync.legacy.transports import Answered, Finish
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors.values import is_tensordict
 from aiosync.transports._ray_store import need_cluster
 
 __all__ = [

@@ -31,7 +31,7 @@ from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.tensors import Target
-from aiosync.tensors.match import Strict
+from aiosync.tensors.apply import Strict
 from aiosync.transports._processes import FORKING
 from aiosync.transports.base import without_frames
 

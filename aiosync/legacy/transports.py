@@ -26,7 +26,7 @@ from aiosync.errors import (
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.strategy import WeightStrategy
 from aiosync.sync import InitialSyncTransport
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors.values import is_tensordict
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 

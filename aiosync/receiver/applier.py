@@ -3,7 +3,7 @@
 Here nothing is known of messages: what became of an update is a :class:`Result`. Everything
 that belongs to the model changes only under the guard, on whatever thread. What a signal's handler
 raises in the middle is no refusal: the update stays noted, and is applied again before the next
-read. Whether an update fits is found out in ``tensors.match``, and the trainer is told by
+read. Whether an update fits is found out in ``tensors.apply``, and the trainer is told by
 ``receiver.receiver``. Must not import the sender.
 """
 
@@ -30,8 +30,7 @@ from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
-from aiosync.tensors.apply import LoadTarget
-from aiosync.tensors.match import Strict
+from aiosync.tensors.apply import LoadTarget, Strict
 from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 

@@ -49,7 +49,7 @@ from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
-from aiosync.tensors.match import Strict
+from aiosync.tensors.apply import Strict
 from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.types import AckStatus
 from aiosync.wire import Current, Leave, ManifestMessage, Promise, Take, Update, Welcome

@@ -54,8 +54,7 @@ from aiosync.sender import How, Streaming, WeightSender
 from aiosync.spans import VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.tensors import Dtypes
-from aiosync.tensors.apply import Loader, LoadTarget
-from aiosync.tensors.match import Strict
+from aiosync.tensors.apply import Loader, LoadTarget, Strict
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits, Require, SendReport

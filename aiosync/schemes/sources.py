@@ -21,7 +21,7 @@ from aiosync.errors import ConfigError
 from aiosync.protocol import as_index, as_indices
 from aiosync.schemes.options import refuse
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors.values import is_tensordict
 from aiosync.wire import DEFAULT_LIMITS
 
 __all__ = [

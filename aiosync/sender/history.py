@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.sender.snapshots import Snapshot
-from aiosync.tensors.merging import merged
+from aiosync.tensors.buffer import merged
 from aiosync.types import Limits
 
 __all__ = ["Chain", "Group", "History", "names_of", "together"]

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from aiosync.errors import SendTimeout, WeightsChanged
-from aiosync.tensors.layout import Layout
+from aiosync.tensors.buffer import Layout
 
 __all__ = ["STEPS", "STILL_STEPPING", "steadily"]
 

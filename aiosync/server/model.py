@@ -31,7 +31,7 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server.store import StoredUpdate, WeightStore
-from aiosync.tensors.merging import merged
+from aiosync.tensors.buffer import merged
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus

@@ -7,14 +7,13 @@ never import asyncio or a transport.
 """
 
 from aiosync.tensors.apply import Target
-from aiosync.tensors.buffer import FlatBuffer
+from aiosync.tensors.buffer import FlatBuffer, Layout, dtype_name, torch_dtype
 from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.flatten import (
     Flattener,
     LiveBytes,
     Prepared,
 )
-from aiosync.tensors.layout import Layout, dtype_name, torch_dtype
 from aiosync.tensors.mapping import Dtypes, WeightMap, check_dtypes
 from aiosync.tensors.sharded import gather_weights
 from aiosync.tensors.walk import Leaf, Leaves, collect, lacks_memory

@@ -1,7 +1,8 @@
-"""Flat buffers: one block of bytes that holds the weights of one version.
+"""Flat buffers: one block of bytes with the weights of one version, and where each of them lies.
 
 A flat buffer is filled by a transport or by a snapshot, and models are flipped to views of it.
-This module must never import asyncio or a transport.
+Several updates of a part of the names can be put together into one. This module must never import
+asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -10,30 +11,147 @@ import ctypes
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.wire import ALIGNMENT
+from aiosync.tensors.copying import copy_bytes
+from aiosync.tensors.values import inner_names
+from aiosync.wire import (
+    ALIGNMENT,
+    DEFAULT_LIMITS,
+    DTYPE_NBYTES,
+    LeafSpec,
+    Manifest,
+    plan_manifest,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Self
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from aiosync.tensors.layout import Layout
+    from aiosync.tensors.walk import Leaves
+    from aiosync.types import Limits
+    from aiosync.wire import ManifestEntry
 
-__all__ = ["FlatBuffer", "in_flat_memory"]
+__all__ = [
+    "DTYPES",
+    "FlatBuffer",
+    "Layout",
+    "Part",
+    "dtype_name",
+    "in_flat_memory",
+    "merged",
+    "torch_dtype",
+]
+
+_BY_NAME: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in DTYPE_NBYTES
+    if isinstance(getattr(torch, name, None), torch.dtype)
+}
+_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+DTYPES = _BY_DTYPE.keys()
+"""The dtypes that can travel."""
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors refer to a storage. Private API of torch since 2.1."""
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The memory of every flat buffer that is alive, or of which a view is."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name under which a dtype travels, for example ``"bfloat16"``.
+
+    Raises:
+        ConfigError: Tensors of this dtype cannot travel (quantised and sub-byte dtypes).
+    """
+    name = _BY_DTYPE.get(dtype)
+    if name is None:
+        raise ConfigError(
+            f"tensors of dtype {dtype} cannot travel; supported: {', '.join(_BY_NAME)}"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name from a manifest.
+
+    Raises:
+        ConfigError: The name is unknown, or this version of torch has no such dtype.
+    """
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        raise ConfigError(
+            f"unknown dtype {name!r}; torch {torch.__version__} has: {', '.join(_BY_NAME)}"
+        )
+    return dtype
+
+
+class Layout:
+    """Where each leaf lies in a flat buffer.
+
+    Attributes:
+        manifest: The manifest, checked when it was planned or decoded.
+        dtypes: The torch dtype of each leaf.
+        nbytes: Bytes of the payload, a multiple of 64.
+        digest: 16 bytes that identify the layout.
+        index: Which leaf each name stands for, also those of tied tensors.
+    """
+
+    __slots__ = ("digest", "dtypes", "index", "manifest", "nbytes")
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Prepare for a manifest.
+
+        Args:
+            manifest: The manifest.
+
+        Raises:
+            ConfigError: This version of torch lacks one of its dtypes.
+        """
+        self.manifest: Manifest = manifest
+        self.dtypes: tuple[torch.dtype, ...] = tuple(
+            torch_dtype(leaf.dtype) for leaf in manifest.leaves
+        )
+        self.nbytes: int = manifest.nbytes
+        self.digest: bytes = manifest.digest
+        self.index: dict[str, int] = {
+            name: at
+            for at, leaf in enumerate(manifest.leaves)
+            for name in (leaf.name, *leaf.aliases)
+        }
+
+    @classmethod
+    def plan(cls, leaves: Leaves, limits: Limits = DEFAULT_LIMITS) -> Layout:
+        """Lay the leaves out one after the other, each on a multiple of 64 bytes.
+
+        Args:
+            leaves: What to lay out.
+            limits: Bounds that the receivers are expected to have.
+
+        Raises:
+            ConfigError: A dtype or a name cannot travel, or something is beyond the limits.
+        """
+        facts = (
+            (each.name, dtype_name(each.tensor.dtype), each.tensor.shape, each.kind, each.aliases)
+            for each in leaves.leaves
+        )
+        return cls(plan_manifest(facts, limits))
+
+    def padding(self) -> list[tuple[int, int]]:
+        """Return the (start, end) byte ranges that belong to no leaf."""
+        starts = [leaf.offset for leaf in self.manifest.leaves] + [self.nbytes]
+        ends = [0] + [leaf.offset + leaf.nbytes for leaf in self.manifest.leaves]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 class FlatBuffer:
@@ -176,3 +294,74 @@ def in_flat_memory(tensor: torch.Tensor) -> bool:
     return any(
         start <= address < start + ctypes.sizeof(block) for start, block in list(_blocks.items())
     )
+
+
+# -- several updates in one -----------------------------------------------------------------------
+
+
+class Part(Protocol):
+    """What an update holds."""
+
+    layout: Layout
+    buffer: FlatBuffer
+    values: dict[str, Any]
+
+
+def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
+    """The newest of each name, in memory of its own.
+
+    Names that an older part ties stay tied, and get what is newest under any of them: so would
+    a worker that applies one part after the other.
+
+    Args:
+        parts: Oldest first; at least one.
+        limits: Bounds on the whole.
+
+    Raises:
+        ConfigError: Together they are beyond the limits.
+    """
+    leaves = list[_Leaf]()
+    found: dict[str, _Leaf] = {}
+    gone: set[str] = set()  # what something newer holds
+    values: dict[str, Any] = {}
+    for part in reversed(parts):
+        dropped = part.values.keys() & gone
+        inside = inner_names({key: part.values[key] for key in dropped})
+        values = {key: part.values[key] for key in part.values.keys() - dropped} | values
+        kept = list[_Leaf]()
+        for spec in part.layout.manifest.leaves:
+            names = (spec.name, *spec.aliases)
+            leaf = next((found[name] for name in names if name in found), None)
+            rest = [name for name in names if name not in gone | inside]
+            if leaf is None and rest:
+                leaf = _Leaf(part, spec, rest)
+                kept.append(leaf)
+            elif leaf is not None:
+                leaf.names += rest
+            found |= {name: leaf for name in rest if leaf is not None}
+        leaves = kept + leaves
+        gone |= part.layout.index.keys() | part.values.keys()
+    layout = Layout(plan_manifest(map(_Leaf.entry, leaves), limits))
+    buffer = FlatBuffer(layout.nbytes)
+    target = buffer.memoryview()
+    for start, stop in layout.padding():
+        target[start:stop] = bytes(stop - start)
+    for leaf, spec in zip(leaves, layout.manifest.leaves, strict=True):
+        if spec.nbytes:
+            copy_bytes(target[spec.offset : spec.offset + spec.nbytes], leaf.source())
+    return layout, buffer, values
+
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    part: Part
+    spec: LeafSpec
+    names: list[str]
+
+    def entry(self) -> ManifestEntry:
+        name, *aliases = self.names
+        return name, self.spec.dtype, self.spec.shape, self.spec.kind, aliases
+
+    def source(self) -> memoryview:
+        start = self.spec.offset
+        return self.part.buffer.memoryview()[start : start + self.spec.nbytes]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiosync.errors import ConfigError
+from aiosync.tensors.buffer import Layout
 from aiosync.tensors.copying import (
     LARGE_NBYTES,
     CopyPool,
@@ -23,7 +24,6 @@ from aiosync.tensors.copying import (
     copy_tensors,
     is_plain_cpu,
 )
-from aiosync.tensors.layout import Layout
 from aiosync.tensors.mapping import DtypeRule, Dtypes, Pattern
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (

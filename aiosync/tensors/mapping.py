@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 import torch
 
 from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors.buffer import DTYPES
 from aiosync.tensors.copying import copy_tensors
-from aiosync.tensors.layout import DTYPES
 
 __all__ = ["DtypeRule", "Dtypes", "Pattern", "WeightMap", "check_dtypes"]
+
+_Items: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """A floating-point dtype for all such tensors, or name patterns to dtypes; the first that fits."""
@@ -48,13 +50,16 @@ class Pattern:
             )
         self._regex = re.compile("(.*?)".join(map(re.escape, self._pieces)), re.DOTALL)
 
-    def match(self, name: str) -> tuple[str, ...] | None:
+    def match(self, name: str, used: set[Pattern]) -> tuple[str, ...] | None:
         """What the stars stand for if the whole name fits; otherwise ``None``.
 
-        From the left on each stands for as little as possible.
+        From the left on each stands for as little as possible. A pattern that fits joins ``used``.
         """
         found = self._regex.fullmatch(name)
-        return None if found is None else found.groups()
+        if found is None:
+            return None
+        used.add(self)
+        return found.groups()
 
     def fill(self, captured: Sequence[str]) -> str:
         """The name with something for each star."""
@@ -115,9 +120,8 @@ class DtypeRule:
         fitting = [
             pattern
             for pattern in self._dtypes
-            if any(pattern.match(name) is not None for name in names)
+            if any(pattern.match(name, used) is not None for name in names)
         ]
-        used.update(fitting)
         return self._dtypes[fitting[0]] if fitting and now.is_floating_point else now
 
 
@@ -167,23 +171,15 @@ class WeightMap:
         strict: bool = True,
     ) -> None:
         self._function = rename if callable(rename) else None
-        self._exact: dict[str, Pattern] = {}
-        self._renames: dict[Pattern, list[Pattern]] = {}
+        self._renames: dict[str, tuple[Pattern, list[Pattern]]] = {}
         for text, value in _mapping({} if callable(rename) else rename, "rename"):
             pattern = Pattern(text, "rename")
             names = _names(value, f"rename of {text!r}")
-            self._renames[pattern] = [Pattern(name, "rename", pattern) for name in names]
-            if "*" not in text:
-                self._exact[text] = pattern
+            self._renames[text] = pattern, [Pattern(name, "rename", pattern) for name in names]
         self._splits = [_Fused("split", *item) for item in _mapping(split, "split")]
         self._merges = [_Fused("merge", *item) for item in _mapping(merge, "merge")]
         self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
-        checked = check_dtypes(dtype, "dtype")
-        self._dtype = None if checked is None else DtypeRule(checked)
-        fused = [each.fused for each in (*self._splits, *self._merges)]
-        dtypes = [] if self._dtype is None else self._dtype.patterns
-        self._patterns = [*self._renames, *fused, *self._drops, *dtypes]  # each has to fit
-        self._starred = [each for each in self._renames if "*" in each.text]
+        self._dtypes = DtypeRule(check_dtypes(dtype, "dtype") or {})
         self.strict: bool = strict
         """Whether a pattern that fits nothing is refused."""
 
@@ -204,112 +200,96 @@ class WeightMap:
             ManifestMismatch: A merge lacks a part, or sizes, dtypes or dimensions do not fit.
             ConfigError: Two tensors get the same name, or a pattern fits nothing (``strict``).
         """
-        step = _Pass(self)
-        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
-            for renamed in step.rename(name):
-                for part, view in step.split(renamed, tensor):
-                    yield from step.merge(part, view)
-        step.finish()
+        used: set[Pattern] = set()
+        made: set[str] = set()
+        given = iter(weights.items() if isinstance(weights, Mapping) else weights)
+        for name, parts, dim in self._merged(self._split(self._renamed(given, used), used), used):
+            if name in made:
+                raise _twice(name)
+            made.add(name)
+            dtype = self._dtypes.find((name,), parts[0].dtype, used)
+            as_it_is = len(parts) == 1 and dtype is parts[0].dtype
+            yield name, parts[0] if as_it_is else _joined(parts, dim, dtype)
+        renames = [pattern for pattern, _ in self._renames.values()]
+        fused = [each.fused for each in (*self._splits, *self._merges)]
+        patterns = [*renames, *fused, *self._drops, *self._dtypes.patterns]
+        spare = [f"{each.text!r} of {each.option}" for each in patterns if each not in used]
+        if spare and self.strict and (made or used):
+            raise ConfigError(
+                f"these patterns of the WeightMap match no name: {', '.join(spare)}. Correct or "
+                "remove them, or pass strict=False"
+            )
 
+    # The steps, each over what the one before it yields.
 
-class _Pass:
-    """One call of a map: what was made, what waits, and which patterns fitted."""
+    def _renamed(self, weights: _Items, used: set[Pattern]) -> _Items:
+        """Drop and rename."""
+        starred = [each for text, each in self._renames.items() if "*" in text]
+        for name, tensor in weights:
+            # Every pattern is tried, so that one that another one overrules is not called unused.
+            if [each for each in self._drops if each.match(name, used) is not None]:
+                continue
+            if self._function is not None:
+                names = _names(self._function(name), f"rename({name!r})")
+            else:
+                exact = [self._renames[name]] if name in self._renames else []
+                found = [
+                    [target.fill(captured) for target in targets]
+                    for pattern, targets in (*exact, *starred)
+                    if (captured := pattern.match(name, used)) is not None
+                ]
+                names = found[0] if found else [name]
+            yield from ((each, tensor) for each in names)
 
-    def __init__(self, mapping: WeightMap) -> None:
-        self._map = mapping
-        self._used: set[Pattern] = set()
-        self._made: set[str] = set()
-        self._seen = False
-        self._waiting: dict[str, tuple[_Fused, tuple[str, ...], dict[int, Any]]] = {}
-
-    def _fits(self, pattern: Pattern, name: str) -> tuple[str, ...] | None:
-        captured = pattern.match(name)
-        if captured is not None:
-            self._used.add(pattern)
-        return captured
-
-    def rename(self, name: str) -> Sequence[str]:
-        mapping = self._map
-        self._seen = True
-        # Every pattern is tried, so that one that another one overrules is not called unused.
-        if [each for each in mapping._drops if self._fits(each, name) is not None]:
-            return ()
-        if mapping._function is not None:
-            return _names(mapping._function(name), f"rename({name!r})")
-        exact = [mapping._exact[name]] if name in mapping._exact else []
-        found = [
-            [target.fill(captured) for target in mapping._renames[pattern]]
-            for pattern in (*exact, *mapping._starred)
-            if (captured := self._fits(pattern, name)) is not None
-        ]
-        return found[0] if found else [name]
-
-    def split(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        for spec in self._map._splits:
-            captured = self._fits(spec.fused, name)
-            if captured is not None:
-                return spec.split(name, captured, tensor)
-        return ((name, tensor),)
-
-    def merge(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in self._map._merges:
-            for index, part in enumerate(spec.parts):
-                captured = part.match(name)
+    def _split(self, weights: _Items, used: set[Pattern]) -> _Items:
+        for name, tensor in weights:
+            for spec in self._splits:
+                captured = spec.fused.match(name, used)
                 if captured is not None:
-                    yield from self._take_part(spec, captured, index, name, tensor)
-                    return
-        self._note(name)
-        dtype = self._dtype_of(name, tensor.dtype)
-        if dtype is not tensor.dtype:
-            cast = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-            copy_tensors([(cast, tensor)])
-            tensor = cast
-        yield name, tensor
+                    views = spec.split(name, tensor)
+                    yield from zip((part.fill(captured) for part in spec.parts), views, strict=True)
+                    break
+            else:
+                yield name, tensor
 
-    def _take_part(
-        self, spec: _Fused, captured: tuple[str, ...], index: int, name: str, tensor: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        self._used.add(spec.fused)
-        fused = spec.fused.fill(captured)
-        parts = self._waiting.setdefault(fused, (spec, captured, {}))[2]
-        if index in parts or fused in self._made:
-            raise _twice(name)
-        parts[index] = (name, tensor)
-        if len(parts) == len(spec.parts):
-            del self._waiting[fused]
-            self._note(fused)
-            ordered = [parts[i] for i in range(len(parts))]
-            dtype = self._dtype_of(fused, ordered[0][1].dtype)
-            yield fused, spec.merge(fused, ordered, dtype)
-
-    def _dtype_of(self, name: str, now: torch.dtype) -> torch.dtype:
-        rule = self._map._dtype
-        return now if rule is None else rule.find((name,), now, self._used)
-
-    def _note(self, name: str) -> None:
-        if name in self._made:
-            raise _twice(name)
-        self._made.add(name)
-
-    def finish(self) -> None:
-        missing = [
-            part.fill(captured)
-            for spec, captured, parts in self._waiting.values()
-            for index, part in enumerate(spec.parts)
-            if index not in parts
-        ]
+    def _merged(
+        self, weights: _Items, used: set[Pattern]
+    ) -> Iterator[tuple[str, list[torch.Tensor], int]]:
+        """Names and what each is made of: one tensor, or parts along a dimension."""
+        waiting: dict[str, tuple[_Fused, tuple[str, ...], dict[int, Any]]] = {}
+        for name, tensor in weights:
+            spec, index, captured = next(
+                (
+                    (spec, index, captured)
+                    for spec in self._merges
+                    for index, part in enumerate(spec.parts)
+                    if (captured := part.match(name, used)) is not None
+                ),
+                (None, 0, ()),
+            )
+            if spec is None:
+                yield name, [tensor], 0
+                continue
+            used.add(spec.fused)
+            fused = spec.fused.fill(captured)
+            parts = waiting.setdefault(fused, (spec, captured, {}))[2]
+            if index in parts:
+                raise _twice(name)
+            parts[index] = name, tensor
+            if len(parts) == len(spec.parts):
+                ordered = dict(parts[index] for index in range(len(parts)))
+                parts.update(dict.fromkeys(parts))  # the tensors are not kept any longer
+                yield fused, list(ordered.values()), spec.check(fused, ordered)
+        missing = {
+            fused: [part.fill(captured) for at, part in enumerate(spec.parts) if at not in parts]
+            for fused, (spec, captured, parts) in waiting.items()
+        }
+        missing = {fused: names for fused, names in missing.items() if names}
         if missing:
             raise ManifestMismatch(
-                missing=missing,
-                hint=f"They are parts of {', '.join(self._waiting)}. Have the trainer send them, "
+                missing=list(chain.from_iterable(missing.values())),
+                hint=f"They are parts of {', '.join(missing)}. Have the trainer send them, "
                 "or correct merge.",
-            )
-        spare = [each for each in self._map._patterns if each not in self._used]
-        if spare and self._map.strict and self._seen:
-            listed = ", ".join(f"{each.text!r} of {each.option}" for each in spare)
-            raise ConfigError(
-                f"these patterns of the WeightMap match no name: {listed}. Correct or remove them, "
-                "or pass strict=False"
             )
 
 
@@ -359,9 +339,7 @@ class _Fused:
         self.fused = Pattern(text, option)
         self.parts = [Pattern(name, option, self.fused) for name in names]
 
-    def split(
-        self, name: str, captured: Sequence[str], tensor: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def split(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a tensor, as views.
 
         Raises:
@@ -374,33 +352,37 @@ class _Fused:
         if left < 0 or sum(sizes) != there:
             why = f"dimension {self.dim} has {there} elements, its parts add up to {sum(sizes)}"
             raise ManifestMismatch(mismatched={name: why}, hint="Correct the sizes in split.")
-        for part, view in zip(self.parts, torch.split(tensor.detach(), sizes, dim), strict=True):
-            yield part.fill(captured), view
+        return torch.split(tensor.detach(), sizes, dim)
 
-    def merge(
-        self, name: str, parts: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The parts as one new tensor.
+    def check(self, fused: str, parts: Mapping[str, torch.Tensor]) -> int:
+        """The dimension along which the parts are joined.
 
         Raises:
             ManifestMismatch: They do not fit together.
         """
-        first_name, first = parts[0]
+        first_name, first = next(iter(parts.items()))
         dim = _dimension(first_name, first, self.dim)
         mismatched = {
-            other: f"is {_look(tensor)}, and {first_name} is {_look(first)}: they cannot be merged "
-            f"into {name} along dimension {self.dim}"
-            for other, tensor in parts
+            name: f"is {_look(tensor)}, and {first_name} is {_look(first)}: they cannot be merged "
+            f"into {fused} along dimension {self.dim}"
+            for name, tensor in parts.items()
             if tensor.dtype is not first.dtype or _without(tensor, dim) != _without(first, dim)
         }
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Correct merge.")
-        shape, sizes = list(first.shape), [tensor.shape[dim] for _, tensor in parts]
-        shape[dim] = sum(sizes)
-        fused = torch.empty(shape, dtype=dtype, device=first.device)
-        targets = torch.split(fused, sizes, dim)
-        copy_tensors(zip(targets, (tensor for _, tensor in parts), strict=True))
-        return fused
+        return dim
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor, made of one, or of several along a dimension."""
+    first, *others = parts
+    shape = list(first.shape)
+    for other in others:
+        shape[dim] += other.shape[dim]
+    new = torch.empty(shape, dtype=dtype, device=first.device)
+    sizes = [part.shape[dim] for part in parts] if others else []
+    copy_tensors(zip(torch.split(new, sizes, dim) if others else [new], parts, strict=True))
+    return new
 
 
 def _dimension(name: str, tensor: torch.Tensor, dim: int) -> int:

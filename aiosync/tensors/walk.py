@@ -19,15 +19,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
-from aiosync.tensors.layout import DTYPES
-from aiosync.tensors.tensordicts import (
+from aiosync.tensors.buffer import DTYPES
+from aiosync.tensors.values import (
+    EXTRA_STATE,
     is_non_tensor,
     is_plain_tensordict,
     is_tensor_collection,
     is_tensordict,
     is_tensordict_params,
+    pack_value,
 )
-from aiosync.tensors.values import EXTRA_STATE, pack_value
 from aiosync.wire import encode_values
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.protocol import validate_seconds
 from aiosync.strategy import WeightStrategy
-from aiosync.tensors.tensordicts import is_tensordict
+from aiosync.tensors.values import is_tensordict
 
 if TYPE_CHECKING:
     from typing import Self
