@@ -76,7 +76,6 @@ FORBIDDEN = {
 # One backend each: the library that it drives is the reason that the module exists.
 ALLOWED = {
     "schemes._pickling": {"pickle"},  # only to see whether the user's strategy can be pickled
-    "transports._gloo": {"torch"},
     "transports.distributed": {"torch"},
     "transports.rpc": {"torch"},
     "transports._ray_actor": {"torch"},  # in the processes of actors without aiosync

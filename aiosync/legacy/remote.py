@@ -24,7 +24,7 @@ from aiosync.legacy.endpoint import Copier
 from aiosync.legacy.transports import Answered, Finish
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
-from aiosync.transports._ray_store import need_cluster
+from aiosync.transports.ray import need_cluster
 
 __all__ = [
     "DistributedTransport",

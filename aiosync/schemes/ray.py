@@ -20,11 +20,17 @@ from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import How
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports._ray_store import RayObjects, actor_name, load_ray, need_cluster
 from aiosync.transports.address import Address, any_port_of
 from aiosync.transports.base import Transport
 from aiosync.transports.data_plane import DataPlaneTransport
-from aiosync.transports.ray import RayActorTransport, RayTransport
+from aiosync.transports.ray import (
+    RayActorTransport,
+    RayObjects,
+    RayTransport,
+    actor_name,
+    load_ray,
+    need_cluster,
+)
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require, SendReport
 

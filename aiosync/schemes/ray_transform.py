@@ -25,8 +25,8 @@ from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import DeviceMap
-from aiosync.transports._ray_store import landed, need_cluster
 from aiosync.transports.base import Transport
+from aiosync.transports.ray import landed, need_cluster
 
 __all__ = [
     "RayModuleTransformReceiver",

@@ -1,9 +1,9 @@
 """Links whose large payloads travel beside the stream: over a process group, or Ray's store.
 
 The control stream is a framed link that the event loop watches: messages, acknowledgements and
-the end of the peer arrive there, awaited without polling. A :class:`DataPlane` moves the bytes of
-payloads that are too large to travel in the stream. Must not import torch, ray, schemes or a
-concrete transport.
+the end of the peer arrive there, awaited without polling. A subclass of :class:`DataPlaneTransport`
+moves the bytes of payloads that are too large to travel in the stream. Must not import torch, ray,
+schemes or a concrete transport.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ __all__ = [
     "INLINE_NBYTES",
     "KEPT",
     "STEADY",
-    "DataPlane",
     "DataPlaneTransport",
     "Progress",
     "SharedPayload",
@@ -138,25 +137,36 @@ class Progress:
                 raise LocalProtocolError(f"the weights could not be copied: {self._error}")
 
 
-class DataPlane(abc.ABC):
-    """Moves payloads of one link, one at a time in each direction.
+class DataPlaneTransport(Transport):
+    """A link over a control stream whose large payloads travel beside it. Owns the stream.
 
-    Its coroutines run on the loop of the link and may raise
-    :class:`~aiosync.errors.TransportError`, which ends the link. When one of them is cancelled it
-    must not return before nothing reads from or writes to the memory that it was given.
+    A subclass moves one payload at a time in each direction, by the abstract methods. They run on
+    the loop of the link and may raise :class:`~aiosync.errors.TransportError`, which ends the link.
+    When one of them is cancelled it must not return before nothing reads from or writes to the
+    memory that it was given.
+
+    Args:
+        control: A connected framed link.
+        inline_nbytes: Payloads up to this size travel in it.
     """
 
-    kind: ClassVar[str]
-    """Names it in :class:`~aiosync.wire.Setup` messages."""
+    _kind: ClassVar[str]
+    """Names the way beside the stream in :class:`~aiosync.wire.Setup` messages."""
 
-    follows_copies: ClassVar[bool] = False
-    """Whether :meth:`push` waits for the parts of a payload that are not in place yet."""
-
-    control: FramedTransport
-    """The control stream; set before anything else is called."""
+    def __init__(self, control: FramedTransport, inline_nbytes: int) -> None:
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._inline_nbytes = inline_nbytes
+        self._sending = self._receiving = self._told = False
+        # Sticky, and before what the control stream may still have in hand.
+        self._broken: LinkError | None = None
+        self._over: asyncio.Future[None] = self._loop.create_future()  # the link
+        self._handler: Handler | None = None
+        control.subscribe(self._deliver)
+        control.call_on_end(self._end)
 
     @abc.abstractmethod
-    async def offer(
+    async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """Prepare to send; returns what the peer has to know. It is told after this.
@@ -170,69 +180,54 @@ class DataPlane(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def push(self, payload: list[memoryview]) -> None:
+    async def _push(self, payload: list[memoryview]) -> None:
         """Send, once the peer was told. Returns when the payload's memory may change."""
 
     @abc.abstractmethod
-    async def fetch(
+    async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
         """Receive what the peer told of.
 
         Args:
-            ext: What the peer's :meth:`offer` returned, unchecked.
+            ext: What the peer's :meth:`_offer` returned, unchecked.
             nbytes: Size of the payload.
             lend: Gives the buffers that the payload has to land in; ``None`` where memory of the
-                data plane is welcome.
+                transport is welcome.
 
         Returns:
             The bytes, and :attr:`Received.key`: ``None`` where they lie in lent buffers.
         """
 
     @abc.abstractmethod
-    def hear(self, message: Setup) -> None:
+    def _hear(self, message: Setup) -> None:
         """The peer set something up. May raise ``RemoteProtocolError``, which ends the link."""
 
-    async def settle(self) -> None:
-        """Bring what is being set up to its end while the peer can still be heard. Bounded."""
-        return None
-
-    @abc.abstractmethod
-    def end(self) -> None:
+    def _end(self) -> None:
         """The link has ended: make what is under way fail soon. Never waits."""
+        if not self._over.done() and not self._loop.is_closed():
+            self._over.set_result(None)
 
-    @abc.abstractmethod
-    async def aclose(self) -> None:
-        """Give everything back. Bounded."""
+    def _say(self, key: str, value: bytes = b"") -> None:
+        """Tell the peer something, once the stream is between two frames."""
+        if not self._control.ended:
+            self._control.queue(encode_frame(Setup(self._kind, key, value)))
 
-    def say(self, key: str, value: bytes = b"") -> None:
-        """Tell the peer's data plane something, once the stream is between two frames."""
-        if not self.control.ended:
-            self.control.queue(encode_frame(Setup(self.kind, key, value)))
+    async def _outcome(self, waited: asyncio.Future[_T], seconds: float | None = None) -> _T:
+        """What a future brings that the peer decides on; its wait ends with the link, or late.
 
-
-class DataPlaneTransport(Transport):
-    """A link over ``control`` whose large payloads ``plane`` moves. Owns both.
-
-    Args:
-        control: A connected framed link.
-        plane: The way beside it.
-        inline_nbytes: Payloads up to this size travel in the control stream.
-    """
-
-    def __init__(self, control: FramedTransport, plane: DataPlane, inline_nbytes: int) -> None:
-        self._control = control
-        self._plane = plane
-        self._inline_nbytes = inline_nbytes
-        if plane.follows_copies:
-            self.follows_copies_above: int | None = inline_nbytes
-        self._sending = self._receiving = self._told = False
-        # Sticky, and before what the control stream may still have in hand.
-        self._broken: LinkError | None = None
-        self._handler: Handler | None = None
-        plane.control = control
-        control.subscribe(self._deliver)
-        control.call_on_end(plane.end)
+        Raises:
+            TransportBroken: Nothing came in time. What ended the link is raised as it is.
+        """
+        try:
+            either: set[asyncio.Future[Any]] = {waited, self._over}
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            if not waited.done():
+                raise TransportBroken(f"the payload was not delivered within {seconds:g} s")
+            return waited.result()
+        finally:
+            waited.cancel()
 
     @property
     def channel(self) -> FramedTransport:
@@ -299,7 +294,7 @@ class DataPlaneTransport(Transport):
         A send that is cut while its payload is on its way returns once nothing reads the payload
         any more.
         """
-        control, plane = self._control, self._plane
+        control = self._control
         if self._sending:
             raise TransportBusy(f"another send() is running on the link to {control.name}")
         if self._broken is not None:
@@ -318,11 +313,11 @@ class DataPlaneTransport(Transport):
                 await asyncio.sleep(0)  # a checkpoint, before the first byte
                 self._check()
                 memo = payload.memo if isinstance(payload, SharedPayload) else {}
-                ext = {**await plane.offer(views, memo), _NBYTES: nbytes}
+                ext = {**await self._offer(views, memo), _NBYTES: nbytes}
                 self._told = True
                 if not control.send_nowait(message, ext=ext):
                     await control.send(message, ext=ext)
-                await plane.push(views)
+                await self._push(views)
                 control.check()
         finally:
             self._sending = False
@@ -337,12 +332,12 @@ class DataPlaneTransport(Transport):
     def _deliver(self, received: Received) -> bool:
         message = received.message
         if isinstance(message, Setup):
-            if message.kind != self._plane.kind:
+            if message.kind != self._kind:
                 raise RemoteProtocolError(
                     f"the peer moves payloads by {message.kind[:40]!a}, this side by "
-                    f"{self._plane.kind!r}: construct both schemes with the same back-end"
+                    f"{self._kind!r}: construct both schemes with the same back-end"
                 )
-            self._plane.hear(message)
+            self._hear(message)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
             return False  # its payload is fetched by recv()
@@ -369,12 +364,12 @@ class DataPlaneTransport(Transport):
                     timeout = max(0.0, timeout + started - clock())
                 what += f" from {self._control.name}"
                 async with self._transfer(what, timeout, RecvTimeout):
-                    await self._fetch(received, received.ext, into)
+                    await self._take_beside(received, received.ext, into)
             return received
         finally:
             self._receiving = False
 
-    async def _fetch(
+    async def _take_beside(
         self, received: Received, ext: Mapping[str, ExtValue], into: Lender | None
     ) -> None:
         limits, nbytes = self._control.limits, ext[_NBYTES]
@@ -390,23 +385,14 @@ class DataPlaneTransport(Transport):
 
         own = into is None and self.capabilities.zero_copy_recv
         lend = functools.partial(take_buffers, into, received.message, nbytes, limits)
-        received.payload, received.key = await self._plane.fetch(ext, nbytes, None if own else lend)
+        received.payload, received.key = await self._fetch(ext, nbytes, None if own else lend)
         received.nbytes, received.ext = nbytes, None
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
-        """Close the link and what carries its payloads; waiters see ``TransportClosed``."""
-        try:
-            await self._plane.settle()
-        finally:
-            self.abort()
-        await self._plane.aclose()
-
     def abort(self) -> None:
         """Close at once; what carries payloads follows as soon as it can."""
         self._control.abort()
-        self._plane.end()
 
     def __repr__(self) -> str:
         return repr(self._control).replace(type(self._control).__name__, type(self).__name__, 1)

@@ -1,23 +1,76 @@
-"""Links over ``torch.distributed``: payloads over a process group, messages over a stream.
+"""Links over ``torch.distributed``: messages over a stream, large payloads over a group of Gloo.
 
-Drives torch (see :mod:`aiosync.transports._gloo`); must not import schemes.
+Payloads move point-to-point, in pipelined chunks. Each link has a group of two ranks of its own,
+which meet through the control stream instead of a store on a port. Work of Gloo can only be waited
+for by blocking, so each direction that is in use has one thread that waits. Drives torch; must not
+import schemes. See ``docs/topics/torch-distributed.md``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import ClassVar, Literal
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+import torch
 from torch import distributed as dist
 
-from aiosync.errors import ConfigError
-from aiosync.transports.data_plane import INLINE_NBYTES, DataPlaneTransport
+from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
+from aiosync.transports._processes import close_in_child
+from aiosync.transports.data_plane import (
+    COPYING,
+    INLINE_NBYTES,
+    DataPlaneTransport,
+    Progress,
+    Threads,
+    copy_bytes,
+)
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
+from aiosync.wire import ExtValue, Setup
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["DistributedTransport", "check_backend"]
+
+# A few on their way beat one big one, and many small ones too: see docs/benchmarks.md.
+_CHUNK_NBYTES = 4 * 2**20
+_WINDOW = 8  # chunks on their way at a time
+_CLOSE_SECONDS = 1.0
+_MEET_SECONDS = 30.0
+_MAX_KEYS = 64
+# Once the peer said where it is. No SYN is sent again within 2 s of this on Linux (1, 3, 7 and 15 s
+# after the first one, since Linux 6.5 also 2, 4, 5, 11 and 19): one that came through just as Gloo
+# gives up would find memory that is being freed.
+_CONNECT_SECONDS = 13.0
+_GLOO_WAITS = 5  # times the timeout of a group until a connection counts as failed
+# Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
+# some of those who wait.
+_CLOSED = timedelta(milliseconds=10)
+_GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
+"""Keys of the messages of a side that is ready to receive, that sends now, that has received all,
+or that has a key of the store; never keys of a store."""
+
+_PORTS = (
+    "hosts must reach each other on any port, in both directions, so open these in firewalls "
+    "between them, or use TCPWeightSyncScheme, which needs one port of the trainer only"
+)
+
+_Wait: TypeAlias = "Callable[[timedelta], object]"
+"""Has to be called; raises RuntimeError where the chunk did not get through in that time."""
+
+_Post: TypeAlias = "Callable[[list[memoryview]], _Wait]"
+
+_of_parents: list[Any] = []
+"""Groups of the process that this one was forked from. Their destructors would wait for ever."""
 
 
 def check_backend(backend: str) -> Literal["gloo", "nccl"]:
@@ -33,6 +86,70 @@ def check_backend(backend: str) -> Literal["gloo", "nccl"]:
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError("this build of torch has no torch.distributed with gloo")
     return "gloo"
+
+
+_Store: Any = getattr(dist, "Store", object)  # not every build of torch has one
+
+
+class LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
+    """A store of two processes, kept alike over their control stream.
+
+    Args:
+        say: Tells the other side a key and its value; called from torch's threads.
+    """
+
+    def __init__(self, say: Callable[[str, bytes], object]) -> None:
+        super().__init__()
+        self._say = say
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._unknown: set[str] = set()  # keys of this side that the other may not have yet
+        self._closed = False
+
+    def learn(self, key: str, value: bytes) -> None:
+        """Take over what the other side set."""
+        with self._changed:
+            if len(self._values) >= _MAX_KEYS:
+                raise RemoteProtocolError("the peer's process group sets too many keys")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def acknowledged(self, key: str) -> None:
+        """The other side has a key of this one."""
+        with self._changed:
+            self._unknown.discard(key)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fail whoever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # What torch calls, from its threads.
+
+    def set(self, key: str, value: bytes | str) -> None:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            self._unknown.add(key)
+        self.learn(key, value)
+        self._say(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        del timeout  # of the connection, which comes after this
+
+        def settled() -> bool:
+            # Connecting, which follows, has a short deadline: both sides have to be that far.
+            there = not self._unknown and all(key in self._values for key in keys)
+            return self._closed or there
+
+        with self._changed:
+            if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
+                raise dist.DistStoreError("the peer did not join the process group")
 
 
 class DistributedTransport(DataPlaneTransport):
@@ -59,6 +176,12 @@ class DistributedTransport(DataPlaneTransport):
         recv_cancellation=Cancellation.BREAKS_LINK,
     )
 
+    _kind = "gloo"
+
+    # Until the peer is ready to receive what was offered, and until it has it.
+    _going: asyncio.Future[None]
+    _taken: asyncio.Future[None]
+
     def __init__(
         self,
         control: FramedTransport,
@@ -70,12 +193,21 @@ class DistributedTransport(DataPlaneTransport):
         check_backend("gloo")
         if rank not in (0, 1):
             raise ConfigError(f"rank must be 0 or 1, got {rank!r}: one for each end of the link")
-        # Not before: some builds of torch have no process groups.
-        from aiosync.transports._gloo import GlooPlane
-
-        host = control.local_host
-        plane = GlooPlane(rank, host, patience=patience)
-        super().__init__(control, plane, inline_nbytes)
+        sock = control.io.sock
+        local = control.ended or sock.family == socket.AF_UNIX
+        self._host: str = "127.0.0.1" if local else sock.getsockname()[0]
+        self.follows_copies_above: int | None = inline_nbytes
+        self._rank = rank
+        self._patience = timedelta(seconds=patience)
+        self._group: Any = None
+        self._met: asyncio.Future[None] | None = None  # with the peer, in a group
+        self._store = LinkStore(self._say_soon)
+        self._threads = Threads("aiosync-gloo", 2)
+        self._stop = False
+        self._copying: Progress | None = None
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        close_in_child(self)
+        super().__init__(control, inline_nbytes)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -86,3 +218,225 @@ class DistributedTransport(DataPlaneTransport):
         async with TCPTransport.pair(limits=limits) as (left, right):
             async with cls(left, rank=0) as one, cls(right, rank=1) as two:
                 yield one, two
+
+    # -- meeting -------------------------------------------------------------------------------
+
+    def _hear(self, message: Setup) -> None:
+        """See :class:`DataPlaneTransport`."""
+        key = message.key
+        if key in (_GO, _NOW, _GOT):
+            waiter = self._waiting.pop(key, None)
+            if waiter is None:
+                raise RemoteProtocolError(f"unexpected {key!r} from the peer")
+            if not waiter.done():  # otherwise this side has just called it off
+                waiter.set_result(None)
+        elif key == _HAVE:
+            self._store.acknowledged(message.value.decode("utf-8", "replace"))
+        else:
+            self._store.learn(key, message.value)
+            self._say(_HAVE, key.encode())
+            if not self._stop:
+                self._begin()
+
+    def _begin(self) -> asyncio.Future[None]:
+        """Do this side's part of the meeting."""
+        if self._met is None:
+            self._met = self._threads.start(self._make_group)
+        return self._met
+
+    async def _meet(self) -> None:
+        """Have a group with the peer. The sender of a payload begins, before it tells of it.
+
+        Cutting a transfer does not cut this: the two sides would wait for each other.
+        """
+        if not self._stop:
+            await asyncio.shield(self._begin())
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    def _say_soon(self, key: str, value: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._say, key, value)
+
+    def _make_group(self) -> None:
+        """Make a group of two; where that fails, nothing of Gloo is left when this raises.
+
+        While its device lives, Gloo goes on to listen and to connect in a thread, also for a group
+        that it has freed, and a connection that comes late ends the process. So nobody keeps the
+        device.
+        """
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            options._timeout = timedelta(seconds=_CONNECT_SECONDS / _GLOO_WAITS)
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+        except RuntimeError as exc:
+            raise TransportBroken(
+                f"Gloo could not connect {self._host} and the peer's host: {_PORTS}. It said: "
+                f"{_first_line(exc)}"
+            ) from exc
+        finally:
+            del options  # errors keep this frame
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def _until(self, key: str) -> asyncio.Future[None]:
+        """Until the peer says so."""
+        waiter = self._waiting[key] = self._loop.create_future()
+        return waiter
+
+    async def _offer(
+        self, payload: list[memoryview], memo: dict[Any, Any]
+    ) -> Mapping[str, ExtValue]:
+        """See :class:`DataPlaneTransport`."""
+        await self._meet()
+        self._copying = memo.get(COPYING)
+        self._going, self._taken = self._until(_GO), self._until(_GOT)
+        return {}
+
+    async def _push(self, payload: list[memoryview]) -> None:
+        """See :class:`DataPlaneTransport`."""
+        # A thread that waits for a peer that does not receive could not be called off.
+        await self._outcome(self._going)
+        self._say(_NOW)
+        copying, self._copying = self._copying, None
+        await self._move(payload, self._send, copying)
+        await self._outcome(self._taken)
+
+    async def _fetch(
+        self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
+    ) -> tuple[Sequence[memoryview], Hashable]:
+        """See :class:`DataPlaneTransport`."""
+        assert lend is not None
+        buffers = lend()
+        await self._meet()
+        coming = self._until(_NOW)
+        self._say(_GO)
+        await self._outcome(coming)  # its loop may be busy for long: no thread waits for that
+        await self._move(buffers, self._receive)
+        self._say(_GOT)
+        return buffers, None
+
+    async def _move(
+        self, pieces: list[memoryview], post: _Post, copying: Progress | None = None
+    ) -> None:
+        def stop() -> None:
+            self._stop = True
+
+        try:
+            await self._threads.run(lambda: self._move_here(pieces, post, copying), stop)
+        except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
+            raise TransportBroken(f"the transfer over Gloo failed: {_first_line(exc)}") from exc
+
+    def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
+        waits: deque[_Wait] = deque()
+        sent, patience = 0, self._patience
+        try:
+            for chunk in _chunks_of(pieces, _CHUNK_NBYTES):
+                if self._stop:
+                    break
+                if copying is not None:
+                    sent += sum(view.nbytes for view in chunk)
+                    copying.wait(sent)
+                if len(waits) >= _WINDOW:
+                    waits.popleft()(patience)
+                waits.append(post(chunk))
+            while waits:
+                waits.popleft()(patience)
+        except RuntimeError:
+            patience = _CLOSED
+            raise
+        finally:  # the memory is theirs until then
+            for each in waits:
+                try:
+                    each(patience)
+                except RuntimeError:
+                    patience = _CLOSED
+        if self._stop:
+            raise TransportBroken("the link has ended")
+
+    def _send(self, chunk: list[memoryview]) -> _Wait:
+        arrays = [np.frombuffer(view, np.uint8) for view in chunk]
+        tensor = _tensor_of(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        wait: _Wait = self._group.send([tensor], 1 - self._rank, 0).wait
+        return wait
+
+    def _receive(self, chunk: list[memoryview]) -> _Wait:
+        whole = len(chunk) == 1
+        size = sum(view.nbytes for view in chunk)
+        array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
+        work = self._group.recv([_tensor_of(array)], 1 - self._rank, 0)
+
+        def wait(patience: timedelta) -> None:
+            work.wait(patience)
+            if not whole:
+                copy_bytes([array], chunk)
+
+        return wait
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """See :class:`DataPlaneTransport`."""
+        super()._end()
+        self._stop = True
+        self._store.close()
+        # That closes the group's sockets, and tells the peer. Its destructor waits for torch's own
+        # threads.
+        self._threads.end(self._drop_group)
+
+    def _drop_group(self) -> None:
+        self._group = None
+
+    def close_after_fork(self) -> None:
+        """In a forked child: never touch the group, whose threads are the parent's."""
+        _of_parents.append(self._group)
+        self._group, self._stop = None, True
+
+    async def aclose(self) -> None:
+        """Close the link and the group; waiters see ``TransportClosed``.
+
+        A thread that waits for a peer that stalls is left to end by itself, after
+        ``patience``.
+        """
+        try:
+            if self._met is not None and not self._stop:  # while the peer can still be heard
+                await asyncio.wait({self._met}, timeout=_CLOSE_SECONDS)
+        finally:
+            self.abort()
+        await self._threads.aclose(_CLOSE_SECONDS)
+
+
+def _chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
+    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
+    chunk: list[memoryview] = []
+    room = chunk_nbytes
+    for piece in pieces:
+        offset = 0
+        while offset < piece.nbytes:
+            step = min(room, piece.nbytes - offset)
+            chunk.append(piece[offset : offset + step])
+            offset += step
+            room -= step
+            if not room:
+                yield chunk
+                chunk, room = [], chunk_nbytes
+    if chunk:
+        yield chunk
+
+
+def _tensor_of(array: NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(_OnlyRead(array)))
+
+
+class _OnlyRead:
+    """Passes read-only memory off as writable, as torch warns of memory it must not write to."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array  # alive as long as what is made of this
+        address = array.__array_interface__["data"][0]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).partition("\n")[0]

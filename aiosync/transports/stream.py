@@ -321,14 +321,6 @@ class FramedTransport(Transport):
         """Whether the peer may send payloads."""
         return self._decoder.limits is self.limits
 
-    @property
-    def local_host(self) -> str:
-        """Address of this host as the peer sees it; that of the loopback for local links."""
-        sock = self.io.sock
-        if self.ended or sock.family == socket.AF_UNIX:
-            return "127.0.0.1"
-        return str(sock.getsockname()[0])
-
     def watch_process(self, pid: int) -> None:
         """Notice the death of the peer's process even when somebody else holds its descriptors.
 
