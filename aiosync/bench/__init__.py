@@ -2,53 +2,48 @@
 
 Each contender has real worker processes; the trainers' halves are in the benchmark's own
 (:func:`run`), where they take turns, block by block, on the cases of a :class:`Plan`. The command
-is the interface, and its JSON. The names here are for benchmarks that compare more: they
-:func:`register` contenders.
+is the interface, and its JSON. The names here are for benchmarks that compare more, such as
+``tests/bench``.
 """
 
 from aiosync.bench._limits import Limit, wake_up
 from aiosync.bench._results import LIMIT, Machine, Missing, Results, Timing, limit_of, machine, show
 from aiosync.bench._run import (
-    CONTENDERS,
     Block,
-    Contender,
     Plan,
     Rounds,
     cases_of,
     choose,
+    contenders_of,
     maybe,
     profiles,
-    register,
     run,
 )
 from aiosync.bench._work import (
     PATIENCE,
+    SCHEMES,
     WORKLOADS,
     AsyncTrainer,
     Case,
     Crew,
     Desk,
-    FacadeTrainer,
     Handle,
     Workload,
     ask_all,
     fill,
     work_async,
-    work_facade,
 )
 
 __all__ = [
-    "CONTENDERS",
     "LIMIT",
     "PATIENCE",
+    "SCHEMES",
     "WORKLOADS",
     "AsyncTrainer",
     "Block",
     "Case",
-    "Contender",
     "Crew",
     "Desk",
-    "FacadeTrainer",
     "Handle",
     "Limit",
     "Machine",
@@ -61,15 +56,14 @@ __all__ = [
     "ask_all",
     "cases_of",
     "choose",
+    "contenders_of",
     "fill",
     "limit_of",
     "machine",
     "maybe",
     "profiles",
-    "register",
     "run",
     "show",
     "wake_up",
     "work_async",
-    "work_facade",
 ]

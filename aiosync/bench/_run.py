@@ -3,105 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any
 
 import torch
 
 from aiosync._run import new_event_loop
-from aiosync.bench._limits import Memcpy, Stream, wake_up
+from aiosync.bench._limits import Limit, Memcpy, Stream, wake_up
 from aiosync.bench._results import LIMIT, Missing, Results, Timing
-from aiosync.bench._work import WORKLOADS, AsyncTrainer, Case, FacadeTrainer, Handle, ask_all, fill
+from aiosync.bench._work import SCHEMES, WORKLOADS, AsyncTrainer, Case, Handle, ask_all, fill
 from aiosync.errors import ConfigError
 
 __all__ = [
-    "CONTENDERS",
     "Block",
-    "Contender",
     "Plan",
     "Rounds",
     "cases_of",
     "choose",
+    "contenders_of",
     "maybe",
     "profiles",
-    "register",
     "run",
 ]
 
-_Runs: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
-
-_CLUSTERS = ("gloo", "rpc", "ray")
 _BLOCK_SECONDS = 1.0  # a block of sends that take longer than that together has fewer of them
 
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to move weights over one transport.
-
-    Attributes:
-        name: Such as ``"aiosync/facade"``; that of a limit begins with ``"limit/"``.
-        loop: What drives its trainer, and its workers if they are async.
-        make: Makes its trainer's half: an object with ``open(case)``, which returns a handle for
-            each worker, ``send()``, ``close()`` and ``model``. Unless the loop is ``"blocking"``,
-            the methods are coroutine functions.
-        needs: Packages that must be installed.
-        surface: Another face of the same thing: left out where there are many contenders.
-    """
-
-    name: str
-    loop: Literal["uvloop", "asyncio", "blocking"]
-    make: Callable[[], Any]
-    needs: tuple[str, ...] = ()
-    surface: bool = False
-
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        """A loop of its kind, unless it is blocking."""
-        return new_event_loop() if self.loop == "uvloop" else asyncio.new_event_loop()
-
-    def missing(self) -> list[str]:
-        """Packages that it needs and that are not installed."""
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
-
-
-CONTENDERS: dict[str, list[Contender]] = {}
-"""By transport, in the order in which they take turns."""
-
-
-def register(transport: str, *contenders: Contender) -> None:
-    """Let more take part. The limits stay last."""
-    there = [*CONTENDERS.get(transport, ()), *contenders]
-    there.sort(key=lambda each: each.name.startswith(LIMIT))
-    CONTENDERS[transport] = there
-
-
-def _limit(name: str, make: Callable[[], Any]) -> Contender:
-    return Contender(f"{LIMIT}{name}", "blocking", make)
-
-
-_COPIES = [_limit("memcpy all threads", Memcpy)]
-_UNIX = [_limit("raw unix socket", Stream)]
-_LIMITS = {
-    "shm": _COPIES,
-    "pipe": _UNIX,
-    "tcp": [_limit("raw socket", partial(Stream, "tcp"))],
-    "unix": _UNIX,
-    "gloo": _COPIES,
+_LIMITS: dict[str, tuple[str, Callable[[], Limit]]] = {
+    "shm": ("memcpy all threads", Memcpy),
+    "pipe": ("raw unix socket", Stream),
+    "tcp": ("raw socket", partial(Stream, "tcp")),
+    "unix": ("raw unix socket", Stream),
+    "gloo": ("memcpy all threads", Memcpy),
 }
-for _name, _its in _LIMITS.items():
-    _async, _blocking = partial(AsyncTrainer, _name), partial(FacadeTrainer, _name)
-    register(
-        _name,
-        Contender("aiosync", "uvloop", _async, ("uvloop",)),
-        Contender("aiosync/asyncio", "asyncio", _async, surface=True),
-        Contender("aiosync/facade", "blocking", _blocking, surface=True),
-        _limit("round trip", wake_up),
-        *_its,
-    )
+
+
+def contenders_of(case: Case) -> dict[str, Callable[[], Any]]:
+    """What makes the trainer's halves that take turns on a case, by name: aiosync and limits.
+
+    A half has ``open(case)``, which returns a handle for each worker, ``send()``, ``close()`` and
+    ``model``; the methods may be coroutine functions. No limit is measured with busy workers.
+    """
+    found: dict[str, Callable[[], Any]] = {"aiosync": partial(AsyncTrainer, case.transport)}
+    if not case.busy:
+        name, make = _LIMITS[case.transport]
+        found |= {f"{LIMIT}round trip": wake_up, f"{LIMIT}{name}": make}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,42 +63,16 @@ class Plan:
         cases: In order, those of one transport together.
         blocks: Timed blocks of each contender on each case; contenders take turns.
         scale: Factor on the sends of a block.
-        contenders: Names of those that take part, limits included; ``None`` for all.
-        surfaces_upto: Workers up to which other surfaces take part; 0 leaves them out. With 512 MiB
-            it is 1 at most: contenders are open together, and everybody has to fit into memory.
     """
 
     name: str
     cases: Sequence[Case]
     blocks: int
     scale: float = 1.0
-    contenders: Collection[str] | None = None
-    surfaces_upto: int = 8
 
     def sends(self, case: Case) -> int:
         """Return the sends of one block."""
         return max(2, round(WORKLOADS[case.workload].sends * self.scale))
-
-    def takes(self, case: Case, contender: Contender) -> bool:
-        """Whether a contender takes part in a case."""
-        if self.contenders is not None and contender.name not in self.contenders:
-            return False
-        if contender.name.startswith(LIMIT):
-            return not case.busy
-        upto = min(self.surfaces_upto, 1) if case.workload == "512MiB" else self.surfaces_upto
-        return not contender.surface or case.workers <= upto
-
-    def taking(self, case: Case, results: Results) -> list[Contender]:
-        """Who takes part in a case; what is not installed is noted once for each transport."""
-        found = []
-        for each in CONTENDERS[case.transport]:
-            if self.takes(case, each) and (missing := each.missing()):
-                why = f"not installed: {', '.join(missing)}"
-                absent = Missing(f"{case.transport}, {each.name}", why)
-                results.missing += [absent] if absent not in results.missing else []
-            elif self.takes(case, each):
-                found.append(each)
-        return found
 
 
 def cases_of(
@@ -163,8 +87,8 @@ def cases_of(
     ]
 
 
-def profiles() -> dict[str, Plan]:
-    """By name: what a run measures unless options say otherwise."""
+def profiles(more: Sequence[str] = ()) -> dict[str, Plan]:
+    """By name: what a run measures unless options say otherwise; ``more`` transports, too."""
     few = [
         *cases_of(("shm",), {"4x2": (1, 4), "1000x4KiB": (1,), "64MiB": (1,)}),
         *cases_of(("pipe",), {"4x2": (1,), "1000x4KiB": (1,)}),
@@ -172,47 +96,42 @@ def profiles() -> dict[str, Plan]:
     ]
     pair = (1, 4)
     work = {"4x2": (1, 2, 4, 8), "1MB": pair, "1000x4KiB": pair, "64MiB": pair, "512MiB": pair}
-    names = list(CONTENDERS)
+    names = [*SCHEMES, *more]
     every = [
         *cases_of(names, work),
         *cases_of(("shm",), {"1000-layers": pair}),
-        *cases_of([name for name in names if name in _CLUSTERS], {"1000-layers": (1,)}),
+        *cases_of(("gloo", *more), {"1000-layers": (1,)}),
         *cases_of(("shm", "pipe", "tcp", "gloo"), {"4x2": (1,), "1000x4KiB": (1,)}, busy=True),
     ]
     every.sort(key=lambda case: names.index(case.transport))
-    return {
-        "quick": Plan("quick", few, blocks=2, scale=0.5, surfaces_upto=1),
-        "full": Plan("full", every, blocks=5),
-    }
+    return {"quick": Plan("quick", few, blocks=2, scale=0.5), "full": Plan("full", every, blocks=5)}
 
 
 def choose(
     plan: Plan,
-    *,
     transports: Collection[str] = (),
     workloads: Collection[str] = (),
     workers: Collection[int] = (),
-    contenders: Collection[str] = (),
 ) -> Plan:
     """Return what is left of a plan; an empty collection chooses everything.
 
     Raises:
         ConfigError: There is no such name, or no case is left.
     """
-    names = dict.fromkeys(each.name for all_ in CONTENDERS.values() for each in all_)
-    _known("--transport", transports, CONTENDERS)
-    _known("--workload", workloads, WORKLOADS)
-    _known("--contender", contenders, [*names, "limits"])
-    if contenders:
-        limits = [name for name in names if name.startswith(LIMIT) and "limits" in contenders]
-        plan = replace(plan, contenders=frozenset((*contenders, *limits)))
+    known = dict.fromkeys([*SCHEMES, *(case.transport for case in plan.cases)])
+    for option, given, names in (
+        ("--transport", transports, known),
+        ("--workload", workloads, WORKLOADS),
+    ):
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"{option}: there is no {name}; there is: {', '.join(names)}")
     cases = [
         case
         for case in plan.cases
         if (not transports or case.transport in transports)
         and (not workloads or case.workload in workloads)
         and (not workers or case.workers in workers)
-        and any(plan.takes(case, each) for each in CONTENDERS[case.transport])
     ]
     if not cases:
         there = "; ".join(map(str, plan.cases))
@@ -220,12 +139,6 @@ def choose(
             f"these options select nothing in the profile {plan.name}, which contains: {there}"
         )
     return replace(plan, cases=cases)
-
-
-def _known(option: str, given: Collection[str], known: Collection[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{option}: there is no {name}; there is: {', '.join(known)}")
 
 
 # -- the turns -------------------------------------------------------------------------------------
@@ -247,18 +160,17 @@ class Block:
 
 
 class Rounds:
-    """A contender's trainer. Awaits nothing if the contender is blocking.
+    """A contender's trainer. Awaits nothing if the methods of its half are plain ones.
 
     Args:
-        contender: The contender.
+        half: The trainer's half of the contender; see :func:`contenders_of`.
 
     Attributes:
-        half: What its factory made.
         handles: Its workers, once it is open.
     """
 
-    def __init__(self, contender: Contender) -> None:
-        self.half: Any = contender.make()
+    def __init__(self, half: Any) -> None:
+        self.half: Any = half
         self.handles: Sequence[Handle] = ()
         self._busy = False
         self._value = 1.0
@@ -304,17 +216,8 @@ class Rounds:
 
 
 async def maybe(result: Any) -> Any:
-    """What a method of a contender returns, async or not."""
+    """What a method of a half returns, async or not."""
     return await result if asyncio.iscoroutine(result) else result
-
-
-def _without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run what awaits nothing, in a thread where no loop runs."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("a blocking contender has awaited something")
 
 
 def run(plan: Plan, results: Results, progress: Callable[[int, int, str], None]) -> None:
@@ -332,44 +235,39 @@ def run(plan: Plan, results: Results, progress: Callable[[int, int, str], None])
     try:
         for done, case in enumerate(plan.cases):
             progress(done, len(plan.cases), str(case))
-            _measure(case, plan, results)
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_measure(case, plan, results))
             results.elapsed = time.monotonic() - started
         progress(len(plan.cases), len(plan.cases), "done")
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(case: Case, plan: Plan, results: Results) -> None:
+async def _measure(case: Case, plan: Plan, results: Results) -> None:
     """One case: every contender is opened, takes its turns, and is closed."""
     blocks: dict[str, list[Block]] = {}
-    turns: dict[str, Callable[[int], Block]] = {}
+    turns: dict[str, Rounds] = {}
 
-    def attempt(name: str, call: Callable[..., Any], *args: Any) -> Any:
+    async def attempt(name: str, call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
-            return call(*args)
+            return await call(*args)
         except Exception as exc:  # noqa: BLE001 - told at the end
             turns.pop(name, None)
             results.missing.append(Missing(f"{case}, {name}", f"{type(exc).__name__}: {exc}"))
             return None
 
-    with ExitStack() as stack:
-        for each in plan.taking(case, results):
-            rounds, runs = Rounds(each), cast("_Runs", _without_loop)
-            if each.loop != "blocking":
-                runs = stack.enter_context(asyncio.Runner(loop_factory=each.new_loop)).run
-            stack.callback(attempt, each.name, _call, runs, rounds.close)
-            turns[each.name] = partial(_call, runs, rounds.block)
-            attempt(each.name, _call, runs, rounds.open, case)
+    async with AsyncExitStack() as stack:
+        for name, make in contenders_of(case).items():
+            turns[name] = rounds = Rounds(make())
+            stack.push_async_callback(attempt, name, rounds.close)
+            await attempt(name, rounds.open, case)
         for turn in range(plan.blocks + 1):  # the first one warms up and does not count
-            for name, take in list(turns.items()):
-                block = attempt(name, take, plan.sends(case) if turn else 2)
+            for name, rounds in list(turns.items()):
+                await asyncio.sleep(0)  # limits wait for nothing, and Ctrl-C would not be heard
+                block = await attempt(name, rounds.block, plan.sends(case) if turn else 2)
                 blocks.setdefault(name, []).extend([block] if turn and block else [])
         for name in turns:
             seconds = [each for block in blocks[name] for each in block.seconds]
             trainer = sum(block.trainer_cpu for block in blocks[name])
             worker = sum(block.worker_cpu for block in blocks[name])
             results.timings.append(Timing(case, name, seconds, trainer, worker))
-
-
-def _call(runs: _Runs, method: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    return runs(method(*args))

@@ -18,23 +18,21 @@ import torch
 from torch import nn
 
 import aiosync
-import aiosync.sync
 from aiosync._run import new_event_loop
 
 __all__ = [
     "PATIENCE",
+    "SCHEMES",
     "WORKLOADS",
     "AsyncTrainer",
     "Case",
     "Crew",
     "Desk",
-    "FacadeTrainer",
     "Handle",
     "Workload",
     "ask_all",
     "fill",
     "work_async",
-    "work_facade",
 ]
 
 PATIENCE = 120.0
@@ -201,15 +199,6 @@ class Desk:
         return bool(question != "end")
 
 
-def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
-    """A worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
-    model = WORKLOADS[workload].build()
-    with scheme:
-        scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
-        scheme.connect()
-        Desk(model, scheme.reading).serve(pipe)
-
-
 def work_async(
     idx: int, pipe: Connection, scheme: Any, workload: str, loop: Callable[[], Any]
 ) -> None:
@@ -324,20 +313,23 @@ class Crew:
         self._pipes.clear()
 
 
-# -- aiosync's trainers, over transports to processes of this host --------------------------------
+# -- aiosync's trainer, over transports to processes of this host ---------------------------------
 
-_MAKERS: dict[str, Callable[[Any, str], Any]] = {
+SCHEMES: dict[str, Callable[[Any, str], Any]] = {
     "shm": lambda package, _: package.SharedMemWeightSyncScheme(),
     "pipe": lambda package, _: package.MultiProcessWeightSyncScheme(),
     "tcp": lambda package, _: package.TCPWeightSyncScheme("tcp://127.0.0.1:0"),
     "unix": lambda package, folder: package.TCPWeightSyncScheme(f"unix://{folder}/socket"),
     "gloo": lambda package, _: package.DistributedWeightSyncScheme(),
-    "gloo_network": lambda package, _: package.DistributedWeightSyncScheme(shared_memory=False),
 }
+"""Makes a transport's scheme: of ``aiosync`` or ``aiosync.sync``, with a folder for sockets."""
 
 
-class _Trainer:
-    """What both surfaces need: a model, processes and a folder for sockets.
+class AsyncTrainer:
+    """The async API in trainer and workers.
+
+    Args:
+        transport: Name of the transport.
 
     Attributes:
         model: What it sends.
@@ -352,33 +344,22 @@ class _Trainer:
         self.scheme: Any = None
         self._transport = transport
 
-    def _prepare(self, case: Case, package: Any) -> None:
+    async def open(self, case: Case) -> Sequence[Handle]:
+        """Start the workers, on loops of the same kind as this one, and join them."""
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
         self._folder = tempfile.TemporaryDirectory(prefix="aiosync-bench-")
-        self.scheme = _MAKERS[self._transport](package, self._folder.name)
+        self.scheme = self.new_scheme(self._folder.name)
         self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=case.workers)
-
-    def _tidy(self) -> None:
-        self.scheme = None
-        self._folder.cleanup()
-
-
-class AsyncTrainer(_Trainer):
-    """The async API in trainer and workers.
-
-    Args:
-        transport: Name of the transport.
-    """
-
-    async def open(self, case: Case) -> Sequence[Handle]:
-        """Start the workers, on loops of the same kind as this one, and join them."""
-        self._prepare(case, aiosync)
         plain = isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
         loop = asyncio.new_event_loop if plain else new_event_loop
         handles = self.crew.start(work_async, case.workers, self.scheme, case.workload, loop)
         await self.scheme.connect(processes=self.crew.processes, timeout=PATIENCE)
         return handles
+
+    def new_scheme(self, folder: str) -> Any:
+        """Make the scheme; ``folder`` is for sockets."""
+        return SCHEMES[self._transport](aiosync, folder)
 
     async def send(self) -> None:
         """Return when every worker has applied."""
@@ -389,30 +370,5 @@ class AsyncTrainer(_Trainer):
         if self.scheme is not None:
             await asyncio.to_thread(self.crew.stop)
             await self.scheme.aclose()
-            self._tidy()
-
-
-class FacadeTrainer(_Trainer):
-    """``aiosync.sync`` in trainer and workers.
-
-    Args:
-        transport: Name of the transport.
-    """
-
-    def open(self, case: Case) -> Sequence[Handle]:
-        """Start the workers and join them."""
-        self._prepare(case, aiosync.sync)
-        handles = self.crew.start(work_facade, case.workers, self.scheme, case.workload)
-        self.scheme.connect(processes=self.crew.processes, timeout=PATIENCE)
-        return handles
-
-    def send(self) -> None:
-        """Return when every worker has applied."""
-        self.scheme.send()
-
-    def close(self) -> None:
-        """End workers and scheme."""
-        if self.scheme is not None:
-            self.crew.stop()
-            self.scheme.shutdown()
-            self._tidy()
+            self.scheme = None
+            self._folder.cleanup()

@@ -51,15 +51,6 @@ def bench(
         list[int] | None,
         typer.Option(min=1, metavar="N", show_default=False, help="Only this many; repeatable."),
     ] = None,
-    contender: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="C",
-            show_default=False,
-            help="Only this one, such as aiosync or aiosync/facade (the blocking API); 'limits' "
-            "stands for all limits; repeatable.",
-        ),
-    ] = None,
     json_to: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is stdout."),
@@ -85,10 +76,9 @@ def bench(
     with failing("bench", errors) as exit_status:
         from aiosync.bench import choose, profiles, show
 
-        chosen = (profile, transport, workload, workers, contender)
         ended = 0
         if source is not None:
-            if any(chosen):
+            if profile or transport or workload or workers:
                 raise ConfigError("--from shows a whole file, and goes with no choice of a part")
             results = _read(source)
         else:
@@ -96,13 +86,7 @@ def bench(
             name = profile or "quick"
             if name not in plans:
                 raise ConfigError(f"--profile: there is no {name}; there is: {', '.join(plans)}")
-            plan = choose(
-                plans[name],
-                transports=transport or (),
-                workloads=workload or (),
-                workers=workers or (),
-                contenders=contender or (),
-            )
+            plan = choose(plans[name], transport or (), workload or (), workers or ())
             if json_to not in (None, "-"):
                 write_text("--json", json_to, "")  # before the run rather than after
             exit_status[0] = 1

@@ -15,34 +15,30 @@ from pathlib import Path
 
 from rich.console import Console
 
-from aiosync.bench import (
-    CONTENDERS,
-    LIMIT,
-    Missing,
-    Plan,
-    choose,
-    machine,
-    profiles,
-)
+from aiosync.bench import LIMIT, Missing, machine, profiles
 from aiosync.errors import ConfigError
 from tests.bench.compare.figures import figures_of
 from tests.bench.compare.tables import show, to_markdown
 from tests.bench.compare.targets import TARGETS
+from tests.bench.contenders import CONTENDERS, Plan, choose
 from tests.bench.processes import Comparison, run
 
 
 def plans() -> dict[str, Plan]:
     """By name: those of ``aiosync bench``, with all contenders, and that of the targets."""
-    found = profiles()
+    quick, full = (
+        Plan(each.name, each.cases, each.blocks, each.scale)
+        for each in profiles(["rpc", "ray"]).values()
+    )
     names = {each.name for some in CONTENDERS.values() for each in some}
     main = {name for name in names if name.startswith(LIMIT)}
     main |= {"aiosync", "aiosync/facade", "aiosync/network", "torchrl"}
     judged = {target.case for target in TARGETS}
-    cases = [case for case in found["full"].cases if case in judged]
+    cases = [case for case in full.cases if case in judged]
     return {
-        "quick": replace(found["quick"], contenders=main),
+        "quick": replace(quick, contenders=main, surfaces_upto=1),
         "targets": Plan("targets", cases, blocks=5, scale=0.5, contenders=main),
-        "full": found["full"],
+        "full": full,
     }
 
 

@@ -32,10 +32,11 @@ from aiosync.bench import WORKLOADS, AsyncTrainer, Case, ask_all, fill
 from tests.bench.compare import aiosync_ray, aiosync_rpc
 from tests.bench.compare.figures import start_ticking, stop_ticking
 from tests.bench.compare.lag import Tick, Ticker
+from tests.bench.contenders import NetworkTrainer
 
 ENGINES = {
     "gloo": partial(AsyncTrainer, "gloo"),
-    "gloo/network": partial(AsyncTrainer, "gloo_network"),
+    "gloo/network": NetworkTrainer,
     "rpc": aiosync_rpc.rpc,
     "rpc/network": aiosync_rpc.rpc_network,
     "ray": aiosync_ray.ray,

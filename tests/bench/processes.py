@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import torch
 
-from aiosync.bench import Block, Case, Contender, Missing, Plan, Results, Rounds, Timing, maybe
+from aiosync.bench import Block, Case, Missing, Results, Rounds, Timing, maybe
+from tests.bench.contenders import Contender, Plan
 
 _PATIENCE = 300.0
 _END_SECONDS = 30.0
@@ -57,6 +58,12 @@ class Comparison(Results):
     """Results with figures."""
 
     figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """As that of results, but for what is not installed."""
+        wrong = (each for each in self.missing if not each.why.startswith("not installed"))
+        return not self.timings or any(", aiosync" in each.what for each in wrong)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
@@ -105,7 +112,7 @@ def _trainer_main(contender: Contender, pipe: Connection) -> None:
     os.dup2(2, 1)  # libraries print; stdout is for the benchmark's results, which may be JSON
     warnings.simplefilter("ignore")  # of libraries, about their own future
     torch.set_num_threads(1)
-    rounds = Rounds(contender)
+    rounds = Rounds(contender.make())
 
     def receive() -> Any:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -22,10 +21,8 @@ from rich.console import Console
 
 import aiosync.cli
 from aiosync.bench import (
-    CONTENDERS,
     WORKLOADS,
     Case,
-    Contender,
     Crew,
     Desk,
     Missing,
@@ -34,15 +31,15 @@ from aiosync.bench import (
     Timing,
     ask_all,
     choose,
+    contenders_of,
     fill,
     machine,
     profiles,
-    register,
     run,
     show,
 )
 from aiosync.testing import assert_no_leaks
-from tests.bench import processes
+from tests.bench import contenders, processes
 
 CASE = Case("shm", "4x2", 1)
 
@@ -60,10 +57,8 @@ def plain(text: str) -> str:
         (["--profile", "slow"], "there is no slow; there is: quick, full"),
         (["--transport", "pigeon"], "there is no pigeon; there is: shm, pipe, tcp"),
         (["--workload", "9x9"], "there is no 9x9; there is: 4x2, 1MB"),
-        (["--contender", "aiosink"], "there is no aiosink; there is: aiosync, aiosync/asyncio"),
         (["--workers", "0"], "--workers"),
         (["--workers", "3"], "select nothing in the profile quick, which contains: shm 4x2 to 1"),
-        (["--transport", "tcp", "--contender", "limit/memcpy all threads"], "select"),
         (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
         (["--from", "/no/such/file"], "cannot be read"),
         (["--from", __file__], "holds no results"),
@@ -87,13 +82,6 @@ def test_choices_narrow_a_profile() -> None:
     assert [str(case) for case in plan.cases] == [
         f"{transport} 4x2 to {way}" for transport in ("shm", "pipe") for way in ways
     ]
-    # Cases in which none of the chosen contenders takes part are left out.
-    plan = choose(full, contenders=["limit/raw socket"])
-    assert {case.transport for case in plan.cases} == {"tcp"}
-    assert not any(case.busy for case in plan.cases)
-    plan = choose(full, transports=["shm"], contenders=["limits"])
-    taking = {each.name for each in CONTENDERS["shm"] if plan.takes(CASE, each)}
-    assert taking == {"limit/round trip", "limit/memcpy all threads"}
 
 
 def older() -> Results:
@@ -111,32 +99,26 @@ def test_older_results_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text(older().to_json())
     assert aiosync.cli.main(["bench", "--from", str(path), "--json", str(copy)]) == 0
     shown = capsys.readouterr().out
-    for text in ("Transport shm", "100 µs", "5.00 ms", "0.50", "shm 4x2 to 1, peer", "no [luck]"):
+    for text in ("Transport shm", "100 µs", "100 - 100", "0.50", "shm 4x2 to 1, peer", "no [luck]"):
         assert text in shown
-    for text in ("4x2 is one layer", "facade: the blocking API", "of the limit: 1.00 is as fast"):
+    for text in ("4x2 is one layer", "of the limit: 1.00 is as fast"):
         assert text in shown
     assert Results.from_json(copy.read_text()) == Results.from_json(path.read_text()) == older()
     (row, *_) = json.loads(copy.read_text())["timings"]
     assert row["median"] == row["p10"] == row["p90"] == row["p99"] == 1e-4
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_shows_whole_numbers(width: int) -> None:
-    results = Results(machine(), "quick")
-    for name, seconds in (
-        *(("aiosync", 1e-4), ("aiosync/asyncio", 1.231)),
-        *(("aiosync/facade", 1.2e-4), ("limit/memcpy all threads", 5e-5)),
-    ):
-        case = Case("shm", "1000-layers", 4)
-        results.timings.append(Timing(case, name, [seconds] * 4, 0.1, 0.1))
+def test_a_narrow_terminal_shows_whole_numbers() -> None:
+    results, case = Results(machine(), "full"), Case("shm", "1000-layers", 4, busy=True)
+    results.timings.append(Timing(case, "aiosync", [1.231] * 4, 0.1, 0.1))
+    limit = Case("shm", "1000-layers", 4)
+    results.timings.append(Timing(limit, "limit/memcpy all threads", [5e-5] * 4, 0.1, 0.1))
     stream = io.StringIO()
-    show(results, Console(file=stream, width=width))
+    show(results, Console(file=stream, width=60))
     lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert any(
-        re.fullmatch(r"1000-layers +4 +100 µs +1231 ms +120 µs +50.0 µs +0.50", line.strip())
-        for line in lines
-    )
+    assert max(map(len, lines)) <= 60
+    row = "1000-layers +4 busy +1231 ms +1231 - 1231 +50.0 µs +0.00"
+    assert any(re.fullmatch(row, line.strip()) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +127,7 @@ def test_a_narrow_terminal_shows_whole_numbers(width: int) -> None:
         (["aiosync"], [], 0),
         ([], [], 1),
         (["aiosync"], [Missing("shm 4x2 to 1, peer", "RuntimeError: no")], 0),
-        (["peer"], [Missing("shm, aiosync", "not installed: uvloop")], 0),
-        (["peer"], [Missing("shm 4x2 to 1, busy, aiosync/facade", "RuntimeError: no")], 1),
+        (["peer"], [Missing("shm 4x2 to 1, busy, aiosync", "RuntimeError: no")], 1),
     ],
 )
 def test_the_exit_status(timings: list[str], missing: list[Missing], status: int) -> None:
@@ -161,10 +142,10 @@ def test_the_exit_status(timings: list[str], missing: list[Missing], status: int
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def measure(*cases: Case, runs: Any = run) -> Results:
+def measure(*cases: Case) -> Results:
     plan = Plan("test", cases, blocks=1, scale=0.002)
-    results = processes.Comparison(machine(), plan.name)
-    runs(plan, results, lambda *_: None)
+    results = Results(machine(), plan.name)
+    run(plan, results, lambda *_: None)
     return results
 
 
@@ -210,13 +191,23 @@ def test_aiosync_and_limits(transport: str) -> None:
     results = measure(*cases)
     assert results.missing == []
     assert {(timing.case, timing.contender) for timing in results.timings} == {
-        (case, each.name)
-        for case in cases
-        for each in CONTENDERS[transport]
-        if not (case.busy and each.name.startswith("limit/"))
+        (case, name) for case in cases for name in contenders_of(case)
     }
     assert all(2 <= len(timing.seconds) <= 6 for timing in results.timings)
     assert all(0 < second < 60 for timing in results.timings for second in timing.seconds)
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_and_the_rest_goes_on() -> None:
+    cases = [CASE, Case("shm", "no such work", 1), Case("shm", "1MB", 1)]
+    results = measure(*cases)
+    names = list(contenders_of(CASE))
+    assert [each.what for each in results.missing] == [f"{cases[1]}, {name}" for name in names]
+    assert all(each.why == "KeyError: 'no such work'" for each in results.missing)
+    assert [(each.case, each.contender) for each in results.timings] == [
+        (case, name) for case in cases[::2] for name in names
+    ]
+    assert results.failed
 
 
 class Broken:
@@ -224,9 +215,7 @@ class Broken:
 
     def open(self, case: Case) -> Any:
         if case.workload == "1MB":
-            if multiprocessing.parent_process() is not None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("it did not start")
+            os.kill(os.getpid(), signal.SIGKILL)
         self.model = WORKLOADS["1MB"].build()
         self.crew = Crew()
         return self.crew.start(work, 1, 2.0)
@@ -239,24 +228,21 @@ class Broken:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runs", "ended"), [(run, "it did not start"), (processes.run, "exit code -9")]
-)
-def test_failures_are_told_and_the_rest_goes_on(
-    monkeypatch: pytest.MonkeyPatch, runs: Any, ended: str
-) -> None:
+def test_failures_of_trainers_with_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that did not arrive, a trainer that dies, a package that is not there."""
-    monkeypatch.setitem(CONTENDERS, "shm", CONTENDERS["shm"][:1])
-    register(
+    monkeypatch.setitem(contenders.CONTENDERS, "shm", contenders.CONTENDERS["shm"][:1])
+    contenders.register(
         "shm",
-        Contender("broken", "blocking", Broken),
-        Contender("absent", "blocking", Broken, needs=("no_such_package",)),
+        contenders.Contender("broken", "blocking", Broken),
+        contenders.Contender("absent", "blocking", Broken, needs=("no_such_package",)),
     )
     cases = [CASE, Case("shm", "1MB", 1), Case("shm", "1000x4KiB", 1)]
-    results = measure(*cases, runs=runs)
+    results = processes.Comparison(machine(), "test")
+    plan = contenders.Plan("test", cases, blocks=1, scale=0.002)
+    processes.run(plan, results, lambda *_: None)
     missing = {entry.what: entry.why for entry in results.missing}
     assert "no_such_package" in missing["shm, absent"]
-    assert ended in missing["shm 1MB to 1, broken"]
+    assert "exit code -9" in missing["shm 1MB to 1, broken"]
     for case in (CASE, cases[2]):  # it was started again
         assert "the trainer sent 3.0" in missing[f"{case}, broken"]
     assert [(each.contender, each.case) for each in results.timings] == [
@@ -266,7 +252,7 @@ def test_failures_are_told_and_the_rest_goes_on(
 
 @pytest.mark.slow
 def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
-    plan = Plan("test", [CASE, Case("shm", "1MB", 1)], 1, 0.002, contenders=["aiosync"])
+    plan = Plan("test", [CASE, Case("shm", "1MB", 1)], 1, 0.002)
 
     def interrupt(done: int, total: int, what: str) -> None:
         if done:
@@ -275,7 +261,7 @@ def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
     results = Results(machine(), plan.name)
     with assert_no_leaks(), pytest.raises(KeyboardInterrupt):
         run(plan, results, interrupt)
-    assert [each.case for each in results.timings] == [CASE]
+    assert {each.case for each in results.timings} == {CASE}
 
 
 @pytest.mark.apart

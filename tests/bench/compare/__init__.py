@@ -5,9 +5,8 @@ Importing this registers them.
 
 from __future__ import annotations
 
-from functools import partial
-
-from aiosync.bench import LIMIT, AsyncTrainer, Contender, register, wake_up
+from aiosync.bench import LIMIT, wake_up
+from tests.bench.contenders import Contender, NetworkTrainer, register
 from tests.bench.processes import Lazy, OneCase
 
 _HERE = "tests.bench.compare"
@@ -51,7 +50,7 @@ register("unix", _GLOO)
 # Workers as if on other hosts, which a scheme treats differently.
 register(
     "gloo",
-    Contender("aiosync/network", "uvloop", partial(AsyncTrainer, "gloo_network"), ("uvloop",)),
+    Contender("aiosync/network", "uvloop", NetworkTrainer, ("uvloop",)),
     _GLOO,
     _BROADCAST,
 )

@@ -29,8 +29,8 @@ from aiosync.bench import (
     Handle,
     fill,
     work_async,
-    work_facade,
 )
+from tests.bench.contenders import work_facade
 
 if TYPE_CHECKING:
     from torch import nn
