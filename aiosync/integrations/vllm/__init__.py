@@ -11,9 +11,9 @@ See ``docs/topics/vllm.md``.
 
 from __future__ import annotations
 
-from aiosync.integrations.vllm._base import HAS_VLLM
 from aiosync.integrations.vllm._clients import AsyncLLMClient, HTTPClient, LLMClient
 from aiosync.integrations.vllm._info import (
+    HAS_VLLM,
     AiosyncInitInfo,
     AiosyncTrainerInitInfo,
     AiosyncUpdateInfo,

@@ -16,9 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from aiosync.errors import AiosyncError, ApplyError, ConfigError, ConnectError, SyncTimeout
-from aiosync.integrations.vllm._base import VLLMWeightSyncClient
 
-__all__ = ["AsyncLLMClient", "Control", "HTTPClient", "LLMClient"]
+__all__ = ["AsyncLLMClient", "HTTPClient", "LLMClient", "ask", "pausing"]
 
 _MAX_REASON_NBYTES = 65536
 _TEXT_LIMIT = 2000
@@ -171,122 +170,97 @@ class AsyncLLMClient:
 # -- any client, with deadlines and reasons ----------------------------------------------------
 
 
-class Control:
-    """A client, with deadlines.
+class _RayActors:
+    """Pauses engines in Ray actors, for which vLLM's client of them has no method."""
 
-    Args:
-        client: vLLM's HTTP or Ray client; or anything with its four methods. With methods
-            ``pause_generation(mode)`` and ``resume_generation()`` it can pause, too.
-        pause: As for :class:`AiosyncTrainerInitInfo`.
-        timeout: Seconds for each call.
-
-    Raises:
-        ConfigError: The client knows no way to pause.
-    """
-
-    def __init__(self, client: VLLMWeightSyncClient, *, pause: str | None, timeout: float) -> None:
-        self._client = client
-        self._mode = pause
+    def __init__(self, handles: Any, timeout: float) -> None:
+        self._handles = handles
         self._timeout = timeout
-        self._pause: Callable[[str], None]
-        self._resume: Callable[[], None]
-        own = getattr(client, "pause_generation", None)
-        if own is not None:
-            self._pause, self._resume = own, client.resume_generation  # type: ignore[attr-defined]
-        elif hasattr(client, "base_url"):
-            http = HTTPClient(client.base_url, timeout=timeout)
-            self._pause, self._resume = http.pause_generation, http.resume_generation
-        elif hasattr(client, "handles"):
-            self._pause, self._resume = self._pause_ray, self._resume_ray
-        elif pause is not None:
-            raise ConfigError(
-                f"{type(client).__name__} cannot pause an engine: give it pause_generation(mode) "
-                "and resume_generation(), or set pause=None in the init info"
-            )
 
-    def init(self, init_info: dict[str, Any]) -> None:
-        """Have the engine reach the trainer."""
-        client = self._client
-        self._call("init", lambda: client.init_weight_transfer_engine(init_info), ConnectError)
-
-    def start(self) -> None:
-        """Begin an update."""
-        self._call("start", self._client.start_weight_update, ApplyError)
-
-    def update(self, version: int, *, timeout: float, undo: bool = False) -> None:
-        """Have the engine load a version, or take it back."""
-        update_info = {"version": version, "timeout": timeout, "undo": undo}
-        self._call("update", lambda: self._client.update_weights(update_info), ApplyError)
-
-    def finish(self, version: str | None = None) -> None:
-        """End an update."""
-        self._call("finish", lambda: self._client.finish_weight_update(version), ApplyError)
-
-    def pause(self) -> None:
-        """Stop generation, unless the init info says not to."""
-        if self._mode is not None:
-            mode = self._mode
-            self._call("pause", lambda: self._pause(mode), ApplyError)
-
-    def resume(self) -> None:
-        """Go on with generation."""
-        if self._mode is not None:
-            self._call("resume", self._resume, ApplyError)
-
-    # -- deadlines and reasons -----------------------------------------------------------------
-
-    def _call(
-        self, what: str, call: Callable[[], object], refused: type[ApplyError] | type[ConnectError]
-    ) -> None:
-        """Call in a thread, as clients wait for ever, and translate what they raise."""
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
-                errors.append(exc)
-
-        thread = threading.Thread(target=run, name=f"aiosync-vllm-{what}", daemon=True)
-        thread.start()
-        thread.join(self._timeout)
-        if thread.is_alive():
-            raise SyncTimeout(f"the engine did not answer {what!r} within {self._timeout:g} s")
-        if not errors:
-            return
-        error = errors[0]
-        if not isinstance(error, Exception):
-            raise error
-        replied = getattr(error, "response", None) is not None
-        if isinstance(error, ConnectError | OSError) and not replied:
-            raise ConnectError(f"{what!r} did not reach the engine: {_reason(error)}") from error
-        raise refused(f"the engine refused {what!r}: {_reason(error)}") from error
-
-    # -- pausing -------------------------------------------------------------------------------
-
-    def _pause_ray(self, mode: str) -> None:
+    def pause_generation(self, mode: str) -> None:
+        """Stop generation, and forget what was computed by the old weights."""
         import ray
 
         waits = []
-        for handle in self._client.handles:  # type: ignore[attr-defined]
+        for handle in self._handles:
             if hasattr(handle, "pause_generation"):
                 waits.append(handle.pause_generation.remote(mode=mode, clear_cache=True))
             else:  # an actor of LLM: it generates in one call at a time, so this one waits for it
                 waits.append(handle.reset_prefix_cache.remote(reset_running_requests=True))
         ray.get(waits, timeout=self._timeout)
 
-    def _resume_ray(self) -> None:
+    def resume_generation(self) -> None:
+        """Go on with generation."""
         import ray
 
-        handles = self._client.handles  # type: ignore[attr-defined]
-        waits = [h.resume_generation.remote() for h in handles if hasattr(h, "resume_generation")]
-        ray.get(waits, timeout=self._timeout)
+        able = [each for each in self._handles if hasattr(each, "resume_generation")]
+        ray.get([each.resume_generation.remote() for each in able], timeout=self._timeout)
 
 
-def _reason(error: Exception) -> str:
-    """What the engine said, which an HTTP error keeps in its body."""
-    body = getattr(getattr(error, "response", None), "text", None)
-    text = f"{error}: {body}" if isinstance(body, str) and body else f"{error}"
-    if isinstance(error, AiosyncError):
-        return text[:_TEXT_LIMIT]
-    return f"{type(error).__name__}: {text[:_TEXT_LIMIT]}"
+def pausing(client: Any, timeout: float) -> Any:
+    """What has ``pause_generation(mode)`` and ``resume_generation()`` for the engine of a client.
+
+    Args:
+        client: vLLM's HTTP or Ray client; or anything with these two methods.
+        timeout: Seconds for each call.
+
+    Raises:
+        ConfigError: The client knows no way to pause.
+    """
+    if hasattr(client, "pause_generation"):
+        return client
+    if hasattr(client, "base_url"):
+        return HTTPClient(client.base_url, timeout=timeout)
+    if hasattr(client, "handles"):
+        return _RayActors(client.handles, timeout)
+    raise ConfigError(
+        f"{type(client).__name__} cannot pause an engine: give it pause_generation(mode) and "
+        "resume_generation(), or set pause=None in the init info"
+    )
+
+
+def ask(
+    what: str,
+    call: Callable[..., object],
+    *args: object,
+    timeout: float,
+    refused: type[ApplyError] | type[ConnectError] = ApplyError,
+) -> None:
+    """Call an engine in a thread, as clients wait for ever, and translate what they raise.
+
+    Args:
+        what: The name of the call, for errors.
+        call: A method of a client.
+        *args: Its arguments.
+        timeout: Seconds that it may take.
+        refused: The error where the engine has answered with one.
+
+    Raises:
+        SyncTimeout: It took longer.
+        ConnectError: The engine was not reached.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call(*args)
+        except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, name=f"aiosync-vllm-{what}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise SyncTimeout(f"the engine did not answer {what!r} within {timeout:g} s")
+    if not errors:
+        return
+    error = errors[0]
+    if not isinstance(error, Exception):
+        raise error
+    reason = str(error) if isinstance(error, AiosyncError) else f"{type(error).__name__}: {error}"
+    response = getattr(error, "response", None)  # of an HTTP error: it has what the engine said
+    if isinstance(error, ConnectError | OSError) and response is None:
+        raise ConnectError(f"{what!r} did not reach the engine: {reason[:_TEXT_LIMIT]}") from error
+    if said := getattr(response, "text", ""):
+        reason = f"{reason}: {said}"
+    raise refused(f"the engine refused {what!r}: {reason[:_TEXT_LIMIT]}") from error

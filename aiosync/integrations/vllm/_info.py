@@ -1,36 +1,115 @@
 """What the two sides are told, and the schemes that they make of it.
 
 Everything that goes to an engine is JSON and holds no secret: it says where a token is, never
-what it is. Must not import the engine's or the trainer's side.
+what it is. Where vLLM is not installed, as in many a trainer, what is written here stands in for
+its classes; type checkers see nothing else. Must not import anything else of vLLM, nor the engine's
+or the trainer's side.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.integrations.vllm._base import (
-    TrainerInitInfo,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from aiosync.protocol import validate_seconds
 from aiosync.schemes.inside import meet_at, meeting_point
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._schemes import core_of
 from aiosync.transports.credentials import TLS, Secret
 
-__all__ = ["AiosyncInitInfo", "AiosyncTrainerInitInfo", "AiosyncUpdateInfo"]
+__all__ = [
+    "HAS_VLLM",
+    "AiosyncInitInfo",
+    "AiosyncTrainerInitInfo",
+    "AiosyncUpdateInfo",
+    "TrainerInitInfo",
+    "TrainerWeightTransferEngine",
+    "VLLMWeightSyncClient",
+    "WeightSource",
+    "address_of",
+    "sending_scheme",
+]
 
-TOKEN_VARIABLE = "AIOSYNC_TOKEN"
-
-_MAX_TOKEN_NBYTES = 65536
 _SHARED = "shm"
+
+HAS_VLLM: bool = find_spec("vllm") is not None
+"""Whether vLLM is installed."""
+
+if TYPE_CHECKING or not HAS_VLLM:
+    WeightSource: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+    """Names and tensors of a trainer, to be iterated anew for each update, in one order."""
+
+    class VLLMWeightSyncClient(Protocol):
+        """How a trainer talks to an engine."""
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            """Have the engine reach the trainer."""
+
+        def start_weight_update(self) -> None:
+            """Begin an update."""
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            """Load weights."""
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            """End an update, and name the version."""
+
+    @dataclass
+    class WeightTransferInitInfo:
+        """What an engine is told when a trainer comes."""
+
+    @dataclass
+    class WeightTransferUpdateInfo:
+        """What an engine is told with each update."""
+
+    @dataclass
+    class TrainerInitInfo:
+        """What the trainer's side is made of."""
+
+        backend: ClassVar[str]
+        rank: int = field(kw_only=True)
+
+        @property
+        def is_sender(self) -> bool:
+            """Whether this rank sends."""
+            return self.rank == 0
+
+    class TrainerWeightTransferEngine:
+        """The trainer's side, in each of its ranks."""
+
+        init_info_cls: type[TrainerInitInfo]
+        is_sender: bool
+        client: VLLMWeightSyncClient
+        source: WeightSource | None
+
+        def __init__(
+            self,
+            *,
+            client: VLLMWeightSyncClient,
+            source: WeightSource | None = None,
+            is_sender: bool = True,
+        ) -> None:
+            self.is_sender = is_sender
+            self.client = client
+            self.source = source
+
+else:
+    from vllm.distributed.weight_transfer.base import (
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        VLLMWeightSyncClient,
+        WeightSource,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
 
 
 @dataclass
@@ -79,23 +158,21 @@ class AiosyncInitInfo(WeightTransferInitInfo):
         Raises:
             ConfigError: The address or the token file cannot be used.
         """
-        scheme: WeightSyncScheme
-        if self.address.startswith(f"{_SHARED}:"):
-            scheme = SharedMemWeightSyncScheme("state_dict", apply="manual", timeout=self.timeout)
-            parts = urlsplit(self.address)
-            pid = parse_qs(parts.query).get("pid", [""])[0]
-            address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
-            meet_at(core_of(scheme), address, int(pid) if pid.isdigit() else None)
-        else:
-            scheme = TCPWeightSyncScheme(
+        options: dict[str, Any] = {"apply": "manual", "timeout": self.timeout}
+        if not self.address.startswith(f"{_SHARED}:"):
+            return TCPWeightSyncScheme(
                 self.address,
                 "state_dict",
-                apply="manual",
-                timeout=self.timeout,
-                token=read_token(self.token_file),
+                token=_token_of(self.token_file),
                 tls=None if self.tls is None else TLS(**self.tls),
                 reconnect=None,  # the engine outlives trainers, and goes on with what it has
+                **options,
             )
+        scheme = SharedMemWeightSyncScheme("state_dict", **options)
+        parts = urlsplit(self.address)
+        pid = parse_qs(parts.query).get("pid", [""])[0]
+        address = parts.path if parts.path.strip("/") else f"\0{parts.netloc}"
+        meet_at(core_of(scheme), address, int(pid) if pid.isdigit() else None)
         return scheme
 
 
@@ -187,14 +264,21 @@ class AiosyncTrainerInitInfo(TrainerInitInfo):
 
 
 def sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
-    """The scheme of a trainer, without a role."""
-    options: dict[str, Any] = {"timeout": info.timeout, "first_version": info.first_version}
-    if info.wire_dtype is not None:
-        options["wire_dtype"] = _dtype(info.wire_dtype)
+    """The scheme of a trainer, without a role.
+
+    Raises:
+        ConfigError: The address, the token file or the dtype cannot be used.
+    """
+    given: Any = info.wire_dtype
+    options: dict[str, Any] = {
+        "timeout": info.timeout,
+        "first_version": info.first_version,
+        "wire_dtype": getattr(torch, given, given) if isinstance(given, str) else given,
+    }
     if info.address == _SHARED:
         return SharedMemWeightSyncScheme("state_dict", **options)
     token: Any = info.token.value if isinstance(info.token, Secret) else info.token
-    token = read_token(info.token_file) if token is None else token
+    token = _token_of(info.token_file) if token is None else token
     return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
 
 
@@ -203,32 +287,16 @@ def address_of(scheme: WeightSyncScheme) -> str:
     if isinstance(scheme, TCPWeightSyncScheme):
         return scheme.address
     found, pid = meeting_point(core_of(scheme))
-    where = f"//{found[1:]}" if found.startswith("\0") else f"//{found}"
-    return f"{_SHARED}:{where}?pid={pid}"
+    return f"{_SHARED}://{found.removeprefix(chr(0))}?pid={pid}"
 
 
-def _dtype(given: str | torch.dtype) -> torch.dtype:
-    found = given if isinstance(given, torch.dtype) else getattr(torch, given, None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"wire_dtype: torch has no dtype {given!r}")
-    return found
-
-
-def read_token(path: str | None) -> bytes | None:
-    """The token of a file, without a newline at its end, or that of the environment.
-
-    Raises:
-        ConfigError: The file cannot be read, is empty, or too large.
-    """
+def _token_of(path: str | None) -> bytes | None:
+    """The token of a file, without a newline at its end, or that of the environment."""
     if path is None:
-        text = os.environ.get(TOKEN_VARIABLE)
+        text = os.environ.get("AIOSYNC_TOKEN")
         return None if text is None else os.fsencode(text)
     try:
-        with open(path, "rb") as file:
-            token = file.read(_MAX_TOKEN_NBYTES + 1)
+        token = Path(path).read_bytes()
     except OSError as exc:
         raise ConfigError(f"token_file: {path}: cannot be read: {exc.strerror}") from exc
-    token = token.removesuffix(b"\n").removesuffix(b"\r")
-    if not token or len(token) > _MAX_TOKEN_NBYTES:
-        raise ConfigError(f"token_file: {path} is {'too large' if token else 'empty'}")
-    return token
+    return token.removesuffix(b"\n").removesuffix(b"\r")

@@ -10,25 +10,28 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
+    ConnectError,
     LocalProtocolError,
     PartialSyncError,
     PeerClosed,
 )
-from aiosync.integrations.vllm._base import (
+from aiosync.integrations.vllm._clients import ask, pausing
+from aiosync.integrations.vllm._info import (
+    AiosyncTrainerInitInfo,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
+    address_of,
+    sending_scheme,
 )
-from aiosync.integrations.vllm._clients import Control
-from aiosync.integrations.vllm._info import AiosyncTrainerInitInfo, address_of, sending_scheme
 from aiosync.schemes import SendHandle
 from aiosync.spans import VersionSpan
 from aiosync.sync import WeightSyncScheme
@@ -62,14 +65,6 @@ class Activation:
     loading: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """A version on its way, and what becomes of it: a future of the scheme's loop."""
-
-    version: int
-    outcome: asyncio.Future[AiosyncError | None]
-
-
 class AiosyncTrainerEngine(TrainerWeightTransferEngine):
     """Brings a trainer's weights into vLLM engines.
 
@@ -96,10 +91,11 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         """What the newest activation took."""
         self._info = init_info
         self._scheme: WeightSyncScheme | None = None
-        self._staged: _Staged | None = None
+        # A version on its way, and what becomes of it: a future of the scheme's loop.
+        self._staged: tuple[int, asyncio.Future[AiosyncError | None]] | None = None
         self._lock = threading.RLock()
-        timeout = init_info.activation_timeout
-        self._control = Control(client, pause=init_info.pause, timeout=timeout)
+        if init_info.pause is not None:
+            self._pausing = pausing(client, init_info.activation_timeout)
 
     @classmethod
     def trainer_init(
@@ -140,11 +136,12 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             raise
 
     def _meet(self, scheme: WeightSyncScheme) -> None:
+        """Have the engine come, and wait for its workers."""
         errors: list[Exception] = []
 
         def call_engine() -> None:
             try:
-                self._control.init(self._info.for_workers(address_of(scheme)))
+                self._call_workers()
             except Exception as exc:  # noqa: BLE001 - raised again by the thread that connects
                 errors.append(exc)
                 scheme.abort()  # nobody will come
@@ -162,6 +159,13 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         if errors:
             raise errors[0]
 
+    def _call_workers(self) -> None:
+        info = self._info.for_workers(self.address)
+        self._ask("init", self.client.init_weight_transfer_engine, info, refused=ConnectError)
+
+    def _ask(self, what: str, call: Callable[..., object], *args: object, **options: Any) -> None:
+        ask(what, call, *args, timeout=self._info.activation_timeout, **options)
+
     def rejoin(self) -> None:
         """Have the engine's workers connect again, and give them the newest version.
 
@@ -172,8 +176,8 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             AiosyncError: As :meth:`activate`.
         """
         with self._lock:
-            scheme = self._require()
-            self._control.init(self._info.for_workers(address_of(scheme)))
+            self._require()
+            self._call_workers()
             if self._staged is not None:
                 self.activate()
 
@@ -222,13 +226,13 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             # One by one: gathered tensors are not all on an accelerator at a time.
             values = {name: tensor.detach().to("cpu") for name, tensor in given}
 
-            async def start() -> _Staged:
+            async def start() -> tuple[int, asyncio.Future[AiosyncError | None]]:
                 # It ends when the version is activated, whenever that is.
                 handle = core_of(scheme).send_nowait(values, timeout=math.inf)
-                return _Staged(handle.version, asyncio.ensure_future(_outcome_of(handle)))
+                return handle.version, asyncio.ensure_future(_outcome_of(handle))
 
             self._staged = run_on_loop(scheme, start())
-            return self._staged.version
+            return self._staged[0]
 
     def activate(self) -> Activation:
         """Wait until all workers have the newest staged version, and switch the engine to it.
@@ -245,68 +249,71 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         """
         with self._lock:
             scheme = self._require()
-            newest = self._staged
-            if newest is None:
+            if self._staged is None:
                 raise LocalProtocolError("activate(): call stage() first")
+            version, outcome = self._staged
             began = time.perf_counter()
             self._check_workers(scheme)
-            scheme.wait_staged(newest.version, timeout=self._info.timeout)
+            scheme.wait_staged(version, timeout=self._info.timeout)
             staged = time.perf_counter()
             try:
-                self._control.pause()
-                loading = self._switch(scheme, newest)
+                if self._info.pause is not None:
+                    self._ask("pause", self._pausing.pause_generation, self._info.pause)
+                loading = self._switch(scheme, version, outcome)
             except BaseException as exc:  # raised again, once the engine was told to go on
-                self._resume_after(exc)
+                try:
+                    self._resume()
+                except AiosyncError as late:
+                    exc.add_note(f"The engine may still be paused: {late}")
                 raise
-            self._control.resume()
+            self._resume()
             ended = time.perf_counter()
-            self.active_version = newest.version
-            self.last = Activation(newest.version, staged - began, ended - staged, loading)
+            self.active_version = version
+            self.last = Activation(version, staged - began, ended - staged, loading)
             return self.last
 
-    def _switch(self, scheme: WeightSyncScheme, staged: _Staged) -> float:
-        control, version = self._control, staged.version
-        patience = min(10.0, self._info.activation_timeout / 2)
-        began = time.perf_counter()
+    def _resume(self) -> None:
+        if self._info.pause is not None:
+            self._ask("resume", self._pausing.resume_generation)
+
+    def _switch(
+        self,
+        scheme: WeightSyncScheme,
+        version: int,
+        outcome: asyncio.Future[AiosyncError | None],
+    ) -> float:
+        client, began = self.client, time.perf_counter()
+        update = {"version": version, "timeout": min(10.0, self._info.activation_timeout / 2)}
         try:
             try:
-                control.start()
+                self._ask("start", client.start_weight_update)
             except AiosyncError:
                 # An update of a trainer that died may still be open: end it, and try again.
-                with contextlib.suppress(AiosyncError):  # the second start() says what is wrong
-                    control.finish()
-                control.start()
-            control.update(version, timeout=patience)
+                with contextlib.suppress(AiosyncError):  # the second one says what is wrong
+                    self._ask("finish", client.finish_weight_update)
+                self._ask("start", client.start_weight_update)
+            self._ask("update", client.update_weights, update)
             loading = time.perf_counter() - began
-            control.finish(label_of(version, scheme.epoch))
+            label = f"{version}@{scheme.epoch:016x}"  # see span_of()
+            self._ask("finish", client.finish_weight_update, label)
         except AiosyncError as exc:
             if self._info.num_workers > 1:
                 # Workers of other engines may have it; this takes it back, and ends the update.
                 # Those that refused it refuse this, too, and what they said is `exc` already.
                 with contextlib.suppress(AiosyncError):
-                    control.update(version, timeout=1.0, undo=True)
+                    self._ask("update", client.update_weights, {**update, "undo": True})
                 with contextlib.suppress(AiosyncError):
-                    control.finish()
-            said = self._said(scheme, staged)
+                    self._ask("finish", client.finish_weight_update)
+
+            async def word() -> AiosyncError | None:
+                done, _ = await asyncio.wait({outcome}, timeout=_WORD_SECONDS)
+                return outcome.result() if done else None  # the engine did not get so far
+
+            said = run_on_loop(scheme, word())  # by the workers themselves
             if said is not None:
                 raise said from exc
             raise
         return loading
-
-    def _said(self, scheme: WeightSyncScheme, staged: _Staged) -> AiosyncError | None:
-        """What the workers themselves said of this version."""
-
-        async def word() -> AiosyncError | None:
-            done, _ = await asyncio.wait({staged.outcome}, timeout=_WORD_SECONDS)
-            return staged.outcome.result() if done else None  # the engine did not get so far
-
-        return run_on_loop(scheme, word())
-
-    def _resume_after(self, error: BaseException) -> None:
-        try:
-            self._control.resume()
-        except AiosyncError as exc:
-            error.add_note(f"The engine may still be paused: {exc}")
 
     def staleness(
         self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
@@ -364,7 +371,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
                 for index in range(self._info.num_workers)
                 if index not in there
             }
-            version = None if self._staged is None else self._staged.version
+            version = None if self._staged is None else self._staged[0]
             raise PartialSyncError(acked=(), failed=gone, version=version)
 
 
@@ -380,11 +387,6 @@ async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
 # -- which versions the tokens of an answer come from, as vLLM reports it -------------------------
 #
 # vLLM names weights by labels: here a version and its epoch, ``7@0123456789abcdef``.
-
-
-def label_of(version: int, epoch: int) -> str:
-    """How vLLM calls a version."""
-    return f"{version}@{epoch:016x}"
 
 
 def span_of(output: Any) -> VersionSpan | None:

@@ -8,19 +8,22 @@ side.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -38,7 +41,6 @@ from aiosync.errors import (
     RecvTimeout,
     SyncTimeout,
 )
-from aiosync.integrations.vllm._base import WeightTransferEngine
 from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.sync import WeightSyncScheme
 
@@ -50,7 +52,7 @@ _TEXT_NBYTES = 1024
 Item = tuple[str, torch.Tensor]
 
 
-class AiosyncWeightTransferEngine(WeightTransferEngine):
+class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # is not there
     """Receives weights in checkpoint format, and loads them through vLLM's own loaders.
 
     vLLM makes one in each worker of an engine with
@@ -66,12 +68,10 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._scheme: WeightSyncScheme | None = None
-        self._info: AiosyncInitInfo | None = None
         self._ranks = Ranks(self.parallel_config)
-        self._reference: Reference | None = None
+        self._reference: Reference | None = None  # for the next trainer, too
         self._check = "none"
-        self._backup: Backup | None = None
+        self._scheme: WeightSyncScheme | None = None
         self._undo: Undo | None = None
         self._loaded = 0  # the version that the model has; 0 for none of this trainer
 
@@ -104,47 +104,32 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
             )
         scheme = info.receiving_scheme()
         index = info.first_worker + self._ranks.index
-        scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=self._load)
+        load = functools.partial(self._load, info)
+        scheme.init_on_receiver(model_id=info.model_id, worker_idx=index, load=load)
         try:
             # Weights are loaded in update_weights(), on the thread that runs the model.
             scheme.connect(timeout=info.timeout, initial=False)
         except BaseException:  # raised again: init_transfer_engine() tells it
             scheme.shutdown()
             raise
-        self._scheme, self._info = scheme, info
-        self._read_reference(info)
-        if info.rollback:
-            self._backup = Backup(self.model)
-
-    def _read_reference(self, info: AiosyncInitInfo) -> None:
-        if info.check == self._check:
-            return  # as for the trainer before
-        self._check, self._reference = info.check, None
-        if info.check == "checkpoint":
-            config = self.model_config
-            self._reference = of_checkpoint(
-                config.model,
-                config.revision,
-                also=config.dtype,
-                ties_head=bool(getattr(config.hf_config, "tie_word_embeddings", False)),
-            )
-            if self._reference is None:
-                _logger.warning(
-                    "no checkpoint files to check updates against: the first update is the "
-                    "reference"
-                )
+        self._scheme = scheme
+        self._undo = Undo(self.model, with_values=info.rollback)
+        if info.check != self._check:  # else as for the trainer before
+            self._check, self._reference = info.check, None
+            if info.check == "checkpoint":
+                self._reference = of_checkpoint(self.model_config)
 
     def shutdown(self) -> None:
         """Leave the trainer. The model keeps its weights. Idempotent, bounded."""
         scheme, self._scheme = self._scheme, None
-        backup, self._backup = self._backup, None
-        self._undo, self._loaded = None, 0
+        undo, self._undo = self._undo, None
+        self._loaded = 0
         try:
             if scheme is not None:
                 scheme.shutdown()
         finally:
-            if backup is not None:
-                backup.close()
+            if undo is not None:
+                undo.close()
 
     # -- one update ----------------------------------------------------------------------------
 
@@ -193,12 +178,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Keep what was loaded: it cannot be undone from now on."""
-        if self._undo is None:
-            return
-        self._undo = None
-        self._synchronize()
-        if self._backup is not None:
-            self._backup.begin()
+        if self._undo is not None and self._undo.noted:
+            self._synchronize()
+            self._undo.begin()
 
     def _await_staged(self, info: AiosyncUpdateInfo) -> bool:
         """Wait until the version can be loaded. Returns whether the model has it already."""
@@ -227,32 +209,29 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
 
     # -- loading -------------------------------------------------------------------------------
 
-    def _load(self, weights: Iterable[Item]) -> None:
+    def _load(self, info: AiosyncInitInfo, weights: Iterable[Item]) -> None:
         """Load everything, on every rank, or leave every rank as it was.
 
         The scheme calls this inside ``apply_pending()``; what it raises, the trainer sees.
         """
-        items = list(weights)
-        error: Exception | None = None
-        undo: Undo | None = None
+        items, error, begun = list(weights), None, False
+        assert self._undo is not None
         try:
             if self._reference is not None:
                 self._reference.check(items)
-            values = [] if self._backup is None else self._backup.wait(_timeout(self._info))
-            undo = Undo(self.model, values)
+            self._undo.note(info.timeout)
+            begun = True
             self._reload(items)
             self._synchronize()
         except Exception as exc:  # noqa: BLE001 - raised again below, and sent to the trainer
             error = exc
         if self._ranks.agree(error):
-            self._undo = undo
             if self._reference is None and self._check != "none":
                 self._reference = of_tensors(items, also=self.model_config.dtype)
             return
-        if undo is not None:
-            self._undo = undo
+        if begun:
             self._roll_back()
-            if self._backup is None:
+            if not info.rollback:
                 raise ApplyError(
                     f"{error or 'another worker could not load it'}; it stopped halfway, and this "
                     "engine has no copy to roll back to: restart it"
@@ -265,7 +244,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
         initialize_layerwise_reload(model)
         wanted = {name for name, each in model.named_parameters() if each.numel()} & before
         with disable_mtp_completeness_check():
-            loaded = model.load_weights(iter(items))  # type: ignore[operator]  # every model's
+            loaded = model.load_weights(iter(items))
         if (
             self._reference is None
             and loaded is not None
@@ -286,22 +265,16 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):
                     tensor.data = tensor.data.clone()
 
     def _roll_back(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is None:
-            return
-        undo.restore()
-        for module in self.model.modules():
-            get_layerwise_info(module).reset()
-        self._synchronize()
+        if self._undo is not None and self._undo.noted:
+            self._undo.restore()
+            for module in self.model.modules():
+                get_layerwise_info(module).reset()
+            self._synchronize()
 
     def _synchronize(self) -> None:
         # Without an accelerator there is nothing to wait for, and nothing to ask.
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-def _timeout(info: AiosyncInitInfo | None) -> float:
-    return 30.0 if info is None else info.timeout
 
 
 # -- what an update has to look like: names, shapes and dtypes in checkpoint format -------------
@@ -322,30 +295,24 @@ _DTYPES = {
 }
 
 Shape = tuple[int, ...]
+Entries = dict[str, tuple[Shape, torch.dtype | None]]
 
 
+@dataclass(frozen=True)
 class Reference:
     """Names, shapes and dtypes that updates are held against.
 
-    Args:
+    Attributes:
         entries: For each name its shape, and its dtype where that is known.
         also: A floating dtype that is as good as the one expected: that of the engine.
-        optional: Names that may be there or not, such as the head of a model that ties it.
         source: Where the entries are from, for messages.
+        optional: Names that may be there or not, such as the head of a model that ties it.
     """
 
-    def __init__(
-        self,
-        entries: Mapping[str, tuple[Shape, torch.dtype | None]],
-        *,
-        also: torch.dtype | None,
-        optional: Iterable[str] = (),
-        source: str,
-    ) -> None:
-        self._entries = dict(entries)
-        self._also = also
-        self._optional = frozenset(optional)
-        self._source = source
+    entries: Entries
+    also: torch.dtype | None
+    source: str
+    optional: tuple[str, ...] = ()
 
     def check(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise unless ``items`` are what is expected.
@@ -353,106 +320,79 @@ class Reference:
         Raises:
             ManifestMismatch: They are not; it names every difference.
         """
-        given = dict(items)
-        missing = [name for name in self._entries if name not in given and self._counts(name)]
-        unexpected = [name for name in given if name not in self._entries and self._counts(name)]
-        mismatched = {}
-        for name, tensor in given.items():
-            if name in self._entries:
-                text = self._difference(tensor, *self._entries[name])
-                if text:
-                    mismatched[name] = text
+        given, known = dict(items), self.entries
+        missing = [name for name in known if name not in given and self._counts(name)]
+        unexpected = [name for name in given if name not in known and self._counts(name)]
+        both = [name for name in given if name in known]
+        differences = {name: self._difference(given[name], *known[name]) for name in both}
+        mismatched = {name: text for name, text in differences.items() if text}
         if missing or unexpected or mismatched:
             cast = any("dtype" in text for text in mismatched.values())
             raise ManifestMismatch(
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=mismatched,
-                hint=f"Expected is {self._source}."
+                hint=f"Expected is {self.source}."
                 + (" wire_dtype= of the trainer casts." if cast else ""),
             )
 
     def _counts(self, name: str) -> bool:
-        return name not in self._optional and not name.endswith("rotary_emb.inv_freq")
+        return name not in self.optional and not name.endswith("rotary_emb.inv_freq")
 
-    def _difference(
-        self, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None
-    ) -> str | None:
+    def _difference(self, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None) -> str:
         if tuple(tensor.shape) != shape:
             return f"shape {list(shape)} was expected, {list(tensor.shape)} came"
-        if dtype is None or tensor.dtype == dtype:
-            return None
-        if tensor.dtype == self._also and dtype.is_floating_point and dtype.itemsize > 1:
-            return None
-        return f"dtype {dtype} was expected, got {tensor.dtype}"
+        fits = dtype in (None, tensor.dtype)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+            fits = fits or tensor.dtype == self.also
+        return "" if fits else f"dtype {dtype} was expected, got {tensor.dtype}"
 
 
 def of_tensors(items: Iterable[tuple[str, torch.Tensor]], *, also: torch.dtype | None) -> Reference:
     """What an update looked like that was loaded."""
-    entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in items}
-    return Reference(entries, also=also, source="what the first update had")
+    entries: Entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in items}
+    return Reference(entries, also, "what the first update had")
 
 
-def of_checkpoint(
-    model: str, revision: str | None, *, also: torch.dtype | None, ties_head: bool
-) -> Reference | None:
-    """What a checkpoint has, from the headers of its safetensors files.
+def of_checkpoint(config: Any) -> Reference | None:
+    """What the checkpoint has that the engine was started from, from its safetensors files.
 
     Args:
-        model: A directory, or the name of a model in the local cache of the hub.
-        revision: Of such a model.
-        also: Dtype of the engine.
-        ties_head: Whether the model ties its head to its embedding.
+        config: vLLM's configuration of the model, which is in a directory, or in the local cache
+            of the hub. Nothing is downloaded.
 
     Returns:
-        ``None`` if there are no such files here. Nothing is downloaded.
+        ``None`` if there are no such files here: the first update counts.
     """
-    folder = Path(model) if os.path.isdir(model) else _cached(model, revision)
-    if folder is None:
-        return None
-    entries: dict[str, tuple[Shape, torch.dtype | None]] = {}
+    folder, entries = Path(config.model), Entries()
     try:
+        if not folder.is_dir():
+            patterns = ["*.safetensors", "*.safetensors.index.json"]
+            local = {"local_files_only": True, "allow_patterns": patterns}
+            folder = Path(snapshot_download(config.model, revision=config.revision, **local))
         for file in _files(folder):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():
                     each = opened.get_slice(name)
                     entries[name] = (tuple(each.get_shape()), _DTYPES.get(each.get_dtype()))
-    except (OSError, SafetensorError):
-        return None  # what vLLM was started from is something else: the first update counts
+    except (OSError, ValueError, SafetensorError):  # what vLLM was started from is something else
+        entries = {}
     if not entries:
+        _logger.warning("no checkpoint files to check updates against: the first update counts")
         return None
-    optional = ("lm_head.weight",) if ties_head else ()
-    return Reference(entries, also=also, optional=optional, source=f"the checkpoint in {folder}")
+    optional = ("lm_head.weight",) if getattr(config.hf_config, "tie_word_embeddings", 0) else ()
+    return Reference(entries, config.dtype, f"the checkpoint in {folder}", optional)
 
 
 def _files(folder: Path) -> list[Path]:
     """The files that a loader would read: those of the index, if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = json.loads(index.read_text())["weight_map"].values()
-        return sorted(folder / name for name in set(named))
-    found = sorted(folder.glob("*.safetensors"))
-    sharded = [file for file in found if not file.name.startswith("consolidated")]
-    return sharded or found
-
-
-def _cached(model: str, revision: str | None) -> Path | None:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                local_files_only=True,
-                allow_patterns=["*.safetensors", "*.safetensors.index.json"],
-            )
+        return sorted(
+            {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
         )
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
-        return None  # not in the cache, or no name of the hub
+    found = sorted(folder.glob("*.safetensors"))
+    return [file for file in found if not file.name.startswith("consolidated")] or found
 
 
 # -- the workers of one engine do the same ------------------------------------------------------
@@ -495,12 +435,13 @@ class Ranks:
         On the last one: an executor that asks several workers stops at the first that fails, and
         would take the answers of those after it for answers to its next question.
         """
-        if self._size == 1:
-            assert error is not None
+        text = "; ".join(self._texts)
+        if self._rank < self._size - 1:
+            _logger.warning("not loaded: %s", text or error)
+        elif error is not None and not text:  # the only worker
             raise error
-        if self._rank == self._size - 1:
-            raise ApplyError("; ".join(self._texts) or str(error)) from error
-        _logger.warning("not loaded: %s", "; ".join(self._texts) or error)
+        else:
+            raise ApplyError(text) from error
 
 
 # -- undoing an update, bit for bit --------------------------------------------------------------
@@ -510,65 +451,59 @@ class Ranks:
 # engine generates, and what the modules consist of is noted when an update begins.
 
 
-class Backup:
-    """The values of a model's tensors, in host memory.
+class Undo:
+    """What a model was when it was noted; :meth:`restore` makes it so again.
 
     Args:
         model: The model, in the format of the kernels.
+        with_values: Keep a copy of its tensors' values. Without it only what the model consists of
+            can be restored.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, with_values: bool) -> None:
         self._model = model
-        self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._pool = ThreadPoolExecutor(1, "aiosync-backup")
+        self._pool = ThreadPoolExecutor(1, "aiosync-backup") if with_values else None
+        self._copied: Future[None] | None = None
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Copy in a thread. The model must not change until :meth:`wait` returned."""
-        self._copied = self._pool.submit(self._copy)
+        """Copy values in a thread, for the next update. The model must not change meanwhile."""
+        self._noted: tuple[list[Any], ...] | None = None
+        if self._pool is not None:
+            self._copied = self._pool.submit(self._copy)
 
-    def wait(self, timeout: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors and their values, once they are copied.
-
-        Raises:
-            SyncTimeout: Copying takes longer than ``timeout`` seconds.
-        """
-        try:
-            self._copied.result(timeout)
-        except TimeoutError as exc:
-            late = f"the weights could not be copied within {timeout:g} s"
-            raise SyncTimeout(late) from exc
-        return list(self._values.values())
-
-    def close(self) -> None:
-        """Let the copies go. Waits for the copy that is under way."""
-        self._pool.shutdown()
-        self._values = {}
+    @property
+    def noted(self) -> bool:
+        """Whether there is something to restore."""
+        return self._noted is not None
 
     @torch.no_grad()
     def _copy(self) -> None:
-        old, self._values = self._values, {}
+        old, self._copies = self._copies, {}
         for tensor in _tensors(self._model):
             _, copy = old.pop(id(tensor), (None, None))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 pin = tensor.device.type == "cuda"
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
             copy.copy_(tensor.data)
-            self._values[id(tensor)] = (tensor, copy)
+            self._copies[id(tensor)] = (tensor, copy)
 
+    def note(self, timeout: float) -> None:
+        """Note what the model consists of, once its values are copied: an update begins.
 
-class Undo:
-    """What a model consisted of when this was made; :meth:`restore` makes it so again.
-
-    Args:
-        model: The model, in the format of the kernels.
-        values: Its tensors and their values, from :meth:`Backup.wait`.
-    """
-
-    def __init__(self, model: nn.Module, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._values = [(tensor, tensor.data, copy) for tensor, copy in values]
+        Raises:
+            SyncTimeout: Copying takes longer than ``timeout`` seconds.
+        """
+        try:
+            if self._copied is not None:
+                self._copied.result(timeout)
+        except TimeoutError as exc:
+            late = f"the weights could not be copied within {timeout:g} s"
+            raise SyncTimeout(late) from exc
+        values = [(tensor, tensor.data, copy) for tensor, copy in self._copies.values()]
         # Attributes, too: some kernels keep packed weights in closures.
-        self._modules = [
+        modules = [
             (
                 module,
                 dict(module.__dict__),
@@ -576,26 +511,34 @@ class Undo:
                 dict(module._buffers),
                 set(module._non_persistent_buffers_set),
             )
-            for module in model.modules()
+            for module in self._model.modules()
         ]
         # Loaders of parameters that stay the same objects are wrapped during a reload.
-        self._attributes = [(tensor, dict(tensor.__dict__)) for tensor in _tensors(model)]
+        attributes = [(tensor, dict(tensor.__dict__)) for tensor in _tensors(self._model)]
+        self._noted = (values, modules, attributes)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back: modules, their attributes, parameters, buffers, values."""
-        for module, attributes, parameters, buffers, passing in self._modules:
-            _refill(module.__dict__, attributes)
+        assert self._noted is not None
+        (values, modules, attributes), self._noted = self._noted, None
+        for module, own, parameters, buffers, passing in modules:
+            _refill(module.__dict__, own)
             _refill(module._parameters, parameters)
             _refill(module._buffers, buffers)
             module._non_persistent_buffers_set.clear()
             module._non_persistent_buffers_set.update(passing)
-        for tensor, given in self._attributes:
+        for tensor, given in attributes:
             _refill(tensor.__dict__, given)
-        for tensor, data, copy in self._values:
+        for tensor, data, copy in values:
             if tensor.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
                 tensor.data = data
             tensor.data.copy_(copy)
+
+    def close(self) -> None:
+        """Let the copies go. Waits for the copy that is under way."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def _refill(target: dict[str, Any], values: dict[str, Any]) -> None:
