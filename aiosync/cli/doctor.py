@@ -184,7 +184,7 @@ def _event_loop() -> str:
 
 
 def _digest() -> str:
-    from aiosync.wire.checksum import checksum
+    from aiosync.wire import checksum
 
     if checksum(b"").hex() != _EMPTY:
         raise ConfigError("xxhash computes something else: pip install --force-reinstall xxhash")

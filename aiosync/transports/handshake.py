@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import ssl
 
 from aiosync.errors import (
@@ -23,7 +22,14 @@ from aiosync.errors import (
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tls_stream import why_refused
-from aiosync.wire import Challenge, DialerAuth, ListenerAuth, Refuse
+from aiosync.wire import (
+    Challenge,
+    Refuse,
+    answer_challenge,
+    new_challenge,
+    verify_dialer,
+    verify_listener,
+)
 
 __all__ = ["name_from", "prove_as_dialer", "prove_as_listener"]
 
@@ -51,11 +57,11 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
     """
     try:
         # The first word, so that a side that expects TLS notices at once.
-        greeting = Challenge(secrets.token_bytes(32), credentials.token is not None)
-        await transport.send(greeting)
-        auth = DialerAuth(credentials.token_bytes, (await transport.recv()).message)
-        await transport.send(auth.answer)
-        auth.verify((await transport.recv()).message)
+        token = credentials.token_bytes
+        await transport.send(new_challenge(token))
+        challenge, answer = answer_challenge((await transport.recv()).message, token)
+        await transport.send(answer)
+        verify_listener(challenge, answer, (await transport.recv()).message, token=token)
     except (PeerClosed, TransportBroken) as exc:
         if isinstance(exc.__cause__, ssl.SSLError):
             # The listener looks at this end's certificate when this end is done already.
@@ -80,17 +86,19 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
         ConnectError: The dialer went away.
         RemoteProtocolError: It does not speak aiosync.
     """
-    auth = ListenerAuth(credentials.token_bytes, credentials.pull_token_bytes)
+    token, pull_token = credentials.token_bytes, credentials.pull_token_bytes
+    challenge = new_challenge(token)
     try:
         # At once, before anything is read: a peer that speaks TLS finds out from it.
-        if not transport.send_nowait(auth.challenge):
-            await transport.send(auth.challenge)
+        if not transport.send_nowait(challenge):
+            await transport.send(challenge)
         greeting = (await transport.recv()).message
         if not isinstance(greeting, Challenge):
             raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
         answer = (await transport.recv()).message
-        await transport.send(auth.verify(answer))
-        transport.channel.read_only = auth.read_only
+        proof, read_only = verify_dialer(challenge, answer, token=token, pull_token=pull_token)
+        await transport.send(proof)
+        transport.channel.read_only = read_only
     except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
         raise ConnectError(f"{transport.channel.name} disconnected during the handshake") from exc
     except AiosyncError as exc:

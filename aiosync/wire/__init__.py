@@ -5,14 +5,9 @@ import asyncio, anyio or torch, and pickles nothing. Its specification is
 ``docs/topics/wire-format.md``.
 """
 
-from aiosync.wire.auth import DialerAuth, ListenerAuth
-from aiosync.wire.checksum import (
-    CHECKSUM_NBYTES,
-    RunningChecksum,
-    checksum,
-    state_checksum,
-)
+from aiosync.wire.auth import answer_challenge, new_challenge, verify_dialer, verify_listener
 from aiosync.wire.frames import (
+    CHECKSUM_NBYTES,
     MAGIC,
     PREFIX_NBYTES,
     READ_AHEAD_NBYTES,
@@ -20,7 +15,10 @@ from aiosync.wire.frames import (
     FrameDecoder,
     FrameEnd,
     FrameStart,
+    RunningChecksum,
+    checksum,
     encode_frame,
+    state_checksum,
 )
 from aiosync.wire.manifest import (
     ALIGNMENT,
@@ -88,7 +86,6 @@ __all__ = [
     "Ack",
     "Challenge",
     "Current",
-    "DialerAuth",
     "ExtValue",
     "Fetch",
     "FrameDecoder",
@@ -98,7 +95,6 @@ __all__ = [
     "LeafKind",
     "LeafSpec",
     "Leave",
-    "ListenerAuth",
     "Manifest",
     "ManifestEntry",
     "ManifestMessage",
@@ -114,14 +110,18 @@ __all__ = [
     "Take",
     "Update",
     "Welcome",
+    "answer_challenge",
     "checksum",
     "decode_header",
     "encode_frame",
     "encode_header",
     "encode_values",
     "is_traceparent",
+    "new_challenge",
     "plan_manifest",
     "state_checksum",
     "stats_from",
     "stats_values",
+    "verify_dialer",
+    "verify_listener",
 ]

@@ -18,7 +18,7 @@ import secrets
 from aiosync.errors import AuthError, ConfigError, ConnectError, RemoteProtocolError
 from aiosync.wire.messages import NONCE_NBYTES, Challenge, Message, Proof, Refuse
 
-__all__ = ["DialerAuth", "ListenerAuth"]
+__all__ = ["answer_challenge", "new_challenge", "verify_dialer", "verify_listener"]
 
 _PREFIX = b"aiosync-auth-1\0"
 _DIALER = b"dialer"
@@ -26,110 +26,104 @@ _LISTENER = b"listener"
 _MAX_TEXT = 200
 
 
-class ListenerAuth:
-    """The side that accepted one link; not for a second link, nor for a second answer.
+def new_challenge(token: bytes | None) -> Challenge:
+    """Return the first message of a side of a link."""
+    return Challenge(secrets.token_bytes(NONCE_NBYTES), required=token is not None)
+
+
+def verify_dialer(
+    challenge: Challenge,
+    message: Message,
+    *,
+    token: bytes | None,
+    pull_token: bytes | None = None,
+) -> tuple[Proof, bool]:
+    """Check the dialer's answer, on the side that accepted the link. Once for each challenge.
 
     Args:
+        challenge: The first message of the link, with a nonce of its own.
+        message: The answer.
         token: What both sides have to know; ``None`` lets in who has none either.
         pull_token: What a dialer may know instead, that is to get weights only.
 
-    Attributes:
-        challenge: The first message of the link.
-        read_only: Whether the dialer proved that it has the ``pull_token``.
+    Returns:
+        What the dialer gets back, and whether it proved that it has the ``pull_token``.
+
+    Raises:
+        AuthError: The two sides do not share a token. The dialer should get a ``Refuse``
+            with the name and text of this error, and the link be closed.
+        RemoteProtocolError: The peer sent something else than a proof.
     """
-
-    __slots__ = ("_pull_token", "_token", "challenge", "read_only")
-
-    def __init__(self, token: bytes | None, pull_token: bytes | None = None) -> None:
-        self._token = token
-        self._pull_token = pull_token
-        nonce = secrets.token_bytes(NONCE_NBYTES)
-        self.challenge: Challenge = Challenge(nonce, required=token is not None)
-        self.read_only: bool = False
-
-    def verify(self, message: Message) -> Proof:
-        """Check the dialer's answer.
-
-        Returns:
-            What the dialer gets back.
-
-        Raises:
-            AuthError: The two sides do not share a token. The dialer should get a ``Refuse``
-                with the name and text of this error, and the link be closed.
-            RemoteProtocolError: The peer sent something else than a proof.
-        """
-        nonce = self.challenge.nonce
-        if not isinstance(message, Proof):
-            raise _unexpected("dialer", message, "Proof")
-        if bool(message.mac) != (self._token is not None):
-            raise _one_sided(dialer_has_it=bool(message.mac))
-        if self._token is None:
-            return Proof(nonce, b"")
-        # With one nonce for both sides the dialer would have drawn nothing itself.
-        fresh = not hmac.compare_digest(message.nonce, nonce)
-        for token in (self._token, self._pull_token):
-            expected = _mac(token, _DIALER, nonce, message.nonce)
-            if token is not None and hmac.compare_digest(message.mac, expected) and fresh:
-                self.read_only = token is not self._token
-                return Proof(nonce, _mac(token, _LISTENER, nonce, message.nonce))
-        raise AuthError("the dialer does not have the token of the listener")
+    nonce = challenge.nonce
+    if not isinstance(message, Proof):
+        raise _unexpected("dialer", message, "Proof")
+    if bool(message.mac) != (token is not None):
+        raise _one_sided(dialer_has_it=bool(message.mac))
+    if token is None:
+        return Proof(nonce, b""), False
+    # With one nonce for both sides the dialer would have drawn nothing itself.
+    fresh = not hmac.compare_digest(message.nonce, nonce)
+    for known in (token, pull_token):
+        expected = _mac(known, _DIALER, nonce, message.nonce)
+        if known is not None and hmac.compare_digest(message.mac, expected) and fresh:
+            return Proof(nonce, _mac(known, _LISTENER, nonce, message.nonce)), known is not token
+    raise AuthError("the dialer does not have the token of the listener")
 
 
-class DialerAuth:
-    """The side that opened one link; not for a second link.
+def answer_challenge(message: Message, token: bytes | None) -> tuple[Challenge, Proof]:
+    """Answer the listener's first message, on the side that opened the link.
 
     A side without a token answers too: it is the listener that refuses it, and both know why.
 
-    Args:
-        token: What both sides have to know; ``None`` when there is none.
-        message: The listener's first one.
-
-    Attributes:
-        answer: What the listener gets.
+    Returns:
+        The challenge that the message is, and what the listener gets.
 
     Raises:
         ConfigError: The listener cannot take this side, and says why.
         ConnectError: It refused the link for another reason.
         RemoteProtocolError: The peer sent something else than a challenge.
     """
+    if isinstance(message, Refuse):
+        raise _refused(message)
+    if not isinstance(message, Challenge):
+        raise _unexpected("listener", message, "Challenge")
+    nonce = secrets.token_bytes(NONCE_NBYTES)
+    return message, Proof(nonce, _mac(token, _DIALER, message.nonce, nonce))
 
-    __slots__ = ("_challenge", "_token", "answer")
 
-    def __init__(self, token: bytes | None, message: Message) -> None:
-        if isinstance(message, Refuse):
-            raise _refused(message)
-        if not isinstance(message, Challenge):
-            raise _unexpected("listener", message, "Challenge")
-        self._token = token
-        self._challenge = message
-        nonce = secrets.token_bytes(NONCE_NBYTES)
-        self.answer: Proof = Proof(nonce, _mac(token, _DIALER, message.nonce, nonce))
+def verify_listener(
+    challenge: Challenge, answer: Proof, message: Message, *, token: bytes | None
+) -> None:
+    """Check the listener's proof, on the side that opened the link.
 
-    def verify(self, message: Message) -> None:
-        """Check the listener's proof.
+    Args:
+        challenge: What the listener sent first.
+        answer: What it got.
+        message: What it sent then.
+        token: As for :func:`answer_challenge`.
 
-        Raises:
-            AuthError: The two sides do not share a token.
-            ConnectError: The listener refused the link for another reason.
-            RemoteProtocolError: The peer sent something else than a proof or a refusal.
-        """
-        challenge, mine = self._challenge, self._token is not None
-        if isinstance(message, Refuse) and message.error_type != AuthError.__name__:
-            raise _refused(message)
-        if not isinstance(message, Proof | Refuse):
-            raise _unexpected("listener", message, "Proof")
-        has_mac = bool(message.mac) if isinstance(message, Proof) else challenge.required
-        if challenge.required != mine or has_mac != mine:
-            raise _one_sided(dialer_has_it=mine)
-        if isinstance(message, Refuse):
-            if not mine:
-                raise _refused(message)  # although it asks for no token
-            # The peer's text is not needed here, and may hold anything.
-            raise AuthError("the listener refused the dialer: their tokens are not the same")
-        same = hmac.compare_digest(message.nonce, challenge.nonce)
-        expected = _mac(self._token, _LISTENER, challenge.nonce, self.answer.nonce)
-        if not hmac.compare_digest(message.mac, expected) or not same:
-            raise AuthError("the listener does not have the token of the dialer")
+    Raises:
+        AuthError: The two sides do not share a token.
+        ConnectError: The listener refused the link for another reason.
+        RemoteProtocolError: The peer sent something else than a proof or a refusal.
+    """
+    mine = token is not None
+    if isinstance(message, Refuse) and message.error_type != AuthError.__name__:
+        raise _refused(message)
+    if not isinstance(message, Proof | Refuse):
+        raise _unexpected("listener", message, "Proof")
+    has_mac = bool(message.mac) if isinstance(message, Proof) else challenge.required
+    if challenge.required != mine or has_mac != mine:
+        raise _one_sided(dialer_has_it=mine)
+    if isinstance(message, Refuse):
+        if not mine:
+            raise _refused(message)  # although it asks for no token
+        # The peer's text is not needed here, and may hold anything.
+        raise AuthError("the listener refused the dialer: their tokens are not the same")
+    same = hmac.compare_digest(message.nonce, challenge.nonce)
+    expected = _mac(token, _LISTENER, challenge.nonce, answer.nonce)
+    if not hmac.compare_digest(message.mac, expected) or not same:
+        raise AuthError("the listener does not have the token of the dialer")
 
 
 def _mac(token: bytes | None, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:

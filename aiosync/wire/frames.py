@@ -1,16 +1,24 @@
-"""Frames: a fixed prefix, a header, and a payload that lands where the caller says.
+"""Frames: a fixed prefix, a header, and a payload that lands where the caller says; its checksum.
 
 Sans-IO: the decoder says where the next bytes go and which events they made; it never reads and
-never waits. This module must never import asyncio,
-anyio or torch. The byte layout is written down in ``docs/topics/wire-format.md``.
+never waits. This module must never import asyncio, anyio or torch. The byte layout is written down
+in ``docs/topics/wire-format.md``.
+
+Checksums find accidents, not attacks: XXH3 with 128 bits. A checksum must not slow down the link
+that it protects: a loopback socket moves 3 to 5 GB/s, and on the same machine CRC-32 of zlib looks
+at 1.7 GB/s, XXH3 at 10 GB/s in cold memory and 30 GB/s in the cache. Whoever wants to can make
+other bytes with the same checksum; against that only TLS helps.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import xxhash
+from typing_extensions import Buffer
 
 from aiosync.errors import (
     FrameTooLarge,
@@ -24,6 +32,7 @@ from aiosync.wire.manifest import DEFAULT_LIMITS
 from aiosync.wire.messages import ExtValue, Message, decode_header, encode_header
 
 __all__ = [
+    "CHECKSUM_NBYTES",
     "MAGIC",
     "PREFIX_NBYTES",
     "READ_AHEAD_NBYTES",
@@ -31,7 +40,10 @@ __all__ = [
     "FrameDecoder",
     "FrameEnd",
     "FrameStart",
+    "RunningChecksum",
+    "checksum",
     "encode_frame",
+    "state_checksum",
 ]
 
 WIRE_VERSION = 2
@@ -45,6 +57,9 @@ PREFIX_NBYTES = 24
 
 READ_AHEAD_NBYTES = 65536
 """Bytes that a decoder reads ahead of the events that were taken."""
+
+CHECKSUM_NBYTES = 16
+"""Bytes of a checksum. One of another length is that of another function: it never matches."""
 
 # Magic, wire version, flags, reserved, header_nbytes, CRC-32 of the header, payload_nbytes.
 _PREFIX = struct.Struct("<4sBBHIIQ")
@@ -293,3 +308,54 @@ def _check_peer(head: bytes) -> None:
 
 def _too_large(what: str, nbytes: int, most: int) -> FrameTooLarge:
     return FrameTooLarge(f"a {what} of {nbytes} bytes was announced; at most {most} are allowed")
+
+
+def checksum(data: Buffer) -> bytes:
+    """Return the checksum of some bytes: XXH3-128, seed 0, in its canonical (big-endian) form.
+
+    Finds accidents, not attacks. Copies nothing.
+
+    Args:
+        data: Contiguous memory, of any item type; its bytes count.
+
+    Returns:
+        16 bytes.
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+class RunningChecksum:
+    """The same, over bytes that come piece by piece."""
+
+    __slots__ = ("_hash", "nbytes")
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self.nbytes: int = 0
+        """Bytes that were looked at."""
+
+    def update(self, data: Buffer) -> None:
+        """Look at the bytes that follow: contiguous memory, read before this returns."""
+        self._hash.update(data)
+        self.nbytes += memoryview(data).nbytes
+
+    def digest(self) -> bytes:
+        """Return :func:`checksum` of all bytes so far."""
+        return self._hash.digest()
+
+
+def state_checksum(digest: bytes, checksums: Iterable[bytes]) -> bytes:
+    """Return the checksum over a whole update: its layout, and all of its chunks in order.
+
+    It finds what the checksum of each chunk cannot: a chunk of another version or in another
+    place, and bytes that a sender changed between two chunks. Needs no second look at the
+    payload.
+
+    Args:
+        digest: Digest of the manifest, 16 bytes.
+        checksums: :func:`checksum` of every chunk, in the order of their indices.
+
+    Returns:
+        16 bytes.
+    """
+    return xxhash.xxh3_128_digest(digest + b"".join(checksums))

@@ -13,7 +13,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -115,7 +116,7 @@ class LeafSpec:
     aliases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The ordered leaves of a payload; two equal manifests have equal digests.
 
@@ -129,42 +130,25 @@ class Manifest:
 
     leaves: tuple[LeafSpec, ...]
     nbytes: int
-    _encoded: bytes | None = field(default=None, init=False, repr=False, compare=False)
-    _digest: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """BLAKE2b of the canonical encoding, 16 bytes; computed once."""
-        digest = self._digest
-        if digest is None:
-            digest = hashlib.blake2b(self.encode(), digest_size=DIGEST_NBYTES).digest()
-            object.__setattr__(self, "_digest", digest)
-        return digest
+        return hashlib.blake2b(self.encode(), digest_size=DIGEST_NBYTES).digest()
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        pack = msgpack.Packer(use_bin_type=True).pack
+        parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
+        parts += [
+            pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases))
+            for x in self.leaves
+        ]
+        return b"".join(parts)
 
     def encode(self) -> bytes:
-        """Return the canonical encoding; computed once.
-
-        Raises:
-            ConfigError: A field holds something that msgpack cannot express. Cannot happen
-                for what :func:`plan_manifest` or :meth:`decode` returned.
-        """
-        encoded = self._encoded
-        if encoded is None:
-            try:
-                pack = msgpack.Packer(use_bin_type=True).pack
-                parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
-                parts += [
-                    pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases))
-                    for x in self.leaves
-                ]
-                encoded = b"".join(parts)
-            except (ValueError, TypeError, OverflowError) as exc:
-                raise ConfigError(f"the manifest cannot be encoded: {exc}") from exc
-            object.__setattr__(self, "_encoded", encoded)
-        return encoded
+        """Return the canonical encoding; computed once."""
+        return self._encoded
 
     @classmethod
     def decode(

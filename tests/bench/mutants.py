@@ -393,8 +393,8 @@ MUTANTS = [
     Mutant(
         "any proof of the token is good",
         "wire/auth.py",
-        "if token is not None and hmac.compare_digest(message.mac, expected) and fresh:",
-        "if token is not None and fresh:",
+        "if known is not None and hmac.compare_digest(message.mac, expected) and fresh:",
+        "if known is not None and fresh:",
         "tests/unit/test_auth.py",
     ),
     Mutant(

@@ -32,7 +32,6 @@ from aiosync.wire import (
     Ack,
     Challenge,
     Current,
-    DialerAuth,
     Fetch,
     Hello,
     LeafSpec,
@@ -41,8 +40,10 @@ from aiosync.wire import (
     Message,
     Update,
     Welcome,
+    answer_challenge,
     checksum,
     encode_frame,
+    verify_listener,
 )
 from tests._certificates import Certificates, certificates
 from tests.schemes._harness import PATIENCE, twin, until
@@ -164,9 +165,10 @@ class Peer(TCPTransport):
     async def proven(cls, url: str) -> Peer:
         peer = cls(await dial(url))
         await peer.send(Challenge(secrets.token_bytes(32)))
-        auth = DialerAuth(TOKEN.encode(), (await peer.recv(timeout=PATIENCE)).message)
-        await peer.send(auth.answer)
-        auth.verify((await peer.recv(timeout=PATIENCE)).message)
+        token = TOKEN.encode()
+        challenge, answer = answer_challenge((await peer.recv(timeout=PATIENCE)).message, token)
+        await peer.send(answer)
+        verify_listener(challenge, answer, (await peer.recv(timeout=PATIENCE)).message, token=token)
         return peer
 
 

@@ -6,7 +6,9 @@ import base64
 import dataclasses
 import hashlib
 import hmac
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -21,13 +23,15 @@ from aiosync.types import AckStatus
 from aiosync.wire import (
     Ack,
     Challenge,
-    DialerAuth,
-    ListenerAuth,
     Message,
     Proof,
     Refuse,
+    answer_challenge,
     decode_header,
     encode_header,
+    new_challenge,
+    verify_dialer,
+    verify_listener,
 )
 
 TOKEN = b"correct horse battery staple"
@@ -44,17 +48,17 @@ def handshake(
     listener_token: bytes | None, dialer_token: bytes | None
 ) -> tuple[AiosyncError | None, AiosyncError | None, list[Message]]:
     """Play both sides as a transport does; return the error of each, and what travelled."""
-    listener = ListenerAuth(listener_token)
-    dialer = DialerAuth(dialer_token, travel(listener.challenge))
-    seen, errors = [listener.challenge, travel(dialer.answer)], list[AiosyncError | None]()
+    challenge = new_challenge(listener_token)
+    received, answer = answer_challenge(travel(challenge), dialer_token)
+    seen, errors = [challenge, travel(answer)], list[AiosyncError | None]()
     try:
-        seen.append(travel(listener.verify(seen[1])))
+        seen.append(travel(verify_dialer(challenge, seen[1], token=listener_token)[0]))
         errors.append(None)
     except AuthError as exc:
         seen.append(travel(Refuse(type(exc).__name__, str(exc))))
         errors.append(exc)
     try:
-        dialer.verify(seen[2])
+        verify_listener(received, answer, seen[2], token=dialer_token)
         errors.append(None)
     except AiosyncError as exc:
         errors.append(exc)
@@ -126,9 +130,21 @@ def flip(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
 
 
-def both(token: bytes | None = TOKEN) -> tuple[ListenerAuth, DialerAuth]:
-    listener = ListenerAuth(token)
-    return listener, DialerAuth(token, listener.challenge)
+class Link(NamedTuple):
+    """What both sides know after the dialer's answer."""
+
+    challenge: Challenge
+    answer: Proof
+    listener: Callable[[Message], tuple[Proof, bool]]
+    dialer: Callable[[Message], None]
+
+
+def link(token: bytes | None = TOKEN, challenge: Challenge | None = None) -> Link:
+    challenge, answer = answer_challenge(challenge or new_challenge(token), token)
+    listener = partial(verify_dialer, challenge, token=token)
+    return Link(
+        challenge, answer, listener, partial(verify_listener, challenge, answer, token=token)
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,46 +152,45 @@ def both(token: bytes | None = TOKEN) -> tuple[ListenerAuth, DialerAuth]:
 )
 @pytest.mark.parametrize("of_dialer", [True, False])
 def test_a_changed_proof_is_refused(change: dict[str, bytes], of_dialer: bool) -> None:
-    listener, dialer = both()
-    proof = dialer.answer if of_dialer else listener.verify(dialer.answer)
+    _, answer, listener, dialer = link()
+    proof = answer if of_dialer else listener(answer)[0]
     changed = dataclasses.replace(proof, **change)
     with pytest.raises(AuthError) as info:
-        (listener if of_dialer else dialer).verify(changed)
+        (listener if of_dialer else dialer)(changed)
     assert_silent(info.value, TOKEN, proof.mac, changed.mac)
 
 
 def test_a_dialer_is_not_fooled_by_its_own_proof() -> None:
     """Reflection: the peer knows no token, and sends back what it got."""
-    listener, dialer = both()
-    for nonce in (listener.challenge.nonce, dialer.answer.nonce):
+    challenge, answer, _, dialer = link()
+    for nonce in (challenge.nonce, answer.nonce):
         with pytest.raises(AuthError):
-            dialer.verify(Proof(nonce, dialer.answer.mac))
+            dialer(Proof(nonce, answer.mac))
 
 
 def test_a_listener_is_not_fooled_by_another_listener() -> None:
     """Reflection: what a second listener proves to a real dialer is worth nothing at the first."""
-    victim = ListenerAuth(TOKEN)
-    oracle, dialer = both()
-    reply = oracle.verify(dialer.answer)
+    victim, oracle = link(), link()
+    reply, _ = oracle.listener(oracle.answer)
     for stolen in (reply.nonce, victim.challenge.nonce):
         with pytest.raises(AuthError):
-            victim.verify(Proof(stolen, reply.mac))
+            victim.listener(Proof(stolen, reply.mac))
 
 
 def test_the_nonce_of_the_listener_is_not_a_nonce_of_the_dialer() -> None:
-    listener = ListenerAuth(TOKEN)
-    nonce = listener.challenge.nonce
+    challenge, _, listener, _ = link()
+    nonce = challenge.nonce
     data = b"aiosync-auth-1\0dialer\0" + nonce + nonce
     with pytest.raises(AuthError):
-        listener.verify(Proof(nonce, hmac.digest(TOKEN, data, "sha256")))
+        listener(Proof(nonce, hmac.digest(TOKEN, data, "sha256")))
 
 
 def test_old_proofs_are_worth_nothing_on_another_link() -> None:
     _, _, (challenge, answer, reply) = handshake(TOKEN, TOKEN)
     with pytest.raises(AuthError):
-        ListenerAuth(TOKEN).verify(answer)
+        link().listener(answer)
     with pytest.raises(AuthError):
-        DialerAuth(TOKEN, challenge).verify(reply)
+        link(challenge=challenge).dialer(reply)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +207,9 @@ def test_old_proofs_are_worth_nothing_on_another_link() -> None:
 def test_a_dialer_wants_a_listener_that_has_a_token_or_none_as_it_has(
     token: bytes | None, required: bool, mac: bytes, text: str
 ) -> None:
-    dialer = DialerAuth(token, Challenge(b"n" * 32, required=required))
+    dialer = link(token, Challenge(b"n" * 32, required=required)).dialer
     with pytest.raises(AuthError, match=text):
-        dialer.verify(Proof(b"n" * 32, mac))
+        dialer(Proof(b"n" * 32, mac))
 
 
 # -- other messages -----------------------------------------------------------------------------
@@ -203,12 +218,12 @@ def test_a_dialer_wants_a_listener_that_has_a_token_or_none_as_it_has(
 @pytest.mark.parametrize("token", [None, TOKEN])
 @pytest.mark.parametrize("message", [Ack(1, 1, AckStatus.APPLIED), Challenge(bytes(32))])
 def test_another_message_is_an_error(token: bytes | None, message: Message) -> None:
-    for auth, who in zip(both(token), ("dialer", "listener"), strict=True):
+    for verify, who in zip(link(token)[2:], ("dialer", "listener"), strict=True):
         with pytest.raises(RemoteProtocolError, match=f"{who} sent a {type(message).__name__}"):
-            auth.verify(message)
+            verify(message)
     if not isinstance(message, Challenge):
         with pytest.raises(RemoteProtocolError, match="where a Challenge was expected"):
-            DialerAuth(token, message)
+            answer_challenge(message, token)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +234,7 @@ def test_a_listener_may_refuse_at_any_time(
     token: bytes | None, name: str, kind: type[Exception]
 ) -> None:
     refusal = Refuse(name, "shutting\x1b[2J down " + "x" * 1000)
-    for read in (partial(DialerAuth, token), both(token)[1].verify):
+    for read in (partial(answer_challenge, token=token), link(token).dialer):
         with pytest.raises(kind, match=f"{name}: shutting") as info:
             read(refusal)
         assert type(info.value) is kind
