@@ -6,8 +6,8 @@ Must not import a web framework, nor a concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-import functools
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
+from aiosync.receiver.hooks import SchemeHooks
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import change_hooks, follow, link_of, receiver_of
+from aiosync.schemes.inside import follow, link_of, receiver_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from aiosync.receiver.applier import Applier
     from aiosync.receiver.hooks import Transform
     from aiosync.receiver.receiver import WeightReceiver
     from aiosync.schemes import Ready
@@ -173,7 +175,8 @@ class WeightFeed:
         self._scheme = copy.copy(self._config)
         self._scheme.apply = "manual"
         follow(self._scheme, longest_pause=self.max_pause)
-        self._scheme.init_on_receiver(**self._init)
+        self._scheme.init_on_receiver(**self._init, hooks=SchemeHooks(applied=self._on_flip))
+        self._swap: Swap | None = None  # under way
         self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(self._on_crash)
         self._receiver: WeightReceiver | None = None  # over one link after the other
@@ -194,6 +197,7 @@ class WeightFeed:
         if self._users > 1:
             return
         self._reset()
+        self._loop = asyncio.get_running_loop()
         self.gate.require(self.min_version or 0)
         self._tasks.start(self._run(), "aiosync weight feed")
 
@@ -267,15 +271,13 @@ class WeightFeed:
     @property
     def status(self) -> FeedStatus:
         """The state of the feed and its link to the source, at this moment."""
-        now, version = time.monotonic(), self.gate.version
-        receiver, causes = self._receiver, list[tuple[float, str]]()
-        state: Any = "closed"
-        reason = "the feed is not running: start it with `async with feed`"
-        if self._users:
-            causes = self._causes()
-            state = "starting" if self.gate.waits_for else "stale" if causes else "live"
-            reason = "; ".join(text for _, text in causes)
-        if self._users and self._crash is not None:
+        now, version, receiver = time.monotonic(), self.gate.version, self._receiver
+        causes = self._causes() if self._users else []
+        reason = "; ".join(text for _, text in causes)
+        state: Any = "starting" if self.gate.waits_for else "stale" if causes else "live"
+        if not self._users:
+            state, reason = "closed", "the feed is not running: start it with `async with feed`"
+        elif self._crash is not None:
             state, reason = "failed", f"{type(self._crash).__name__}: {self._crash}"
         refusing = None if receiver is None else receiver.refusing
         return FeedStatus(
@@ -378,50 +380,24 @@ class WeightFeed:
                 pause = _FIRST_PAUSE_SECONDS
 
     async def _switch(self, receiver: WeightReceiver) -> None:
-        loop = asyncio.get_running_loop()
-        async with self.gate.swap() as swap:
-            swap.version = self.gate.version  # nothing has changed so far
-            change_hooks(self._scheme, applied=functools.partial(self._on_flip, loop, swap))
+        async with self.gate.swap() as self._swap:
+            self._swap.version = self.gate.version  # nothing has changed so far
             try:
-                if self._in_thread or not receiver.applier.is_quick:
-                    await self._apply_in_thread(receiver)
-                else:
-                    await self._apply(receiver)
+                await self._apply(receiver.applier)
             finally:
-                change_hooks(self._scheme, applied=None)
+                self._swap = None
 
-    def _on_flip(
-        self, loop: asyncio.AbstractEventLoop, swap: Swap, epoch: int, version: int
-    ) -> None:
-        # Before the trainer is told, so that it never knows more than the gate does.
-        def activate() -> None:
-            if self.gate.waits_for:  # perhaps of another trainer than the one that it met first
-                self._catch_up(epoch)
-            swap.activate(version, epoch)
-            self._activated_at = time.monotonic()
-
-        if asyncio._get_running_loop() is loop:
-            activate()
-        else:
-            loop.call_soon_threadsafe(activate)
-
-    async def _apply(self, receiver: WeightReceiver) -> None:
-        """Change the pointers on the loop; or, with a forward in another thread, there."""
+    async def _apply(self, applier: Applier) -> None:
+        """Change the pointers on the loop; in a thread what is more, or has to wait for another."""
         limit = self.gate.swap_timeout or math.inf
-        # One that was applied in the thread is no news.
-        receiver.reported = (receiver.inbox.epoch, receiver.inbox.version)
-        while await self._scheme.receive(timeout=limit) is None:
-            if receiver.applier.has_staged:  # nobody is going to apply it: receive() took that back
-                raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s")
-            if not receiver.guard.retry():
-                return  # nothing is left that could come
-
-    async def _apply_in_thread(self, receiver: WeightReceiver) -> None:
-        limit = self.gate.swap_timeout or math.inf
+        if not self._in_thread and applier.is_quick:
+            with contextlib.suppress(SyncTimeout):  # a forward in another thread goes on
+                applier.apply_pending()
+                return
 
         def apply() -> None:
             try:
-                receiver.applier.apply_pending(patience=limit)
+                applier.apply_pending(patience=limit)
             except Exception:  # goes on to _follow()
                 raise
             except BaseException as exc:  # of a function of the user's: no end of this program
@@ -432,3 +408,21 @@ class WeightFeed:
             await self._thread.run(apply, patience=None)
         except SyncTimeout as exc:
             raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s") from exc
+
+    def _on_flip(self, epoch: int, version: int) -> None:
+        """The model has another version. On any thread, before the trainer is told.
+
+        So the trainer never knows more than the gate does.
+        """
+        if asyncio._get_running_loop() is self._loop:
+            self._activate(epoch, version)
+        else:
+            self._loop.call_soon_threadsafe(self._activate, epoch, version)
+
+    def _activate(self, epoch: int, version: int) -> None:
+        if self._swap is None:
+            return  # closed, or a forward has finished what an interrupt cut short
+        if self.gate.waits_for:  # perhaps of another trainer than the one that it met first
+            self._catch_up(epoch)
+        self._swap.activate(version, epoch)
+        self._activated_at = time.monotonic()

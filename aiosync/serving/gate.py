@@ -402,29 +402,26 @@ class Admission:
     async def __aenter__(self) -> int:
         if self.version:
             raise LocalProtocolError("an admission can be entered only once: call request() again")
-        gate = self._gate
-        self._task = asyncio.current_task()
+        gate, self._task = self._gate, asyncio.current_task()
         around = _around(gate)
         if around and around[-1]._holder.blocks:
             if not gate._satisfies(self.min_version, self.wanted_epoch):
                 raise self._too_late(None)
-            self._holder = outer = around[-1]._holder
-            outer._parts += 1
-            self.version, self.epoch = outer.version, outer.epoch
+            self._holder = around[-1]._holder
         else:
             if gate._closed or not gate._may_enter(self):
                 await self._wait()
             else:
                 gate._tell(0.0)
+            self.version, self.epoch = gate._version, gate._epoch
             if self.blocks:
                 gate._running += 1
+                for each in _around(gate):  # none of them blocks
+                    _add(each._steps, self.version, 1)
             else:
                 gate._open.add(self)
-            self._parts = 1
-            self.version, self.epoch = gate._version, gate._epoch
-            for each in _around(gate) if self.blocks else ():
-                if not each.blocks:
-                    _add(each._steps, self.version, 1)
+        self._holder._parts += 1
+        self.version, self.epoch = self._holder.version, self._holder.epoch
         self._seen.append((self.version, self.epoch))
         # Without those that are over: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
@@ -446,20 +443,17 @@ class Admission:
 
     def _too_late(self, limit: float | None) -> AdmissionTimeout:
         """The error after ``limit`` seconds; at once, in a part of another request, with none."""
-        gate = self._gate
+        gate, has = self._gate, f"this server has version {self._gate._version}"
         when = "and cannot become newer inside another request"
         if limit is not None:
             when = f"after {limit:g} s"
         if gate._version == 0:
             text = f"there is no complete version of the weights {when}"
         elif gate.waits_for:
-            has = f"this server has version {gate._version}"
             text = f"{has} and answers from version {gate.waits_for} on, which is not here {when}"
         elif not gate._satisfies(self.min_version, self.wanted_epoch):
-            asked = f"version {self.min_version}" if self.min_version else "a version"
             epoch = "" if self.wanted_epoch is None else f" of epoch {self.wanted_epoch:016x}"
-            has = f"this server has version {gate._version}"
-            text = f"{asked}{epoch} was requested; {has} {when}"
+            text = f"version {self.min_version}{epoch} was requested; {has} {when}"
         else:
             text = f"a switch of the weights took longer than {limit or 0:g} s"
         return AdmissionTimeout(
@@ -528,16 +522,14 @@ class Swap:
                     await asyncio.sleep(0)
                 gate._swap = self
                 await gate._until(lambda: gate._running == 0)
-        except TimeoutError as exc:
-            waited = gate._swap is self
+        except BaseException as exc:
+            requests = f"{gate._running} requests that were running"
+            what = requests if gate._swap is self else "another switch"
             self._over()
-            what = f"{gate._running} requests that were running" if waited else "another switch"
-            raise SwapTimeout(
-                f"{what} did not end within {limit or 0:g} s", running=gate._running
-            ) from exc
-        except BaseException:  # cancelled, or closed: raised again
-            self._over()
-            raise
+            if not isinstance(exc, TimeoutError):
+                raise  # cancelled, or closed
+            text = f"{what} did not end within {limit or 0:g} s"
+            raise SwapTimeout(text, running=gate._running) from exc
         return self
 
     def _over(self) -> None:
