@@ -1,8 +1,13 @@
-"""How TorchRL's collectors call a scheme, in the trainer and in the workers."""
+"""How TorchRL calls a scheme: its collectors, in the trainer and in workers, and its servers.
+
+An owner stands between such an object and its scheme, and does what is special about some of the
+calls; all others go on to the scheme as they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import sys
@@ -10,12 +15,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
 from aiosync.errors import (
     AiosyncError,
+    ApplyError,
     ConfigError,
     ConnectError,
     LocalProtocolError,
@@ -39,6 +45,7 @@ from aiosync.schemes.inside import (
     check_open,
     guard_of,
     life_of,
+    receiver_of,
     sender_of,
     separate,
     sources_of,
@@ -53,41 +60,34 @@ from aiosync.sync import (
 from aiosync.sync._schemes import core_of, is_copy, rpc_runs
 from aiosync.tensors import lacks_memory
 
-__all__ = ["CollectorOwner"]
+__all__ = ["CollectorOwner", "ServerOwner"]
 
 # Their workers find the sender by a name in the cluster, of which nobody sees that it is taken.
 _MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
-_POSITIONAL = {
-    "init_on_sender": ("model_id", "context"),
-    "init_on_receiver": ("model_id", "context"),
-    "init_on_worker": ("model_id", "context"),
-    "send": ("weights", "worker_ids"),
-}
 _LAST_WORDS_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 2.0
 
+_Handler: TypeAlias = Callable[
+    [Any, WeightSyncScheme, Any, Callable[..., Any], dict[str, Any]], Any
+]
 
-class CollectorOwner:
-    """Between a collector and a scheme: the trainer's collector, or that of a worker.
+
+class TorchRLOwner:
+    """Between an object of TorchRL's and the scheme that it calls.
 
     Args:
-        collector: The collector; referred to weakly.
-        scheme: The scheme that it calls.
+        owned: The object; referred to weakly.
+        scheme: The scheme that it calls; referred to weakly.
     """
 
-    blocks_loops = True  # as its iterator does: a notebook runs a loop, and calls it all the same
+    blocks_loops: ClassVar[bool]
+    _handlers: ClassVar[dict[str, tuple[_Handler, tuple[str, ...]]]]
+    """What is special: for names of methods, and which arguments may come without theirs."""
 
-    def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
-        self._collector = weakref.ref(collector)
+    def __init__(self, owned: Any, scheme: WeightSyncScheme) -> None:
+        self._owned = weakref.ref(owned)
         self._scheme = weakref.ref(scheme)
-        self._connecting: threading.Thread | None = None
-        self._stamps = True  # who gets the data takes more than what it finds without a scheme
-        self._made = False  # by factories: what the workers began with
-        self._counted = scheme.version  # what the trainer's tracker stands for
-        self._lock = threading.Lock()
         belongs_to_torchrl(core_of(scheme))
-        if scheme.initialized_on_receiver:
-            self._attach(scheme, collector)  # it had begun before there was a collector
 
     def call(
         self,
@@ -97,25 +97,52 @@ class CollectorOwner:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """See :class:`aiosync.sync._schemes.Owner`."""
-        scheme, collector = self._scheme(), self._collector()
-        if scheme is None or collector is None:
+        scheme, owned = self._scheme(), self._owned()
+        if scheme is None or owned is None or name not in self._handlers:
             return proceed(*args, **kwargs)
-        given = {**dict(zip(_POSITIONAL.get(name, ()), args, strict=False)), **kwargs}
-        if name == "init_on_sender":
-            return self._init_on_sender(scheme, collector, proceed, given)
-        if name in ("init_on_receiver", "init_on_worker"):
-            return self._init_on_receiver(scheme, collector, proceed, given)
-        if name == "connect" and scheme.initialized_on_sender:
-            return self._connect_sender(scheme, collector, proceed, given)
-        if name == "connect":
-            return self._connect_receiver(scheme, proceed, given)
-        if name == "send":
-            return self._send(scheme, collector, proceed, given)
-        return proceed(*args, **kwargs)
+        handler, positional = self._handlers[name]
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        return handler(self, scheme, owned, proceed, given)
 
     def stands_for(self, context: object) -> bool:
         """See :class:`aiosync.sync._schemes.Owner`."""
-        return self._collector() is context
+        return self._owned() is context
+
+    def is_over(self, owned: Any) -> bool:
+        """Whether the object was shut down."""
+        return getattr(owned, "closed", False)
+
+    def close_when_over(self, pause: float = 0.1) -> None:
+        """Close the scheme once the object is shut down, unless it has workers yet. On the loop."""
+        scheme, owned = self._scheme(), self._owned()
+        if scheme is None or life_of(core_of(scheme)).closed or scheme.worker_versions:
+            return
+        if owned is None or self.is_over(owned):
+            scheme.abort()
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(pause, self.close_when_over, min(2 * pause, _MAX_PAUSE_SECONDS))
+
+
+class CollectorOwner(TorchRLOwner):
+    """Between a collector and a scheme: the trainer's collector, or that of a worker.
+
+    Args:
+        collector: The collector.
+        scheme: The scheme that it calls.
+    """
+
+    blocks_loops = True  # as its iterator does: a notebook runs a loop, and calls it all the same
+
+    def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
+        super().__init__(collector, scheme)
+        self._connecting: threading.Thread | None = None
+        self._stamps = True  # who gets the data takes more than what it finds without a scheme
+        self._made = False  # by factories: what the workers began with
+        self._counted = scheme.version  # what the trainer's tracker stands for
+        self._lock = threading.Lock()
+        if scheme.initialized_on_receiver:
+            self._attach(scheme, collector)  # it had begun before there was a collector
 
     # -- the trainer ---------------------------------------------------------------------------
 
@@ -131,10 +158,11 @@ class CollectorOwner:
             if actors is not None:
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id") or "policy"
+        model = find_model(collector, model_id)
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
-            if model_id == "policy" and (policy := find_model(collector, model_id)) is not None:
-                refuse_no_module(policy)
+            if model_id == "policy" and model is not None:
+                refuse_no_module(model)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors: each of them has a copy of one scheme for workers of its own, which
@@ -152,16 +180,36 @@ class CollectorOwner:
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
         sources = sources_of(core_of(scheme))
-        if sources.weights is None and not sources.per_worker:
-            if find_model(collector, model_id) is None and model_id == "policy":
-                made = from_factories(collector, sources.num_workers)
-                self._made = made is not None
-                if isinstance(made, nn.Module):
-                    sources.weights = made
-                elif made is not None:
-                    sources.per_worker = made
+        given_none = sources.weights is None and not sources.per_worker
+        if given_none and model is None and model_id == "policy":
+            made = from_factories(collector, sources.num_workers)
+            self._made = made is not None
+            if isinstance(made, dict):
+                sources.per_worker = made
+            else:
+                sources.weights = made
         if isinstance(scheme, NoWeightSyncScheme):
-            scheme.carry(find_model(collector, model_id))
+            scheme.carry(model)
+
+    def _connect(
+        self,
+        scheme: WeightSyncScheme,
+        collector: Any,
+        proceed: Callable[..., Any],
+        given: dict[str, Any],
+    ) -> None:
+        if scheme.initialized_on_sender:
+            self._connect_sender(scheme, collector, proceed, given)
+        elif scheme.synchronized_on_receiver or self._connecting is not None:
+            return
+        elif not rpc_runs() or lacks_memory(scheme.model):
+            proceed(**given)
+        else:
+            # RPCCollector's trainer waits for this call before it begins to connect.
+            connect = functools.partial(_connect, proceed, given)
+            name = "aiosync-connect"
+            self._connecting = threading.Thread(target=connect, name=name, daemon=True)
+            self._connecting.start()
 
     def _connect_sender(
         self,
@@ -170,14 +218,18 @@ class CollectorOwner:
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> None:
+        core, of_policy = core_of(scheme), (scheme.model_id or "policy") == "policy"
         processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
         if all(isinstance(getattr(process, "pid", None), int) for process in processes):
             given.setdefault("processes", processes)
-        if (scheme.model_id or "policy") == "policy" and hasattr(collector, "procs"):
+        if of_policy and hasattr(collector, "procs"):
             refuse_missing_buffers(scheme, collector)
         acts = acts_itself(scheme, collector)
-        if acts:
-            guard_forwards(scheme, collector)
+        if acts and of_policy and core.guard == "forward":
+            # Collector.start() collects in a thread of its own, and the trainer updates in another.
+            guard_policy(guard_of(core), collector)
+            if is_stamped(collector):
+                stamp(collector)
         try:
             proceed(**given)
         except PartialSyncError as exc:
@@ -186,14 +238,12 @@ class CollectorOwner:
         finally:
             self._counted = scheme.version
             if acts:
-                note_version(scheme, scheme.version)
-            core = core_of(scheme)
+                guard_of(core).held = scheme.epoch, scheme.version
             sender, loop = sender_of(core), life_of(core).loop
             if sender is not None:
-                owned = (self._collector, self._scheme)
-                close = sender.workers.on_empty = functools.partial(_close_after, owned)
+                sender.workers.on_empty = self.close_when_over
                 if acts and scheme.synchronized_on_sender and loop is not None:
-                    loop.call_soon_threadsafe(close)  # it may never have a worker to lose
+                    loop.call_soon_threadsafe(self.close_when_over)  # it may have none to lose
 
     def _send(
         self,
@@ -203,7 +253,7 @@ class CollectorOwner:
         given: dict[str, Any],
     ) -> Any:
         if acts_itself(scheme, collector):
-            return send_to_itself(scheme, collector, proceed, given)
+            _apply_to_itself(scheme, collector, given)
         try:
             result = proceed(**given)
         finally:
@@ -244,9 +294,8 @@ class CollectorOwner:
             given["worker_idx"] = rank - 1  # a collector without an index: this is a rank, from 1
             self._stamps = False
         model_id = given.get("model_id") or "policy"
-        model = find_model(collector, model_id)
-        if has_workers(collector) and model is None and given.get("model") is None:
-            if model_id == "policy":
+        if model_id == "policy" and has_workers(collector) and given.get("model") is None:
+            if find_model(collector, model_id) is None:
                 # The workers make theirs; this one is only what they are sent.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
@@ -270,18 +319,13 @@ class CollectorOwner:
             )
             change_hooks(core, applied=labels.flipped)
 
-    def _connect_receiver(
-        self, scheme: WeightSyncScheme, proceed: Callable[..., Any], given: dict[str, Any]
-    ) -> None:
-        if scheme.synchronized_on_receiver or self._connecting is not None:
-            return
-        if not rpc_runs() or lacks_memory(scheme.model):
-            proceed(**given)
-            return
-        # RPCCollector's trainer waits for this call before it begins to connect.
-        connect = functools.partial(_connect, proceed, given)
-        self._connecting = threading.Thread(target=connect, name="aiosync-connect", daemon=True)
-        self._connecting.start()
+    _handlers: ClassVar = {
+        "init_on_sender": (_init_on_sender, ("model_id", "context")),
+        "init_on_receiver": (_init_on_receiver, ("model_id", "context")),
+        "init_on_worker": (_init_on_receiver, ("model_id", "context")),
+        "connect": (_connect, ()),
+        "send": (_send, ("weights", "worker_ids")),
+    }
 
 
 def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -305,20 +349,6 @@ def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
         isinstance(each, (ConnectError, PeerClosed)) and pipes[idx].poll(_LAST_WORDS_SECONDS)
         for idx, each in error.failed.items()
     )
-
-
-def _close_after(
-    owned: tuple[weakref.ref[Any], weakref.ref[WeightSyncScheme]], pause: float = 0.1
-) -> None:
-    """No worker is left: close the scheme once the collector is shut down. On the loop."""
-    collector, scheme = (reference() for reference in owned)
-    if scheme is None or life_of(core_of(scheme)).closed or scheme.worker_versions:
-        return
-    if collector is None or getattr(collector, "closed", False):
-        scheme.abort()
-        return
-    loop = asyncio.get_running_loop()
-    loop.call_later(pause, _close_after, owned, min(2 * pause, _MAX_PAUSE_SECONDS))
 
 
 def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
@@ -356,7 +386,7 @@ def find_model(collector: Any, model_id: str) -> Any:
     """The model of that id, or ``None`` where the collector has none."""
     try:
         return resolve_model(collector, model_id)
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
 
 
@@ -444,17 +474,16 @@ def acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
     return isinstance(collector, torchrl.Collector) and not isinstance(scheme, NoWeightSyncScheme)
 
 
-def send_to_itself(
-    scheme: WeightSyncScheme, collector: Any, proceed: Callable[..., Any], given: dict[str, Any]
-) -> Any:
-    """Apply what is sent to the collector's own policy, all of it or nothing.
+def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, Any]) -> None:
+    """Apply what is to be sent to the collector's own policy, all of it or nothing.
 
     Raises:
         ConfigError: Another index than 0, the collector's, is named, or none; or there are weights
             by index.
         SyncTimeout: A forward pass of the policy did not end in time.
     """
-    check_open(core_of(scheme))  # before anything changes
+    core, weights, timeout = core_of(scheme), given.get("weights"), given.get("timeout")
+    check_open(core)  # before anything changes
     worker_ids = given.pop("worker_ids", None)
     named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
     if not named:
@@ -463,33 +492,27 @@ def send_to_itself(
         raise ConfigError(
             f"Worker {idx} not registered: a collector without workers is index 0 itself"
         )
-    if is_per_worker(given.get("weights")):
+    if is_per_worker(weights):
         raise ConfigError("a collector without workers takes weights as they are, not by index")
-    _apply(scheme, collector, given.get("weights"), given.get("timeout"))
-    return proceed(**given)
-
-
-def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: float | None) -> None:
-    model = find_model(collector, scheme.model_id or "policy")
-    coming = scheme.version + 1 if scheme.version else scheme.first_version
+    guard, model = guard_of(core), find_model(collector, scheme.model_id or "policy")
+    coming = scheme.epoch, scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
-        note_version(scheme, coming)
-        return  # the model is the source
+        guard.held = coming  # the model is the source
+        return
     if not isinstance(model, nn.Module):
         return
-    core = core_of(scheme)
-    guard, limit = guard_of(core), scheme.timeout if timeout is None else timeout
     if guard.reading_here:  # which exclusively() does not wait for
         raise LocalProtocolError(
             "update_policy_weights_() was called inside a forward pass of the policy or a "
             "reading() block; call it between two of them"
         )
-    given = scheme.strategy.extract_weights(weights)
+    extracted = scheme.strategy.extract_weights(weights)
 
     def apply() -> None:
-        scheme.strategy.apply_weights(model, given, strict=scheme.strict and "warn")
-        note_version(scheme, coming)
+        scheme.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
+        guard.held = coming  # it may be about to be drawn
 
+    limit = scheme.timeout if timeout is None else timeout
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
         raise SyncTimeout(
             f"the collector collects in another thread, where a forward pass of its policy did not "
@@ -498,18 +521,108 @@ def _apply(scheme: WeightSyncScheme, collector: Any, weights: Any, timeout: floa
         )
 
 
-def guard_forwards(scheme: WeightSyncScheme, collector: Any) -> None:
-    """Have the forward passes of the collector's policy be reads of the scheme's guard.
+# -- an inference server: it polls, under the lock of its model ----------------------------------
 
-    ``Collector.start()`` collects in a thread of its own, and the trainer updates in another.
+
+class ServerOwner(TorchRLOwner):
+    """Between an ``InferenceServer`` and the scheme that receives its weights.
+
+    Updates wait until the server asks, between two batches and under its lock, so that every
+    answer is computed by one version and labelled with it. A trainer that goes away, and an
+    update that does not fit, are warnings: the server goes on serving what it has, and the
+    trainer is told of the misfit.
+
+    Args:
+        server: The server.
+        scheme: The scheme that it calls.
     """
-    core = core_of(scheme)
-    if (scheme.model_id or "policy") == "policy" and core.guard == "forward":
-        guard_policy(guard_of(core), collector)
-        if is_stamped(collector):
-            stamp(collector)
 
+    blocks_loops = False  # it calls the scheme in a thread of its own
 
-def note_version(scheme: WeightSyncScheme, version: int) -> None:
-    """The collector's own policy has a version, which may be about to be drawn."""
-    guard_of(core_of(scheme)).held = scheme.epoch, version
+    def __init__(self, server: Any, scheme: WeightSyncScheme) -> None:
+        super().__init__(server, scheme)
+        self._known = (0, 0)  # epoch and version of the newest label
+        self._ended = False
+        # Whoever gave the scheme its role, the server's lock is the right time.
+        scheme.apply = "manual"
+        if getattr(server, "static_batch_size", None) is not None:
+            scheme.apply_copy = True  # a CUDA graph knows addresses
+        receiver = receiver_of(core_of(scheme))
+        if receiver is not None:
+            receiver.applier.apply_by_hand()
+            self._note(scheme)
+
+    def is_over(self, owned: Any) -> bool:
+        """Nobody takes its updates, and the trainer would wait for each until its deadline."""
+        ended: bool = owned._shutdown_event.is_set()
+        return ended
+
+    def _init(
+        self,
+        scheme: WeightSyncScheme,
+        server: Any,
+        proceed: Callable[..., Any],
+        given: dict[str, Any],
+    ) -> None:
+        proceed(**{"context": server, **given})
+
+    def _connect(
+        self,
+        scheme: WeightSyncScheme,
+        server: Any,
+        proceed: Callable[..., Any],
+        given: dict[str, Any],
+    ) -> None:
+        proceed(**given)
+        self._note(scheme)
+        loop = life_of(core_of(scheme)).loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self.close_when_over)
+
+    def _note(self, scheme: WeightSyncScheme) -> int:
+        """How many versions have come since the last time."""
+        receiver = receiver_of(core_of(scheme))
+        if receiver is None:
+            return 0
+        (epoch, version), inbox = self._known, receiver.inbox
+        self._known = (inbox.epoch or 0, inbox.version)
+        return inbox.version - version if self._known[0] == epoch else 1
+
+    def _receive(
+        self,
+        scheme: WeightSyncScheme,
+        server: Any,
+        proceed: Callable[..., Any],
+        given: dict[str, Any],
+    ) -> Any:
+        receiver = receiver_of(core_of(scheme))
+        if given.get("timeout") == 0 and receiver is not None:
+            # The server asks before every batch: look before going to the other thread.
+            if not receiver.applier.has_staged and (receiver.error is None or self._ended):
+                return None
+        try:
+            update = proceed(**given)
+        except ApplyError as exc:
+            warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
+            return None
+        except AiosyncError as exc:  # anything that is raised here would end the server
+            self._ended = True
+            warnings.warn(
+                f"the trainer is gone; the server continues with version {scheme.version}: {exc}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        grown = self._note(scheme) if update is not None else 0
+        if scheme.context is server:
+            for _ in range(grown):
+                server.update_policy_weights_(model_id=scheme.model_id)
+        return update
+
+    _handlers: ClassVar = {
+        "init_on_receiver": (_init, ("model_id", "context")),
+        "init_on_worker": (_init, ("model_id", "context")),
+        "connect": (_connect, ()),
+        "receive": (_receive, ("timeout",)),
+    }

@@ -248,19 +248,15 @@ class Cascade:
             ):
                 self._looks = 0  # what comes next is an update
                 return
-            self._count_on(collector, scheme)
+            below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
+            sender = sender_of(core_of(below)) if isinstance(below, WeightSyncScheme) else None
+            if sender is not None:  # the version that comes below is that of here, as frames show
+                sender.clock.current = max(sender.clock.current, scheme.version - 1)
             collector.update_policy_weights_(
                 policy_or_weights=scheme.weights, model_id=scheme.model_id
             )
             if self._looks:
                 self._known = now  # not before: it may have failed
-
-    def _count_on(self, collector: Any, scheme: WeightSyncScheme) -> None:
-        """Have the version that comes below be that of here, as frames show it."""
-        below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
-        sender = sender_of(core_of(below)) if isinstance(below, WeightSyncScheme) else None
-        if sender is not None:
-            sender.clock.current = max(sender.clock.current, scheme.version - 1)
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
