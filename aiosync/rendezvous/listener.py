@@ -9,7 +9,6 @@ import torch.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import errno
@@ -22,7 +21,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiosync._log import log
@@ -45,15 +43,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Refuse, Status
 
-__all__ = [
-    "AcceptLoop",
-    "AnyListener",
-    "Arrivals",
-    "ListenerCounts",
-    "Strangers",
-    "StreamListener",
-    "first_word",
-]
+__all__ = ["Arrivals", "Listener", "StreamListener", "first_word"]
 
 _MAX_STRANGERS = 256
 _AT_ONCE = 32  # strangers whose steps one turn of the loop may bring
@@ -66,41 +56,31 @@ _TOKEN_NBYTES = 16
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class AnyListener(abc.ABC):
-    """Where workers arrive, whatever it listens on."""
+class Listener:
+    """Accepts on a socket that listens, from :meth:`accept` to :meth:`close`. Owns the socket.
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stop accepting. Idempotent."""
-
-    async def aclose(self) -> None:
-        """The same, and wait until nothing of it runs any more."""
-        self.close()
-
-
-class AcceptLoop:
-    """Accepts on a socket that listens, from :meth:`start` to :meth:`close`. Owns the socket."""
+    Handshakes of those of whom nothing is known yet are bounded in number by :meth:`let_in`.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._strangers: dict[asyncio.Task[None], float] = {}  # handshakes, and since when
         close_in_child(self)
 
-    def start(
+    def accept(
         self,
         on_connection: Callable[[socket.socket], None],
-        on_trouble: Callable[[OSError], None],
-        busy: Callable[[], bool] = lambda: False,
+        on_trouble: Callable[[OSError], None] = lambda exc: None,
     ) -> None:
         """Accept on the running loop.
 
         Args:
             on_connection: Called with each socket; owns it once it returns.
             on_trouble: Called when a connection could not be accepted, repeatedly if need be.
-            busy: Whether the next one has to wait for a moment.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_connection, self._on_trouble, self._busy = on_connection, on_trouble, busy
+        self._on_connection, self._on_trouble = on_connection, on_trouble
         self._go_on()
 
     def _go_on(self) -> None:
@@ -114,7 +94,7 @@ class AcceptLoop:
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
-            if self._busy():
+            if self._strangers_are_new():
                 self._pause(_BUSY_SECONDS)
                 return
             try:
@@ -134,61 +114,62 @@ class AcceptLoop:
                 sock.close()
                 raise
 
-    def close(self) -> bool:
-        """Stop accepting; whether it had not stopped before."""
-        if self._sock.fileno() < 0:
-            return False
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-        return True
-
-    def close_after_fork(self) -> None:
-        """In a forked child: close this copy; the parent goes on listening."""
-        self._sock.close()
-
-
-class Strangers:
-    """Handshakes that go on, of those of whom nothing is known yet."""
-
-    def __init__(self, tasks: TaskOwner) -> None:
-        self._tasks = tasks
-        self._going: dict[asyncio.Task[None], float] = {}  # since when
-
-    def are_new(self) -> bool:
+    def _strangers_are_new(self) -> bool:
         """Whether many came just now. A crowd is let in bit by bit, so that the loop goes on."""
-        if len(self._going) < _AT_ONCE:
+        if len(self._strangers) < _AT_ONCE:
             return False
-        since = next(itertools.islice(reversed(self._going.values()), _AT_ONCE - 1, None))
+        since = next(itertools.islice(reversed(self._strangers.values()), _AT_ONCE - 1, None))
         return time.monotonic() - since < _NEW_SECONDS
 
     def let_in(
-        self, handshake: Coroutine[Any, Any, None], close: Callable[[], None], most: int
+        self,
+        handshake: Coroutine[Any, Any, None],
+        close: Callable[[], None],
+        tasks: TaskOwner,
+        most: int,
     ) -> bool:
         """Begin a handshake.
 
         Args:
             handshake: Ends the link itself if it fails.
             close: Ends the link where the handshake was cancelled, or had a bug.
+            tasks: Owner of its task.
             most: How many may go on.
 
         Returns:
             Whether the oldest had to make room.
         """
-        crowded = len(self._going) >= most
+        strangers = self._strangers
+        crowded = len(strangers) >= most
         if crowded:  # forgotten at once: its task ends later, and the next one has to go, too
-            oldest = next(iter(self._going))
-            del self._going[oldest]
-            self._tasks.cancel(oldest)
-        task = self._tasks.start(handshake, "aiosync handshake of a stranger")
-        self._going[task] = time.monotonic()
-        task.add_done_callback(functools.partial(self._ended, close))
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            tasks.cancel(oldest)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            strangers.pop(task, None)
+            if task.cancelled() or task.exception() is not None:
+                close()  # also where it never ran
+
+        task = tasks.start(handshake, "aiosync handshake of a stranger")
+        strangers[task] = time.monotonic()
+        task.add_done_callback(ended)
         return crowded
 
-    def _ended(self, close: Callable[[], None], task: asyncio.Task[None]) -> None:
-        self._going.pop(task, None)
-        if task.cancelled() or task.exception() is not None:
-            close()  # also where it never ran
+    def close(self) -> None:
+        """Stop accepting. Idempotent; links stay open."""
+        if self._sock.fileno() >= 0:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+
+    async def aclose(self) -> None:
+        """The same, and wait until nothing of it runs any more."""
+        self.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: close this copy; the parent goes on listening."""
+        self._sock.close()
 
 
 async def first_word(link: Transport, timeout: float) -> Hello:
@@ -204,26 +185,7 @@ async def first_word(link: Transport, timeout: float) -> Hello:
     return hello
 
 
-@dataclass(slots=True)
-class ListenerCounts:
-    """What came to a listener.
-
-    Attributes:
-        accepted: Links that were handed on.
-        refused: Connections that were not, by the name of the error; ``"full"`` when there were
-            too many connections, ``"crowded out"`` when there were too many strangers.
-        ended: Links that ended with an error, by its name, where the owner counts them.
-        last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
-            was admitted after it.
-    """
-
-    accepted: int = 0
-    ended: Counter[str] = field(default_factory=Counter[str])
-    refused: Counter[str] = field(default_factory=Counter[str])
-    last_refusal: str | None = None
-
-
-class StreamListener(AnyListener):
+class StreamListener(Listener):
     """Binds at once, accepts once :meth:`start` is called.
 
     Args:
@@ -236,6 +198,15 @@ class StreamListener(AnyListener):
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
         status: What those are told who proved their identity and ask; by default nothing.
+
+    Attributes:
+        url: Where this listens, with the port that was bound.
+        links: Those that are open.
+        accepted: How many links were handed on.
+        refused: Connections that were not, by the name of the error; ``"full"`` when there were
+            too many connections, ``"crowded out"`` when there were too many strangers.
+        last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
+            was admitted after it.
 
     Raises:
         ConfigError: The address cannot be bound, a certificate file cannot be used, or other
@@ -272,21 +243,14 @@ class StreamListener(AnyListener):
         self._handshake_timeout = handshake_timeout
         self._status = status
         self._max_connections = as_count("max_connections", max_connections, 1)
-        self.counts: ListenerCounts = ListenerCounts()
-        self._open: set[TCPTransport] = set()
+        self.links: set[TCPTransport] = set()
+        self.accepted: int = 0
+        self.refused: Counter[str] = Counter()
+        self.last_refusal: str | None = None
         self._tasks: TaskOwner | None = None
         sock, self._address = bind(address)
-        self._accepting = AcceptLoop(sock)
-
-    @property
-    def url(self) -> str:
-        """Where this listens, with the port that was bound."""
-        return str(self._address)
-
-    @property
-    def num_open(self) -> int:
-        """Links that are open."""
-        return len(self._open)
+        super().__init__(sock)
+        self.url: str = str(self._address)
 
     def start(
         self,
@@ -304,25 +268,24 @@ class StreamListener(AnyListener):
                 :class:`~aiosync.errors.AiosyncError`: a bug.
             wrap: Makes of the stream what is handed on; ending the stream ends that.
         """
-        self._tasks = TaskOwner(on_crash)
-        strangers = Strangers(self._tasks)
-        refused = self.counts.refused
+        self._tasks = tasks = TaskOwner(on_crash)
+        refused = self.refused
 
         def on_connection(sock: socket.socket) -> None:
-            room = min(self._max_connections - len(self._open), _MAX_STRANGERS)
+            room = min(self._max_connections - len(self.links), _MAX_STRANGERS)
             if room == 0:
                 refused["full"] += 1
                 sock.close()
-            elif strangers.let_in(self._let_in(sock, on_link, wrap), sock.close, room):
+            elif self.let_in(self._meet(sock, on_link, wrap), sock.close, tasks, room):
                 refused["crowded out"] += 1
 
         def on_trouble(exc: OSError) -> None:
             # Of the network below (one connection had a fault already), or no descriptors.
             refused["no room" if exc.errno in _NO_ROOM else "ConnectError"] += 1
 
-        self._accepting.start(on_connection, on_trouble, strangers.are_new)
+        self.accept(on_connection, on_trouble)
 
-    async def _let_in(
+    async def _meet(
         self,
         sock: socket.socket,
         on_link: Callable[[Any, Hello], None],
@@ -336,30 +299,31 @@ class StreamListener(AnyListener):
                 link = wrap(stream)
                 hello = await first_word(link, self._handshake_timeout)
                 if hello.role == "status":
-                    self.counts.accepted += 1
+                    self.accepted += 1
                     await link.send(Status(self._status()), timeout=HANDSHAKE_SECONDS)
                     await link.aclose()
                     return
             except (AiosyncError, OSError) as exc:
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
-                self.counts.refused[name] += 1
-                self.counts.last_refusal = f"{name}: {exc}"
-                count = self.counts.refused[name]
+                self.refused[name] += 1
+                self.last_refusal = f"{name}: {exc}"
+                count = self.refused[name]
                 if count & (count - 1) == 0:  # strangers cannot fill a log: 1st, 2nd, 4th, ...
                     text = f"{self.url} refused somebody ({count} so far): {name}: {exc}"
                     log(logging.INFO, "refused", text, model=None)
                 return
             undo.pop_all()
-        self.counts.accepted += 1
-        self.counts.last_refusal = None
-        self._open.add(stream)
-        stream.call_on_end(lambda: self._open.discard(stream))
+        self.accepted += 1
+        self.last_refusal = None
+        self.links.add(stream)
+        stream.call_on_end(lambda: self.links.discard(stream))
         on_link(link, hello)
 
     def close(self) -> None:
         """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""
-        if not self._accepting.close():
+        if self._sock.fileno() < 0:
             return
+        super().close()
         if self._tasks is not None:
             self._tasks.abort()
         if self._address.scheme == "unix":
@@ -373,7 +337,7 @@ class StreamListener(AnyListener):
             await self._tasks.aclose()
 
 
-class Arrivals(AnyListener):
+class Arrivals:
     """Trainers that dial a worker: one has it at a time, and the newest of its links counts.
 
     Args:
@@ -434,6 +398,10 @@ class Arrivals(AnyListener):
         """End what nobody has taken."""
         if self._newest is not None and self._waits:
             self._newest[0].abort()
+
+    async def aclose(self) -> None:
+        """The same."""
+        self.close()
 
 
 def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:

@@ -24,7 +24,7 @@ from aiosync.errors import (
     ConnectTimeout,
     RemoteProtocolError,
 )
-from aiosync.rendezvous.listener import AcceptLoop, AnyListener, Strangers, first_word
+from aiosync.rendezvous.listener import Listener, first_word
 from aiosync.transports._processes import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
@@ -41,10 +41,11 @@ from aiosync.wire import Hello, Setup
 __all__ = [
     "NobodyListens",
     "SameHost",
-    "UnixListener",
+    "bind_here",
     "connect",
     "dial_here",
     "new_address",
+    "peer_pid",
 ]
 
 _BACKLOG = 1024
@@ -58,8 +59,8 @@ def new_address() -> str:
     return f"\0aiosync-{secrets.token_hex(16)}"
 
 
-class UnixListener(AnyListener):
-    """The trainer's end: bound at once, accepting once :meth:`start` is called.
+def bind_here(address: str) -> socket.socket:
+    """The trainer's end: a socket that listens.
 
     Args:
         address: From :func:`new_address`.
@@ -68,52 +69,21 @@ class UnixListener(AnyListener):
         ConfigError: The address is in use: another copy of this scheme is a sender already.
         OSError: The process has no descriptor left.
     """
-
-    def __init__(self, address: str) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(address)
-            sock.listen(_BACKLOG)
-        except OSError as exc:
-            sock.close()
-            raise ConfigError(
-                "another copy of this scheme is a sender already; give each sender a scheme of "
-                f"its own ({exc})"
-            ) from exc
-        sock.setblocking(False)
-        self._accepting = AcceptLoop(sock)
-
-    def start(
-        self,
-        on_connection: Callable[[socket.socket, int], None],
-        on_trouble: Callable[[OSError], None] = lambda exc: None,
-        busy: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Accept on the running loop.
-
-        Args:
-            on_connection: Called with each socket and its process id (0 in a namespace that is not
-                seen); owns it once it returns.
-            on_trouble: Called when a connection could not be accepted; may be called repeatedly for
-                it.
-            busy: Whether the next one has to wait for a moment.
-        """
-
-        def of_this_user(sock: socket.socket) -> None:
-            pid = _peer_pid(sock)
-            if pid is None:
-                sock.close()  # another user's process: it has no business here
-            else:
-                on_connection(sock, pid)
-
-        self._accepting.start(of_this_user, on_trouble, busy)
-
-    def close(self) -> None:
-        """Stop accepting. Idempotent."""
-        self._accepting.close()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            "another copy of this scheme is a sender already; give each sender a scheme of "
+            f"its own ({exc})"
+        ) from exc
+    sock.setblocking(False)
+    return sock
 
 
-def _peer_pid(sock: socket.socket) -> int | None:
+def peer_pid(sock: socket.socket) -> int | None:
     """Process id of the other end, 0 in a namespace that is not seen; ``None`` of other users."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", data)
@@ -143,7 +113,7 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         sock.connect(address)
-        pid = _peer_pid(sock)
+        pid = peer_pid(sock)
     except OSError as exc:
         if sock is not None:
             sock.close()
@@ -183,7 +153,7 @@ def _link(
     return link
 
 
-class SameHost(AnyListener):
+class SameHost(Listener):
     """The sender's end, bound at once.
 
     Args:
@@ -191,6 +161,9 @@ class SameHost(AnyListener):
         credentials: Its token.
         handshake_timeout: Seconds that a stranger has to prove its identity.
         limits: What workers may announce afterwards.
+
+    Raises:
+        ConfigError: Somebody listens there already.
     """
 
     def __init__(
@@ -201,13 +174,11 @@ class SameHost(AnyListener):
         handshake_timeout: float,
         limits: Limits | None = None,
     ) -> None:
+        super().__init__(bind_here(_name(address)))
         self.arena: Arena | None = None
         self._credentials = credentials
         self._handshake_timeout = handshake_timeout
         self._limits = limits
-        self._listener: UnixListener | None = None
-        with contextlib.suppress(ConfigError):  # taken: workers then come the other way
-            self._listener = UnixListener(_name(address))
 
     def start(self, on_link: Callable[[Transport, Hello], None], tasks: TaskOwner) -> None:
         """Let workers in on the running loop.
@@ -217,19 +188,18 @@ class SameHost(AnyListener):
                 first; owns it from then on. Links read from :attr:`arena`.
             tasks: Owner of the handshakes' tasks.
         """
-        strangers = Strangers(tasks)
 
-        def on_connection(sock: socket.socket, pid: int) -> None:
-            if not pid:  # in a process namespace of its own its end could not be seen
+        def on_connection(sock: socket.socket) -> None:
+            pid = peer_pid(sock)
+            if not pid:  # of another user; or in a process namespace where its end is not seen
                 sock.close()
                 return
             link = _link(sock, pid, f"worker process {pid}", self._limits, self.arena)
-            strangers.let_in(self._let_in(link, on_link), link.abort, _MAX_STRANGERS)
+            self.let_in(self._meet(link, on_link), link.abort, tasks, _MAX_STRANGERS)
 
-        if self._listener is not None:
-            self._listener.start(on_connection, busy=strangers.are_new)
+        self.accept(on_connection)
 
-    async def _let_in(
+    async def _meet(
         self, link: SharedMemTransport, on_link: Callable[[Transport, Hello], None]
     ) -> None:
         try:
@@ -245,11 +215,6 @@ class SameHost(AnyListener):
         if called := name_from(said.value):
             link.channel.name = f"{called}, {link.channel.name}"
         on_link(link, hello)
-
-    def close(self) -> None:
-        """Stop accepting. Idempotent; links stay open."""
-        if self._listener is not None:
-            self._listener.close()
 
 
 async def dial_here(

@@ -37,7 +37,7 @@ from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.reading import Guarded, Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
-from aiosync.rendezvous.listener import AnyListener
+from aiosync.rendezvous.listener import Arrivals, Listener
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.options import SchemeOptions
@@ -159,7 +159,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         self._worker_idx: int | None = None
         self._trainer: Trainer | None = None
         self._worker: Worker | None = None
-        self._listeners: list[AnyListener] = []
+        self._listeners: list[Listener | Arrivals] = []
         self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # what has abort() and aclose()
         self._guard_object = Guard()
         self._meter = Meter()

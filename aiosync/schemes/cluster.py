@@ -177,13 +177,14 @@ class ClusterScheme(EngineOptions, StreamScheme):
     def _listen(self, address: Address) -> StreamListener:
         listener = super()._listen(address)
         if self.shared_memory:
-            self._same_host = SameHost(
-                Address.parse(listener.url),
-                self._credentials,
-                handshake_timeout=self.handshake_timeout,
-                limits=self.limits,
-            )
-            self._listeners.append(self._same_host)
+            with contextlib.suppress(ConfigError):  # taken: workers then come the other way
+                self._same_host = SameHost(
+                    Address.parse(listener.url),
+                    self._credentials,
+                    handshake_timeout=self.handshake_timeout,
+                    limits=self.limits,
+                )
+                self._listeners.append(self._same_host)
         return listener
 
     def _bind(self, sources: Sources) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.handshake import Refused
-from aiosync.rendezvous.same_host import NobodyListens, UnixListener, connect
+from aiosync.rendezvous.listener import Listener
+from aiosync.rendezvous.same_host import NobodyListens, bind_here, connect, peer_pid
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import Sources
@@ -49,17 +50,21 @@ class _LocalScheme(WeightSyncScheme):
         return self._transport_over(pipe_or_context, "the peer")
 
     def _bind(self, sources: Sources) -> None:
-        self._listeners = [UnixListener(self._address)]
+        self._listeners = [Listener(bind_here(self._address))]
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
-        def on_connection(sock: socket.socket, pid: int) -> None:
+        def on_connection(sock: socket.socket) -> None:
+            pid = peer_pid(sock)
+            if pid is None:
+                sock.close()  # another user's process: it has no business here
+                return
             link = self._transport_over(sock, f"worker process {pid}")
             watch_process(link, pid)
             sender.workers.welcome(link)
 
         for listener in self._listeners:
-            assert isinstance(listener, UnixListener)
-            listener.start(on_connection, sender.workers.not_let_in)
+            assert isinstance(listener, Listener)
+            listener.accept(on_connection, sender.workers.not_let_in)
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
         sock, _pid = connect(self._address, listener_pid=self._sender_pid)

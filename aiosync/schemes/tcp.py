@@ -200,7 +200,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         try:
             return await self._arrivals.next(timeout)
         except ConnectTimeout as exc:
-            why = None if self._listener is None else self._listener.counts.last_refusal
+            why = None if self._listener is None else self._listener.last_refusal
             refused = "" if why is None else f"; last refusal: {why}"
             raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
@@ -342,7 +342,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     @property
     def refused(self) -> dict[str, int]:
         """Connections that a listening side refused, by the name of the error."""
-        return {} if self._listener is None else dict(self._listener.counts.refused)
+        return {} if self._listener is None else dict(self._listener.refused)
 
     # -- what the base class asks --------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import logging
 import os
 import ssl
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,7 @@ class WeightServer:
         if store is not None:
             # What peers may announce can also be loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
+        self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,
             credentials=Credentials(token=token, pull_token=pull_token, tls=tls),
@@ -225,7 +227,7 @@ class WeightServer:
             else:
                 model.workers.welcome(link, None, hello)
         except AiosyncError as exc:
-            self._listener.counts.ended[type(exc).__name__] += 1
+            self._failed[type(exc).__name__] += 1
             await link.aclose()
         except BaseException:  # cancelled, or a bug that _on_crash() is told
             link.abort()
@@ -287,15 +289,15 @@ class WeightServer:
 
     def status(self) -> dict[str, Any]:
         """What is served, by whom and to whom; only plain values, without secrets."""
-        counts = self._listener.counts
+        listener = self._listener
         return {
             "aiosync": __version__,
             "url": self.url,
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
-            "connections": self._listener.num_open,
-            "accepted": counts.accepted,
-            "refused": dict(counts.refused),
-            "ended": dict(counts.ended),
+            "connections": len(listener.links),
+            "accepted": listener.accepted,
+            "refused": dict(listener.refused),
+            "ended": dict(self._failed),
             "store": self._store is not None,
             "model_ids": None if self._model_ids is None else sorted(self._model_ids),
             "max_models": self._max_models,
