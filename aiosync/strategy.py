@@ -121,7 +121,10 @@ class WeightStrategy:
                 raise ConfigError("Cannot update state_dict out of place")
         layout = Layout.plan(leaves, NO_LIMITS)
         Target(destination, strict=strict).apply_tensors(
-            layout, [leaf.tensor for leaf in leaves.leaves], leaves.values, inplace=inplace
+            layout,
+            [leaf.tensor for leaf in leaves.leaves],
+            leaves.values,
+            "copy" if inplace else "replace",
         )
 
 

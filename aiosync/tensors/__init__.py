@@ -7,7 +7,7 @@ never import asyncio or a transport.
 """
 
 from aiosync.tensors.apply import Target
-from aiosync.tensors.buffer import FlatBuffer, Layout, dtype_name, torch_dtype
+from aiosync.tensors.buffer import FlatBuffer, Layout, torch_dtype
 from aiosync.tensors.copying import CopyPool, copy_bytes
 from aiosync.tensors.flatten import (
     Flattener,
@@ -33,7 +33,6 @@ __all__ = [
     "check_dtypes",
     "collect",
     "copy_bytes",
-    "dtype_name",
     "gather_weights",
     "lacks_memory",
     "torch_dtype",

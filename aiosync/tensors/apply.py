@@ -88,15 +88,6 @@ class Spot:
         """Whether it is no part of ``state_dict()``: it may be missing, or be rounded."""
         return not any(place.persistent for place in self.places)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether only one of the tables of a ``TensorDictParams`` has it."""
-        owners = [each for each in self.places if is_tensordict_params(each.owner)]
-        return any(
-            self.tensor is not owner._parameters.get(key, owner._buffers.get(key))
-            for _, owner, key, *_ in owners
-        )
-
 
 class Plan:
     """How weights get into a target as it is now; ints are leaf indices.
@@ -207,9 +198,11 @@ class Plan:
             names = [place.name for place in spot.places]
             sent = {index[name]: name for name in reversed(names) if name in index}
             if not sent:
-                plain = [name for name in names if name in values]
-                for name in plain:
-                    mismatched[name] = f"expected a tensor, got a {type(values[name]).__name__}"
+                plain = {name: values[name] for name in names if name in values}
+                mismatched |= {
+                    name: f"expected a tensor, got a {type(value).__name__}"
+                    for name, value in plain.items()
+                }
                 taken.update(plain)
                 missing += [] if spot.is_optional or plain else names
                 continue
@@ -278,7 +271,12 @@ class Plan:
             may_view = mode == "flip" and type(tensor) is nn.Parameter and same_dtype
             shared = mode == "flip" and is_shared(tensor)
             key = memory_key(tensor)
-            if tensor.is_meta or mode == "replace" or spot.is_split:
+            split = any(  # only one of the tables of a TensorDictParams has it
+                is_tensordict_params(owner)
+                and tensor is not owner._parameters.get(key, owner._buffers.get(key))
+                for _, owner, key, *_ in spot.places
+            )
+            if tensor.is_meta or mode == "replace" or split:
                 view = may_view and views.setdefault(leaf, key) == key
                 self.installs.append((spot, leaf, view))
             elif (
@@ -429,30 +427,43 @@ class Target:
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
             _flip(plan.flips, plan.pick(flat.views(layout)))
             return
-        self._apply(layout, flat.views(layout), values, "copy" if copy else "flip")
+        self.apply_tensors(layout, flat.views(layout), values, "copy" if copy else "flip")
 
     def apply_tensors(
         self,
         layout: Layout,
-        tensors: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
-        *,
-        inplace: bool = True,
+        mode: Mode = "copy",
     ) -> None:
-        """Like :meth:`apply_`, from tensors anywhere. The target never shares their memory.
+        """Like :meth:`apply_`, from tensors anywhere.
 
         Args:
             layout: Layout of the tensors.
-            tensors: One for each leaf, in order.
+            sources: One for each leaf, in order. The target shares their memory only by ``"flip"``.
             values: Non-tensor values by name, packed.
-            inplace: Keep the target's tensor objects and their memory. Otherwise new ones with
-                memory of their own are put in their places.
+            mode: How tensors get their values.
 
         Raises:
             ManifestMismatch: They do not fit; nothing was changed.
             ConfigError: The target cannot be a target.
         """
-        self._apply(layout, tensors, values, "copy" if inplace else "replace")
+        plan = self._resolve(layout, values, mode)
+        undo: Undo = []
+        with torch.inference_mode(False), torch.no_grad():
+            _check_equal(plan, layout, sources)
+            if mode != "flip":  # an earlier copy may write where a later one reads
+                written = {_storage_of(spot.tensor) for spot, _ in plan.assigned} - {0}
+                sources = [s.clone() if _storage_of(s) in written else s for s in sources]
+            try:
+                self._change(plan, sources, undo)
+                if plan.values:
+                    self._change_values(plan, layout, sources, values)
+            except BaseException:  # goes on to the caller, once all is as it was
+                self._plan = None
+                for step in reversed(undo):
+                    step()
+                raise
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
         """Whether :meth:`apply_` would change pointers, and copy next to nothing.
@@ -516,30 +527,6 @@ class Target:
         if not (plan.installs or plan.owns):
             self._plan, self._key = plan, key
         return plan
-
-    def _apply(
-        self,
-        layout: Layout,
-        sources: Sequence[torch.Tensor],
-        values: Mapping[str, Any],
-        mode: Mode,
-    ) -> None:
-        plan = self._resolve(layout, values, mode)
-        undo: Undo = []
-        with torch.inference_mode(False), torch.no_grad():
-            _check_equal(plan, layout, sources)
-            if mode != "flip":  # an earlier copy may write where a later one reads
-                written = {_storage_of(spot.tensor) for spot, _ in plan.assigned} - {0}
-                sources = [s.clone() if _storage_of(s) in written else s for s in sources]
-            try:
-                self._change(plan, sources, undo)
-                if plan.values:
-                    self._change_values(plan, layout, sources, values)
-            except BaseException:  # goes on to the caller, once all is as it was
-                self._plan = None
-                for step in reversed(undo):
-                    step()
-                raise
 
     def _change(
         self,

@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 
     from aiosync.tensors.walk import Leaves
     from aiosync.types import Limits
-    from aiosync.wire import ManifestEntry
 
 __all__ = [
     "DTYPES",
     "FlatBuffer",
     "Layout",
     "Part",
-    "dtype_name",
     "in_flat_memory",
     "merged",
     "torch_dtype",
@@ -66,20 +64,6 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The memory of every flat buffer that is alive, or of which a view is."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name under which a dtype travels, for example ``"bfloat16"``.
-
-    Raises:
-        ConfigError: Tensors of this dtype cannot travel (quantised and sub-byte dtypes).
-    """
-    name = _BY_DTYPE.get(dtype)
-    if name is None:
-        raise ConfigError(
-            f"tensors of dtype {dtype} cannot travel; supported: {', '.join(_BY_NAME)}"
-        )
-    return name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -142,7 +126,13 @@ class Layout:
             ConfigError: A dtype or a name cannot travel, or something is beyond the limits.
         """
         facts = (
-            (each.name, dtype_name(each.tensor.dtype), each.tensor.shape, each.kind, each.aliases)
+            (
+                each.name,
+                _BY_DTYPE.get(each.tensor.dtype, str(each.tensor.dtype)),
+                each.tensor.shape,
+                each.kind,
+                each.aliases,
+            )
             for each in leaves.leaves
         )
         return cls(plan_manifest(facts, limits))
@@ -341,14 +331,19 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
             found |= {name: leaf for name in rest if leaf is not None}
         leaves = kept + leaves
         gone |= part.layout.index.keys() | part.values.keys()
-    layout = Layout(plan_manifest(map(_Leaf.entry, leaves), limits))
+    entries = (
+        (leaf.names[0], leaf.spec.dtype, leaf.spec.shape, leaf.spec.kind, leaf.names[1:])
+        for leaf in leaves
+    )
+    layout = Layout(plan_manifest(entries, limits))
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
     for start, stop in layout.padding():
         target[start:stop] = bytes(stop - start)
     for leaf, spec in zip(leaves, layout.manifest.leaves, strict=True):
         if spec.nbytes:
-            copy_bytes(target[spec.offset : spec.offset + spec.nbytes], leaf.source())
+            source = leaf.part.buffer.memoryview()[leaf.spec.offset :][: spec.nbytes]
+            copy_bytes(target[spec.offset : spec.offset + spec.nbytes], source)
     return layout, buffer, values
 
 
@@ -357,11 +352,3 @@ class _Leaf:
     part: Part
     spec: LeafSpec
     names: list[str]
-
-    def entry(self) -> ManifestEntry:
-        name, *aliases = self.names
-        return name, self.spec.dtype, self.spec.shape, self.spec.kind, aliases
-
-    def source(self) -> memoryview:
-        start = self.spec.offset
-        return self.part.buffer.memoryview()[start : start + self.spec.nbytes]

@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, is_
+from itertools import islice
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -277,8 +278,8 @@ class Flattener:
         if plan is not None and keys is not None and keys == plan.outline and plan.fits(tensors):
             return plan.prepared(tensors, {})
         if tree is None:
-            found, tree = walk(source)
-        if tree is not None:
+            found, tree = walk(source, self.extract_as)
+        else:
             found = tree.select(self.extract_as)
         values = found.pack()
         if plan is None or plan.names != _names(found) or not plan.fits(found.tensors):
@@ -374,15 +375,14 @@ class LiveBytes:
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        self._starts: list[int] = []
-        self._pieces: list[memoryview] = []
+        pieces: list[tuple[int, memoryview]] = []
         at = 0
         for leaf, tensor in zip(layout.manifest.leaves, tensors, strict=True):
             if leaf.nbytes:
-                self._add(_PADDING[: leaf.offset - at], at)
-                self._add(as_bytes(tensor).data, leaf.offset)
+                pieces += (at, _PADDING[: leaf.offset - at]), (leaf.offset, as_bytes(tensor).data)
                 at = leaf.offset + leaf.nbytes
-        self._add(_PADDING[: layout.nbytes - at], at)
+        pieces.append((at, _PADDING[: layout.nbytes - at]))
+        self._pieces = [piece for piece in pieces if piece[1].nbytes]  # and where each starts
 
     @classmethod
     def of(cls, layout: Layout, tensors: Sequence[torch.Tensor]) -> LiveBytes | None:
@@ -394,16 +394,11 @@ class LiveBytes:
         small = layout.nbytes < LARGE_NBYTES * max(1, len(tensors))
         return None if small or not all(map(is_plain_cpu, tensors)) else cls(layout, tensors)
 
-    def _add(self, piece: memoryview, start: int) -> None:
-        if len(piece):
-            self._starts.append(start)
-            self._pieces.append(piece)
-
     def views(self, start: int, stop: int) -> list[memoryview]:
         """The bytes from ``start`` to ``stop``, as pieces in order."""
         found = []
-        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._pieces)):
-            at, piece = self._starts[index], self._pieces[index]
+        first = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
+        for at, piece in islice(self._pieces, first, None):
             if at >= stop:
                 break
             part = piece[max(0, start - at) : stop - at]

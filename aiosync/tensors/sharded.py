@@ -62,9 +62,7 @@ def gather_weights(
         raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
     if isinstance(source, nn.Module):
         _reshard(source)
-    found, tree = walk(source)
-    if tree is not None:
-        found = tree.select(extract_as)
+    found, _ = walk(source, extract_as)
     sharded = [pair for pair in _named(found) if _is_sharded(pair[1])]
     if sharded:
         _meet(sharded, timeout)

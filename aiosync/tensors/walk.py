@@ -330,17 +330,16 @@ def _inner_tensors(td: Any) -> dict[str, torch.Tensor]:
 
 def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The tensors that count, under the names in one table of the module."""
-    found = {}
-    for key, own in table.items():
-        used = inner.get(key)
+    found = dict(table)
+    for key in table.keys() & inner.keys():
+        own, used = table[key], inner[key]
         is_param = isinstance(own, nn.Parameter)
-        if own is None or used is None or isinstance(used, nn.Parameter) is is_param:
-            found[key] = own if own is None or used is None else used
-        elif not used.is_meta:
-            found[key] = own  # ``data.to_module()`` puts plain tensors there, for one call
-        else:  # on their way to the meta device parameters became plain tensors, or vice versa
+        if isinstance(used, nn.Parameter) is is_param:
+            found[key] = used
+        elif used.is_meta:  # on their way there parameters became plain tensors, or vice versa
             used = used.detach()
             found[key] = nn.Parameter(used, requires_grad=own.requires_grad) if is_param else used
+        # Else it is there for one call, of ``data.to_module()``.
     return found
 
 
@@ -475,21 +474,23 @@ def collect(source: Source, *, extract_as: ExtractAs = "tensordict") -> Leaves:
             saves more in its ``state_dict()`` than parameters, buffers and extra state. The
             message names all such tensors.
     """
-    found, tree = walk(source)
-    if tree is not None:
-        found = tree.select(extract_as)
+    found, _ = walk(source, extract_as)
     return to_leaves(found, found.pack())
 
 
-def walk(source: Any) -> tuple[Found, ModuleTree | None]:
+def walk(source: Any, extract_as: ExtractAs | None = None) -> tuple[Found, ModuleTree | None]:
     """Walk a module, a TensorDict or a mapping; returns what was found, and the tree of a module.
+
+    Args:
+        source: What to walk.
+        extract_as: What of a module is found, see :func:`collect`; ``None`` for all it has.
 
     Raises:
         ConfigError: It is something else, or a key or a name cannot be one.
     """
     if isinstance(source, nn.Module) and not is_tensordict(source):
         tree = ModuleTree(source)
-        return tree.found, tree
+        return (tree.found if extract_as is None else tree.select(extract_as)), tree
     if is_nested(source):
         return find_nested(source), None
     raise ConfigError(
