@@ -85,18 +85,41 @@ def scope_of(path: str = "/", method: str = "GET", **more: Any) -> dict[str, Any
     }
 
 
+def part(body: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+class Upload:
+    """A request whose client sends one message after the other."""
+
+    def __init__(self, app: Any, path: str = "/", method: str = "POST", **more: Any) -> None:
+        self.answer = Answer()
+        self.asked = 0
+        self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        scope = scope_of(path, method, **more)
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        self.asked += 1
+        return await self._sent.get()
+
+    async def _send(self, message: Any) -> None:
+        self.answer.messages.append(dict(message))
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        for message in messages:
+            self._sent.put_nowait(message)
+
+    async def end(self) -> Answer:
+        async with asyncio.timeout(PATIENCE):
+            await self.task
+        return self.answer
+
+
 async def call(app: Any, path: str = "/", method: str = "GET", **more: Any) -> Answer:
-    answer = Answer()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        answer.messages.append(dict(message))
-
-    async with asyncio.timeout(PATIENCE):
-        await app(scope_of(path, method, **more), receive, send)
-    return answer
+    upload = Upload(app, path, method, **more)
+    upload.send(part(b"", more=False))
+    return await upload.end()
 
 
 class Life:

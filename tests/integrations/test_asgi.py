@@ -15,11 +15,13 @@ from aiosync.integrations.asgi import WeightsMiddleware, lifespan, span_of
 from aiosync.serving import WeightFeed
 from tests.integrations._asgi_calls import (
     Life,
+    Upload,
     call,
     feed_at,
     hello,
     living,
     never,
+    part,
     scope_of,
     switch,
     switched,
@@ -28,7 +30,6 @@ from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
 
 pytestmark = pytest.mark.one_loop
-
 
 asynchronous = pytest.mark.asyncio
 EPOCH = 0xABC
@@ -243,6 +244,81 @@ async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
     taken.set()
     await calling
     assert feed.gate.running == 0
+
+
+# -- bodies: a client that uploads slowly holds no switch up -------------------------------------
+
+GONE = {"type": "http.disconnect"}
+
+
+class Reader:
+    """An application that reads all of the body, and then what follows it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        while not self.messages or self.messages[-1].get("more_body"):
+            self.messages.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"read"})
+        self.messages.append(await receive())
+
+
+@asynchronous
+async def test_a_slow_upload_holds_no_switch_up() -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed))
+    sent = [part(b"abc"), part(b"def"), {"type": "http.request"}, GONE]
+    upload.send(sent[0])
+    await until(lambda: upload.asked == 2)
+    assert (feed.gate.running, app.calls) == (0, 0)
+    await switch(feed, 4)
+    upload.send(*sent[1:])
+    answer = await upload.end()
+    assert (answer.headers, answer.body) == ({"x-weight-version": "4"}, b"read")
+    assert len(app.messages) == 4
+    assert all(got is said for got, said in zip(app.messages, sent, strict=True))  # as they were
+
+
+@asynchronous
+async def test_without_a_bound_a_request_is_let_in_before_its_body() -> None:
+    feed, seen = feed_at(3), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(feed.gate.running)
+
+    upload = Upload(WeightsMiddleware(app, feed, max_early_body=0))
+    await upload.end()
+    assert (seen, upload.asked) == ([1], 0)
+
+
+@asynchronous
+async def test_a_long_body_is_let_in_at_the_bound() -> None:
+    feed, app = feed_at(3), Reader()
+    upload = Upload(WeightsMiddleware(app, feed, max_early_body=10))
+    sent = [part(b"12345"), part(b"6789"), part(b"01"), part(b"2" * 99), part(b"", False), GONE]
+    upload.send(*sent[:2])
+    await until(lambda: upload.asked == 3)
+    assert feed.gate.running == 0
+    upload.send(sent[2])
+    await until(lambda: upload.asked == 4)
+    assert (feed.gate.running, app.messages) == (1, sent[:3])  # now the application asks
+    upload.send(*sent[3:])
+    await upload.end()
+    assert app.messages == sent
+
+
+@asynchronous
+@pytest.mark.parametrize("before", [[], [part(b"abc")]])
+async def test_a_client_that_leaves_while_it_uploads_is_not_served(before: Any) -> None:
+    feed = feed_at(3)
+    upload = Upload(WeightsMiddleware(never, feed))
+    upload.send(*before, GONE)
+    assert (await upload.end()).messages == []
+    assert (feed.gate.running, feed.gate.waiting) == (0, 0)
 
 
 # -- the probe --------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 
 import aiosync
 from aiosync import VersionSpan, staleness
-from aiosync.serving import AdmissionGate
+from aiosync.serving import Admission, AdmissionGate, Swap
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -19,6 +20,13 @@ both_modes = pytest.mark.parametrize("mode", ["between_requests", "immediate"])
 async def turns(count: int = 5) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def refused(entry: Admission | Swap, error: type[Exception], text: str) -> Any:
+    with pytest.raises(error, match=text) as info:
+        async with entry:
+            pytest.fail("was let in")
+    return info.value
 
 
 async def entered(gate: AdmissionGate, log: list, name: str, **options) -> None:
@@ -31,11 +39,9 @@ async def test_nobody_is_let_in_before_there_is_a_version(mode) -> None:
     gate = AdmissionGate(mode=mode)
     assert not gate.ready
     assert gate.version == 0
-    with pytest.raises(aiosync.AdmissionTimeout, match="no complete version") as info:
-        async with gate.request(timeout=0):
-            pytest.fail("was let in")
-    assert info.value.version == 0
-    assert info.value.retry_after > 0
+    error = await refused(gate.request(timeout=0), aiosync.AdmissionTimeout, "no complete version")
+    assert error.version == 0
+    assert error.retry_after > 0
     log: list = []
     waiting = [asyncio.ensure_future(entered(gate, log, name)) for name in "ab"]
     ready = asyncio.ensure_future(gate.ready.wait(timeout=10))
@@ -132,15 +138,9 @@ async def test_a_switch_gives_up_and_lets_those_in_that_waited() -> None:
 async def test_a_request_that_waits_has_a_deadline() -> None:
     gate = AdmissionGate(initial_version=1, timeout=0.02)
     async with gate.swap():
-        with pytest.raises(aiosync.AdmissionTimeout, match="took longer than 0.02 s"):
-            async with gate.request():
-                pytest.fail("was let in")
-        with pytest.raises(aiosync.AdmissionTimeout, match="took longer than 0 s"):
-            async with gate.request(timeout=0):
-                pytest.fail("was let in")
-        with pytest.raises(aiosync.SwapTimeout, match="another switch"):
-            async with gate.swap(timeout=0):
-                pytest.fail("was let in")
+        await refused(gate.request(), aiosync.AdmissionTimeout, "took longer than 0.02 s")
+        await refused(gate.request(timeout=0), aiosync.AdmissionTimeout, "took longer than 0 s")
+        await refused(gate.swap(timeout=0), aiosync.SwapTimeout, "another switch")
     async with gate.request(timeout=0) as version:
         assert version == 2
     assert (gate.running, gate.waiting) == (0, 0)
@@ -213,14 +213,14 @@ async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
             assert gate.running == 1
         async with gate.batch(timeout=0):
             pass
-        with pytest.raises(aiosync.AdmissionTimeout, match="inside another request"):
-            async with gate.request(min_version=2, timeout=10):
-                pytest.fail("was let in")
+        await refused(
+            gate.request(min_version=2, timeout=10),
+            aiosync.AdmissionTimeout,
+            "inside another request",
+        )
         child = asyncio.create_task(_hold(gate))  # what it starts is a part of it, too
         await turns()
-        with pytest.raises(aiosync.LocalProtocolError, match="wait for itself"):
-            async with gate.swap():
-                pytest.fail("was let in")
+        await refused(gate.swap(), aiosync.LocalProtocolError, "wait for itself")
     assert gate.running == 1
     assert not switching.done()
     child.cancel()
@@ -273,9 +273,7 @@ async def test_closing_wakes_everybody(mode) -> None:
         with pytest.raises(aiosync.LocalProtocolError, match="closed"):
             await each
     assert not gate.ready
-    with pytest.raises(aiosync.LocalProtocolError, match="closed"):
-        async with gate.request():
-            pytest.fail("was let in")
+    await refused(gate.request(), aiosync.LocalProtocolError, "closed")
     with pytest.raises(aiosync.LocalProtocolError, match="closed"):
         await gate.ready.wait(timeout=5)
     assert gate.running == 1
@@ -430,9 +428,9 @@ async def test_nobody_is_let_in_before_the_version_that_is_required(mode) -> Non
     assert gate.ready and gate.waits_for == 0
     gate.require(57, 0xA)
     assert not gate.ready and gate.waits_for == 57
-    with pytest.raises(aiosync.AdmissionTimeout, match="has version 1 and answers from .* 57 on"):
-        async with gate.request(timeout=0):
-            pytest.fail("was let in")
+    await refused(
+        gate.request(timeout=0), aiosync.AdmissionTimeout, "has version 1 and answers from .* 57 on"
+    )
     with pytest.raises(aiosync.RecvTimeout, match="waits for version 57"):
         await gate.ready.wait(timeout=0.01)
     log: list = []

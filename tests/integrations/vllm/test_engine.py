@@ -118,19 +118,6 @@ def test_a_generation_across_updates_says_at_which_token_they_came(
     assert any(span is not None and len(span.runs) > 1 for span in spans)
 
 
-def test_staging_does_not_pause(server: Server, trainer: AiosyncTrainerEngine) -> None:
-    """A staged version changes nothing until it is activated, and a newer one replaces it."""
-    trainer.send_weights(A)
-    before = server.tokens()
-    first = trainer.stage(B)
-    second = trainer.stage(make_weights(3))
-    assert server.tokens() == before and server.label() == str(first - 1)
-    assert trainer.activate().version == second == first + 1
-    assert server.tokens() != before and server.label() == str(second)
-    trainer.send_weights(A)
-    assert server.tokens() == before
-
-
 def test_without_vllms_client(offline: dict[str, Any], server: Server) -> None:
     """Over HTTP without vLLM's client, from a trainer with other dtypes."""
     from aiosync.integrations.vllm import HTTPClient
