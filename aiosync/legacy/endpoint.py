@@ -1,4 +1,4 @@
-"""One end of a pipe that carries whole updates of named models, for blocking callers.
+"""One end of a pipe that carries whole updates of named models.
 
 A pipe begins with the process that is at each end. Then manifests, updates and acknowledgements
 follow, in the wire format: nothing is pickled. Coroutines run on the portal's loop. Must not
@@ -11,20 +11,19 @@ import asyncio
 import contextlib
 import copy
 import functools
-import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from aiosync import transports as aio
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
-    ConfigError,
+    ApplyError,
     LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
@@ -33,19 +32,19 @@ from aiosync.errors import (
 )
 from aiosync.protocol import VersionClock
 from aiosync.receiver.updates import Buffers, UpdateReader
-from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors import FlatBuffer, Flattener, Layout
+from aiosync.tensors.apply import named_views
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports._processes import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, ManifestMessage, Setup, Update, encode_frame
+from aiosync.wire import Ack, ManifestMessage, Setup, Update
 
-__all__ = ["Copier", "Endpoint", "Weights"]
+__all__ = ["PROCESS", "Copier", "Endpoint", "Weights"]
 
 _T = TypeVar("_T")
 
-_PROCESS = "process"  # what a Setup names
+PROCESS = "process"  # what a Setup names
 _MAX_WAITING = 8  # updates that nobody has asked for yet, or that the link has not taken yet
 _KEPT_ACKS = 256
 _ANSWER_SECONDS = 2.0  # that an answer may take to leave
@@ -54,23 +53,27 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """A copy of weights that travels, or that has arrived."""
+    """A copy of weights that travels, or that has arrived.
+
+    Once it is gone, its memory is used again, unless a tensor views it.
+    """
 
     form: str  # what they are to be again: "tensordict" or "state_dict"
     layout: Layout
     flat: FlatBuffer
     values: Mapping[str, Any]
-    give_back: Callable[[], None]  # their memory, once nothing views it
+    give_back: Callable[[], None]
     model_id: str = ""  # like the rest, of what has arrived
     epoch: int = 0
     version: int = 0
 
+    def __del__(self) -> None:
+        if self.flat.exclusive():
+            self.give_back()
+
     def rebuild(self, form: str | None = None) -> Any:
         """A nested TensorDict, or a state dict with dotted names, as views of the memory."""
-        tensors: dict[str, Any] = {}
-        views = self.flat.views(self.layout)
-        for leaf, view in zip(self.layout.manifest.leaves, views, strict=True):
-            tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), view))
+        tensors = dict(named_views(self.layout, self.flat))
         if (form or self.form) == "state_dict":
             return {**tensors, **self.values}
         from tensordict import TensorDict  # not before it is needed
@@ -104,17 +107,13 @@ class Copier:
         return Weights(form, prepared.layout, flat, values, functools.partial(give_back, flat))
 
 
-_Leaving: TypeAlias = "Ack | tuple[str, Weights, int]"
-
-
 class Endpoint:
     """Sends updates and acknowledgements in order, and keeps what arrives until it is taken.
 
-    Its link is made by the first :meth:`call`, which also gets the right to use the portal. Other
-    coroutines are to be run by that.
+    All of it runs on the portal's loop.
 
     Args:
-        pipe: ``multiprocessing`` connection of a two-way pipe; owned from now on.
+        sock: Of a two-way pipe; owned from now on.
 
     Attributes:
         patient: Let no update leave before the other end was used, and keep only the newest of
@@ -126,13 +125,10 @@ class Endpoint:
         heard: The other end was used.
         arrived: Updates that are here.
         tasks: Owner of what runs for as long as the link.
-
-    Raises:
-        ConfigError: It is no such pipe; nothing was closed.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        self._sock = _take_socket(pipe)
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self.patient: bool = False
         self.settles: bool = False
         self.changed: Notifier = Notifier()
@@ -143,102 +139,20 @@ class Endpoint:
         self._transport: aio.MPTransport | None = None
         self._updates = UpdateReader()
         self._clock = VersionClock()
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[tuple[Ack | Update, Weights | None]] = deque()
         self._writes = False
         self._acks: dict[int, Ack] = {}
-        self._peer = 0  # process at the other end
-        self._pid = 0  # of its user
-        self._lease: Lease | None = None
-        self._closed = False
+        self._peer = _creator_of(sock)  # process at the other end, as far as anybody knows
 
-    # -- for blocking callers ------------------------------------------------------------------
-
-    @property
-    def inherited(self) -> bool:
-        """Whether it was used by the process that this one was forked from."""
-        return self._pid not in (0, os.getpid())
-
-    def greet(self) -> None:
-        """Say which process is at this end. Never waits; idempotent.
-
-        Where the other end is gone nothing is said: what it wrote before is to be read.
-        """
-        if not self._pid:
-            self._pid = os.getpid()
-            greeting = encode_frame(Setup(_PROCESS, str(self._pid)))
-            with contextlib.suppress(OSError):
-                self._sock.send(greeting, socket.MSG_DONTWAIT)
-
-    def call(self, what: str, function: Callable[[], Coroutine[Any, Any, _T]], /) -> _T:
-        """Run a coroutine on the portal's loop, with the link below."""
-        refuse_inside_loop(what, "the transports of aiosync.transports")
-        if self._closed:
-            raise TransportClosed("this transport was closed")
-        if self.inherited:
-            raise LocalProtocolError(f"{what}(): this transport was used before the process forked")
-        self.greet()
-        if self._lease is None:
-            self._lease = lease(self)
-
-        async def run() -> _T:
-            if self._transport is None:
-                self._open()
-            return await function()
-
-        return self._lease.call(run())
-
-    def _open(self) -> None:
-        transport = self._transport = aio.MPTransport(self._sock, name="the other end of the pipe")
-        self._updates.use_link(transport)
-        self._peer = _creator_of(self._sock)
-        for task in (self._read(transport), self._write(transport), self._watch_process()):
-            self.tasks.start(task, "aiosync legacy link")
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it is open and the other side has not closed it."""
-        if self._closed or self.inherited:
-            return False
-        with contextlib.suppress(AiosyncError):
-            self.call("check_connection", lambda: self.until(lambda: True))
-        return self.error is None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether an update, or the end of the link, is there; looks, and does not wait."""
-        return bool(self.arrived) or self.error is not None
-
-    def close(self) -> None:
-        """Close the link. Idempotent; in a forked child the parent's goes on."""
-        held, self._lease, self._closed = self._lease, None, True
-        try:
-            if held is not None and held.valid:
-                held.call(self._aclose())
-        finally:
-            if held is not None:
-                held.release()
-            if not self.inherited:
-                self._say_goodbye()
-            self._sock.close()
-
-    def abandon(self) -> None:
-        """The same at once, for destructors and signal handlers."""
-        self._closed = True
-        if self._lease is not None:
-            self._lease.abort()
-        else:
-            self._sock.close()
-
-    # -- the link ------------------------------------------------------------------------------
-
-    def _fail(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = without_frames(error)
-            self._say_goodbye()
-            if self._transport is not None:
-                self._transport.abort()
-            self._updates.close()
-        self.changed.notify()
+    async def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
+        """Call one of the others, with the link below."""
+        if self._transport is None:
+            transport = aio.MPTransport(self.sock, name="the other end of the pipe")
+            self._transport = transport
+            self._updates.use_link(transport)
+            for task in (self._read(transport), self._write(transport), self._watch_process()):
+                self.tasks.start(task, "aiosync legacy link")
+        return await function(*args)
 
     async def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
         """Wait for something to change; False when it took too long.
@@ -256,6 +170,11 @@ class Endpoint:
                         raise again(self.error) if known else self.error
                     await self.changed.wait()
         return bool(condition())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an update, or the end of the link, is there; looks, and does not wait."""
+        return bool(self.arrived) or self.error is not None
 
     async def _watch_process(self) -> None:
         # Whoever was forked meanwhile has a copy of the other end, which does not end then. Who
@@ -280,66 +199,66 @@ class Endpoint:
         if not await self.until(is_room, timeout):
             raise SendTimeout(f"the other end of the pipe took nothing for {timeout or 0:g} s")
         if self.patient:  # it overtakes others
-            self._leaving = deque(each for each in self._leaving if isinstance(each, Ack))
-        version = self._clock.next()
-        self._leave((model_id, weights, version))
+            self._leaving = deque(each for each in self._leaving if each[1] is None)
+        version, digest = self._clock.next(), weights.layout.digest
+        named = {"model_id": model_id, "form": weights.form, "values": weights.values}
+        self._leave(Update(self._clock.epoch, version, digest, values=named), weights)
         return version
 
-    def _leave(self, message: _Leaving) -> None:
-        self._leaving.append(message)
+    def _leave(self, message: Ack | Update, weights: Weights | None = None) -> None:
+        self._leaving.append((message, weights))
         self.changed.notify()
 
     async def _write(self, transport: aio.MPTransport) -> None:
         digest = b""  # of the manifest that the other end has
         while True:
             await self.until(lambda: self._leaving and (self.heard or not self.patient))
-            message, self._writes = self._leaving.popleft(), True
-            if isinstance(message, Ack):
-                await transport.send(message)
-            else:
-                model_id, weights, version = message
+            message, weights = self._leaving.popleft()
+            self._writes, payload = True, []
+            if weights is not None:
                 layout = weights.layout
+                payload = [weights.flat.memoryview()[: layout.nbytes]]
                 if digest != layout.digest:
                     digest = layout.digest
                     await transport.send(ManifestMessage(layout.manifest))
-                named = {"model_id": model_id, "form": weights.form, "values": weights.values}
-                update = Update(self._clock.epoch, version, digest, values=named)
-                await transport.send(update, [weights.flat.memoryview()[: layout.nbytes]])
-            self._writes = False
+            await transport.send(message, payload)
+            weights, self._writes = None, False  # whose memory is used again
             self.changed.notify()
 
     async def _all_left(self, seconds: float) -> None:
         with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
             await self.until(lambda: not (self._leaving or self._writes), seconds)
 
-    async def wait_for_ack(self, version: int, timeout: float | None) -> Ack:
-        """What the peer says about a version.
+    async def wait_for_ack(self, version: int, timeout: float | None) -> None:
+        """Wait until the peer says that it applied a version.
 
         Raises:
-            AckTimeout: Nothing, within ``timeout`` seconds.
-            PeerClosed: The peer went away before.
+            AckTimeout: It says nothing, within ``timeout`` seconds.
+            LocalProtocolError: It says something else.
+            PeerClosed: It went away before.
         """
         if not await self.until(lambda: version in self._acks, timeout):
             raise AckTimeout(
                 f"version {version} was not acknowledged within {round(timeout or 0, 1):g} s",
                 version=version,
             )
-        return self._acks.pop(version)
+        ack = self._acks.pop(version)
+        if ack.status is AckStatus.NACK:
+            by_hand = ack.error_type == LocalProtocolError.__name__  # of send_ack(message)
+            said = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
+            cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
+            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}") from cause
 
     # -- receiving -----------------------------------------------------------------------------
 
-    async def peek(self, timeout: float | None) -> Weights | None:
-        """The oldest update that is here, which stays; ``None`` when none comes in time."""
-        return self.arrived[0] if await self.until(lambda: self.arrived, timeout) else None
-
     async def take(self, timeout: float | None) -> Weights | None:
-        """The same, and it is gone."""
-        weights = await self.peek(timeout)
-        if weights is not None:
-            self.arrived.popleft()
-            self.changed.notify()
-            if self.settles:
-                await self._all_left(_ANSWER_SECONDS)  # this process may end with it
+        """The oldest update that is here, and no longer then; ``None`` when none comes in time."""
+        if not await self.until(lambda: self.arrived, timeout):
+            return None
+        weights = self.arrived.popleft()
+        self.changed.notify()
+        if self.settles:
+            await self._all_left(_ANSWER_SECONDS)  # this process may end with it
         return weights
 
     async def acknowledge(self, weights: Weights, error: BaseException | None = None) -> None:
@@ -365,9 +284,8 @@ class Endpoint:
 
     def _on_message(self, received: Received) -> None:
         message = received.message
-        if isinstance(message, Setup) and message.kind == _PROCESS and message.key.isdecimal():
-            self.heard = True
-            self._peer = 0 if int(message.key) == os.getpid() else int(message.key)
+        if isinstance(message, Setup) and message.kind == PROCESS and message.key.isdecimal():
+            self.heard, self._peer = True, int(message.key)
         elif isinstance(message, Ack):
             self._acks[message.version] = message
             while len(self._acks) > _KEPT_ACKS:
@@ -394,7 +312,16 @@ class Endpoint:
 
     # -- closing -------------------------------------------------------------------------------
 
-    async def _aclose(self) -> None:
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = without_frames(error)
+            self.say_goodbye()
+            if self._transport is not None:
+                self._transport.abort()
+            self._updates.close()
+        self.changed.notify()
+
+    async def aclose(self) -> None:
         """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
         if self.heard or not self.patient:
             await self._all_left(1.0)
@@ -409,36 +336,15 @@ class Endpoint:
     def forgotten(self) -> None:
         """Say nothing: nobody closes transports of this generation."""
 
-    def _say_goodbye(self) -> None:
+    def say_goodbye(self) -> None:
         """End what is written; closing is not enough where forked processes have copies."""
         with contextlib.suppress(OSError):  # closed already, or the other end is
-            self._sock.shutdown(socket.SHUT_WR)
-
-
-# -- pipes ----------------------------------------------------------------------------------------
-
-
-def _take_socket(pipe: Any) -> socket.socket:
-    """The socket below one end of a two-way pipe, whose connection object is closed.
-
-    The program may close its own end afterwards or not: it makes no difference any more.
-    """
-    try:
-        found = socket.socket(fileno=pipe.fileno())
-    except (AttributeError, OSError, ValueError) as exc:
-        raise ConfigError(
-            f"{pipe!r} is no open end of a two-way pipe, multiprocessing.Pipe(duplex=True): {exc}"
-        ) from exc
-    sock = found.dup()
-    found.detach()  # which is the connection's
-    pipe.close()
-    return sock
+            self.sock.shutdown(socket.SHUT_WR)
 
 
 def _creator_of(sock: socket.socket) -> int:
-    """The process that made a pipe, if it is another one; 0 where the kernel does not say."""
+    """The process that made a pipe; 0 where the kernel does not say."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid = int(struct.unpack("3i", found)[0])
-    return 0 if pid == os.getpid() else pid
+    return int(struct.unpack("3i", found)[0])

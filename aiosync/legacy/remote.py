@@ -33,7 +33,6 @@ __all__ = [
     "RayTransport",
     "finish_ray_call",
     "finish_rpc_call",
-    "is_free",
 ]
 
 _PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the store
@@ -42,15 +41,7 @@ _PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the stor
 # -- calls ----------------------------------------------------------------------------------------
 
 
-class _ByCall(Answered):
-    """The other side gets its weights by a call of a method that it has."""
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Return ``None``: the remote object gets its weights by the call."""
-        del timeout
-
-
-class RayTransport(_ByCall):
+class RayTransport(Answered):
     """Sends weights to a Ray actor that has ``update_policy_weights_(weights)``.
 
     Args:
@@ -149,7 +140,7 @@ class RayActorTransport(RayTransport):
         return self._actor._update_weights_state_dict.remote(state_dict=put)
 
 
-class RPCTransport(_ByCall):
+class RPCTransport(Answered):
     """Sends weights to a remote object of ``torch.distributed.rpc``.
 
     Args:
@@ -214,7 +205,7 @@ def _copied(weights: Any) -> Any:
 # -- a store, and a process group -----------------------------------------------------------------
 
 
-class DistributedTransport(_ByCall):
+class DistributedTransport(Answered):
     """Sends weights to a worker of TorchRL's ``DistributedCollector``, in the way of its loop.
 
     That takes an order from a key of a store, receives one tensor after the other in the default
@@ -259,14 +250,26 @@ class DistributedTransport(_ByCall):
 
     def order(self, snapshot: Any) -> Finish:
         """The same of a TensorDict that nobody changes any more."""
+        self._wait(self._is_settled, self.timeout)
         if self._owed:
             self._finish(self.timeout)  # what was given up
-        self._wait(lambda: not self._store.check([self._order]), self.timeout)
         self._owed = [snapshot]
         with _reaching():
             self._store.set(self._order, b"update_weights")
             self._owed += snapshot.isend(self.rank, return_early=True)
         return self._finish
+
+    def is_free(self) -> bool:
+        """Whether an order may be given, or cannot: the last one was taken, and answered."""
+        try:
+            return not self.is_alive() or self._is_settled()
+        except RuntimeError:
+            return True  # order() raises it
+
+    def _is_settled(self) -> bool:
+        if self._owed:
+            return bool(self._store.check([self._answer]))
+        return not self._store.check([self._order])
 
     def _finish(self, timeout: float | None) -> None:
         self._wait(lambda: self._store.check([self._answer]), timeout)
@@ -303,17 +306,6 @@ class DistributedTransport(_ByCall):
         except TransportBroken:
             return False
         return self.is_alive()
-
-
-def is_free(transport: DistributedTransport) -> bool:
-    """Whether an order may be given, or cannot: the last one was taken, and answered."""
-    if not transport.is_alive():
-        return True
-    with contextlib.suppress(RuntimeError):  # order() raises it
-        if transport._owed:
-            return bool(transport._store.check([transport._answer]))
-        return not transport._store.check([transport._order])
-    return True
 
 
 @contextlib.contextmanager

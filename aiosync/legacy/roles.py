@@ -6,7 +6,6 @@ users alike; or none, where a scheme has links of the newer generation. Must not
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import time
@@ -24,14 +23,13 @@ from aiosync.errors import (
 )
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
-from aiosync.receiver.guard import Guard, why_unguarded
+from aiosync.receiver.guard import why_unguarded
 from aiosync.schemes.inside import guard_of
-from aiosync.schemes.sources import is_per_worker, resolve_model, resolve_path
+from aiosync.schemes.sources import Given, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.tensors import Target
-from aiosync.tensors.apply import Strict
 from aiosync.transports._processes import FORKING
 from aiosync.transports.base import without_frames
 
@@ -46,15 +44,12 @@ _GRACE_SECONDS = 2.0  # that sends wait for workers that never attached, from th
 _READ_SECONDS = 60.0  # that an update waits for the forwards of other threads
 
 
-class OfScheme(abc.ABC):
+class OfScheme:
     """What has transports of a scheme. A pickle has the scheme and nothing else."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
-
-    @abc.abstractmethod
-    def _ends(self) -> Iterable[Any]:
-        """The transports."""
+        self._transports: dict[int, Any] = {}
 
     def close(self, *, at_once: bool = False) -> None:
         """Close every transport that can be closed.
@@ -62,7 +57,7 @@ class OfScheme(abc.ABC):
         Args:
             at_once: Without waiting, for destructors and signal handlers.
         """
-        for transport in self._ends():
+        for transport in self._transports.values():
             if at_once and isinstance(transport, MPTransport):
                 transport.abort()
             elif hasattr(transport, "close"):  # what users bring need not have it
@@ -90,9 +85,8 @@ class WeightSender(OfScheme):
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         super().__init__(scheme)
-        self._transports: dict[int, Any] = {}
         self._copier = Copier()
-        self._pending: Deliveries | None = None
+        self._pending: Callable[[], object] | None = None  # waits for an async send
         self._give_up: float | None = None  # when nobody waits for late workers any more
         self._lost: set[int] = set()  # of whose end a send has told
 
@@ -109,7 +103,7 @@ class WeightSender(OfScheme):
 
     def meet(self) -> None:
         """Let transports that have to meet the workers do so."""
-        for transport in self._ends():
+        for transport in self._transports.values():
             if isinstance(transport, Backend):
                 transport.setup_connection_and_weights_on_sender()
 
@@ -170,12 +164,12 @@ class WeightSender(OfScheme):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
                 )
-        prepared, sending = self._prepare(weights), Deliveries()
+        prepared = self._prepare(weights)
         if self._transports:
-            sending = self._start(prepared, worker_ids)
+            self._pending = functools.partial(self._wait, self._start(prepared, worker_ids))
         else:
             self._scheme.send_async(prepared, worker_ids)
-        self._pending = sending
+            self._pending = self._scheme.wait_async
 
     def wait_async(self) -> None:
         """Wait for the pending :meth:`send_async`.
@@ -187,10 +181,7 @@ class WeightSender(OfScheme):
         pending, self._pending = self._pending, None
         if pending is None:
             raise LocalProtocolError("No async send is pending. Call send_async() first.")
-        if self._transports:
-            self._wait(pending)
-        else:
-            self._scheme.wait_async()
+        pending()
 
     def update_weights(self, weights: Any) -> None:
         """The same as :meth:`send` to all workers."""
@@ -217,24 +208,17 @@ class WeightSender(OfScheme):
         return {idx: self._transports[idx] for idx in there or chosen}
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
-        each_its_own = is_per_worker(weights)
-        chosen = self._chosen(weights if each_its_own and worker_ids is None else worker_ids)
-        if each_its_own and (missing := chosen.keys() - weights.keys()):
-            raise ConfigError(f"no weights were given for worker {min(missing)}")
-        each = {idx: weights[idx] if each_its_own else weights for idx in chosen}
-        copies: dict[int, Weights] = {}
+        chosen, model_id = self._chosen(worker_ids), self._scheme.model_id or "policy"
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(
                     "there is nothing to send: pass weights to send(), or model=, weights= or "
                     "context= to init_on_sender()"
                 )
-            given = {id(value): value for value in each.values()}  # one copy of what is the same
-            copies = {key: self._copier.copy(value) for key, value in given.items()}
-            each = {idx: copies[id(value)] for idx, value in each.items()}
-        sending, model_id = Deliveries(copies.values()), self._scheme.model_id or "policy"
+            weights = self._copier.copy(weights)  # once for all of them
+        sending = Deliveries()
         for idx, transport in chosen.items():
-            sending.begin(idx, functools.partial(_begin, transport, model_id, each[idx]))
+            sending.begin(idx, functools.partial(_begin, transport, model_id, weights))
         return sending
 
     def _wait(self, sending: Deliveries) -> None:
@@ -259,11 +243,6 @@ class WeightSender(OfScheme):
                 "weights when they call init_on_worker()",
                 stacklevel=3,
             )
-            return
-        sending.give_back()
-
-    def _ends(self) -> Iterable[Any]:
-        return self._transports.values()
 
 
 def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
@@ -279,130 +258,6 @@ def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
 # -- receiving ------------------------------------------------------------------------------------
 
 
-class _Destination:
-    """What weights are put into, and the guard of its forwards. Refers to no scheme.
-
-    Args:
-        scheme: Its options, and its guard.
-    """
-
-    def __init__(self, scheme: WeightSyncScheme) -> None:
-        self.model: Any = None  # or a dotted name
-        self.context_ref: Callable[[], Any] | None = None
-        self.model_id = scheme.model_id
-        self.guard: Guard = guard_of(core_of(scheme))
-        # TensorDict.from_module(), which programs of that time send, has no extra state.
-        self._strict: Strict = scheme.strict and "warn"
-        self._in_place = scheme.apply_copy
-        self._hooks = scheme.guard == "forward"
-        self._target: Target | None = None
-        self._current: Weights | None = None  # what the model views
-        self._news: Exception | bool = False  # that receive() has not told yet
-
-    @property
-    def context(self) -> Any:
-        """Owner of the model; ``None`` without one."""
-        context = None if self.context_ref is None else self.context_ref()
-        if context is None and self.context_ref is not None:
-            raise ConfigError("Context has been garbage collected")
-        return context
-
-    def find(self) -> Any:
-        """The model as it is now, whose forwards are guarded from then on; or ``None``."""
-        context, model = self.context, self.model
-        if isinstance(model, str):
-            if context is None:
-                raise ConfigError("Context is required to resolve string references")
-            model = resolve_path(context, model)
-        elif model is None and context is not None:
-            with contextlib.suppress(AttributeError):  # the context has no such model yet
-                model = resolve_model(context, self.model_id or "policy")
-        if self._target is None or self._target.target is not model:
-            self._target = None if model is None else Target(model, strict=self._strict)
-            if self._hooks and model is not None and why_unguarded(model) is None:
-                self.guard.install(model)
-        return model
-
-    async def put(self, weights: Weights) -> None:
-        """Change the model, between two forwards. On the portal's loop: no signal interrupts.
-
-        Raises:
-            ApplyError: They do not fit; nothing was changed.
-            ConfigError: There is no model.
-            SyncTimeout: A forward of another thread did not end.
-        """
-        self.find()
-        target = self._target
-        if target is None:
-            raise ConfigError("No model registered")
-
-        def change() -> None:
-            # All that is plain points at the new memory then, at once: what the program, or
-            # another process, shares of the old one stays as it is.
-            with FORKING:
-                target.apply_(weights.layout, weights.flat, weights.values, copy=self._in_place)
-            before, self._current = self._current, weights
-            if before is not None and before.flat.exclusive():
-                before.give_back()
-
-        give_up = time.monotonic() + _READ_SECONDS
-        try:
-            while not self.guard.exclusively(change, timeout=0.0):
-                if time.monotonic() > give_up:
-                    raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
-                await self.guard.wait_free(1.0)
-        except ManifestMismatch as exc:
-            raise ApplyError(str(exc), remote_type=type(exc).__name__) from exc
-
-    async def take(self, end: Endpoint, timeout: float | None) -> bool:
-        """Change the model to the next update of a link, and answer it.
-
-        Returns:
-            False when none came in time.
-
-        Raises:
-            ConfigError: There is no model; or the update is of another one.
-            ApplyError: It does not fit.
-            SyncTimeout: As for :meth:`put`.
-        """
-        arrived = await end.peek(timeout)
-        if arrived is None:
-            return False
-        if self.find() is None:
-            raise ConfigError("No model registered")  # what has come stays
-        try:
-            if self.model_id not in (None, arrived.model_id):
-                raise ConfigError(
-                    f"weights of the model {arrived.model_id!r} came for the worker of "
-                    f"{self.model_id!r}"
-                )
-            await self.put(arrived)
-        except Exception as exc:  # the trainer hears it, and so does who waits
-            await end.acknowledge(arrived, exc)
-            raise
-        self._news = True
-        await end.acknowledge(arrived)
-        return True
-
-    async def follow(self, end: Endpoint) -> None:
-        """Take all that comes, without a call of the program, for as long as the link lives."""
-        while end.error is None:
-            try:
-                await self.take(end, None)
-            except Exception as exc:  # noqa: BLE001 - receive() raises it
-                if end.error is None:  # else that is raised
-                    self._news = without_frames(exc)
-            end.changed.notify()
-
-    async def news(self, end: Endpoint, timeout: float | None) -> bool:
-        """Whether there is an update that was not reported, within ``timeout`` seconds."""
-        await end.until(lambda: self._news, timeout)
-        news, self._news = self._news, False
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-
 class WeightReceiver(OfScheme):
     """Receives weights for a scheme; ``scheme.get_receiver()`` has one.
 
@@ -412,9 +267,16 @@ class WeightReceiver(OfScheme):
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         super().__init__(scheme)
-        self._transport: Any = None  # programs looked at its pipe
-        self._destination = _Destination(scheme)
-        self._is_to_follow = self._follows = False
+        self._given = Given(scheme.model_id)
+        self._guard = guard_of(core_of(scheme))
+        self._target: Target | None = None
+        self._current: Weights | None = None  # what the model views
+        self._is_to_follow = self._follows = False  # the model changes without receive()
+        self._news: Exception | bool = False  # that receive() has not told then
+
+    @property
+    def _transport(self) -> Any:  # programs looked at its pipe
+        return self._transports.get(0)
 
     @property
     def context(self) -> Any:
@@ -423,11 +285,14 @@ class WeightReceiver(OfScheme):
         Raises:
             ConfigError: It has been garbage collected (a ``ValueError``).
         """
-        return self._destination.context
+        context = self._given.context
+        if context is None and self._given.context_ref is not None:
+            raise ConfigError("Context has been garbage collected")
+        return context
 
     @context.setter
     def context(self, value: Any) -> None:
-        self._destination.context_ref = None if value is None else weakref.ref(value)
+        self._given.context = value
 
     def register_model(self, model: Any) -> None:
         """Choose what weights are applied to.
@@ -436,8 +301,39 @@ class WeightReceiver(OfScheme):
             model: A module; or a dotted name, which is looked up in the context whenever it is
                 needed.
         """
-        self._destination.model = model
+        self._given.model = model
         self._begin_to_follow()
+
+    @property
+    def model(self) -> Any:
+        """The registered model, found in the context if it was given by name; or ``None``.
+
+        Raises:
+            ConfigError: A name was given, and there is no context (a ``ValueError``).
+        """
+        target = self._find()
+        return None if target is None else target.target
+
+    def _find(self) -> Target | None:
+        """The model as it is now, whose forwards are guarded from then on."""
+        context, model, scheme = self.context, self._given.model, self._scheme
+        if isinstance(model, str):
+            if context is None:
+                raise ConfigError("Context is required to resolve string references")
+            model = resolve_path(context, model)
+        elif model is None and context is not None:
+            with contextlib.suppress(AttributeError):  # the context has no such model yet
+                model = resolve_model(context, self._given.model_id or "policy")
+        if model is None:
+            self._target = None
+        elif self._target is None or self._target.target is not model:
+            # TensorDict.from_module(), which programs of that time send, has no extra state.
+            self._target = Target(model, strict=scheme.strict and "warn")
+            if scheme.guard == "forward" and why_unguarded(model) is None:
+                self._guard.install(model)
+        return self._target
+
+    # -- the link ------------------------------------------------------------------------------
 
     def register_worker_transport(self, pipe_or_context: Any) -> None:
         """Receive over a transport.
@@ -459,9 +355,9 @@ class WeightReceiver(OfScheme):
         Raises:
             ConfigError: It does, and its forwards cannot be guarded.
         """
-        self._transport, self._is_to_follow = transport, follows
+        self._transports[0], self._is_to_follow = transport, follows
         with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
-            self._destination.find()
+            self._find()
         self._begin_to_follow()
 
     def meet(self) -> None:
@@ -478,31 +374,24 @@ class WeightReceiver(OfScheme):
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.
-        if not self._is_to_follow or self._follows or self.model is None:
+        if not self._is_to_follow or self._follows or (model := self.model) is None:
             return
-        why = why_unguarded(self.model) if self._scheme.guard == "forward" else None
+        why = why_unguarded(model) if self._scheme.guard == "forward" else None
         if why is not None:
             raise ConfigError(
-                f"a {type(self.model).__name__} {why}: construct the scheme with guard='reading' "
+                f"a {type(model).__name__} {why}: construct the scheme with guard='reading' "
                 "and read inside `with scheme.reading():`, or with apply='manual' and call "
                 "receive()"
             )
-        end, follow = self._transport.end, self._destination.follow
+        end, found = self._transport.end, weakref.ref(self)
 
         async def begin() -> None:
-            end.tasks.start(follow(end), "aiosync legacy follow")
+            end.tasks.start(self._follow(end, found), "aiosync legacy follow")
 
-        end.call("init_on_worker", begin)
+        self._transport.call("init_on_worker", begin)
         self._follows = True
 
-    @property
-    def model(self) -> Any:
-        """The registered model, found in the context if it was given by name; or ``None``.
-
-        Raises:
-            ConfigError: A name was given, and there is no context (a ``ValueError``).
-        """
-        return self._destination.find()
+    # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Look for weights that this has not reported yet, and wait a moment for them.
@@ -524,15 +413,16 @@ class WeightReceiver(OfScheme):
             ConfigError: Weights have come, but ``No model registered``, or they are of another
                 model (a ``ValueError``).
         """
-        transport, destination = self._transport, self._destination
+        transport = self._transport
         if transport is None:
             return self._scheme.receive(timeout=timeout) is not None
         self._begin_to_follow()
         if isinstance(transport, MPTransport):
-            get = destination.news if self._follows else destination.take
             if not self._follows:
-                destination.guard.refuse_inside_read("receive")
-            return transport.end.call("receive", lambda: get(transport.end, timeout))
+                self._guard.refuse_inside_read("receive")
+            return transport.call(
+                "receive", self._tell if self._follows else self._take, transport.end, timeout
+            )
         received = transport.receive_weights(timeout=timeout)
         if received is None:
             return False
@@ -544,15 +434,6 @@ class WeightReceiver(OfScheme):
             raise
         self._answer("updated")
         return True
-
-    def _put(self, weights: Any) -> None:
-        refuse_inside_loop("receive", "a scheme of aiosync")
-        self._destination.guard.refuse_inside_read("receive")
-        run_on_loop(self._scheme, self._destination.put(Copier().copy(weights)))
-
-    def _answer(self, message: str) -> None:
-        if hasattr(self._transport, "send_ack"):
-            self._transport.send_ack(message)
 
     def apply_weights(self, weights: Any) -> None:
         """Put weights into the model by hand, between two forward passes.
@@ -572,10 +453,97 @@ class WeightReceiver(OfScheme):
         if getattr(self._transport, "owes_ack", True):
             self._answer("updated")
 
-    def _ends(self) -> Iterable[Any]:
-        return [self._transport]
+    def _put(self, weights: Any) -> None:
+        refuse_inside_loop("receive", "a scheme of aiosync")
+        self._guard.refuse_inside_read("receive")
+        run_on_loop(self._scheme, self._change(Copier().copy(weights)))
+
+    def _answer(self, message: str) -> None:
+        if hasattr(self._transport, "send_ack"):
+            self._transport.send_ack(message)
+
+    # -- on the portal's loop, where no signal interrupts ----------------------------------------
+
+    async def _change(self, weights: Weights) -> None:
+        """Change the model, between two forwards.
+
+        Raises:
+            ApplyError: They do not fit; nothing was changed.
+            ConfigError: There is no model.
+            SyncTimeout: A forward of another thread did not end.
+        """
+        target, in_place = self._find(), self._scheme.apply_copy
+        if target is None:
+            raise ConfigError("No model registered")
+
+        def change() -> None:
+            # All that is plain points at the new memory then, at once: what the program, or
+            # another process, shares of the old one stays as it is.
+            with FORKING:
+                target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
+            self._current = weights
+
+        give_up = time.monotonic() + _READ_SECONDS
+        try:
+            while not self._guard.exclusively(change, timeout=0.0):
+                if time.monotonic() > give_up:
+                    raise SyncTimeout(f"a forward pass went on for {_READ_SECONDS:g} s")
+                await self._guard.wait_free(1.0)
+        except ManifestMismatch as exc:
+            raise ApplyError(str(exc), remote_type=type(exc).__name__) from exc
+
+    async def _take(self, end: Endpoint, timeout: float | None) -> bool:
+        """Change the model to the next update of a link, and answer it.
+
+        Returns:
+            False when none came in time.
+
+        Raises:
+            ConfigError: There is no model; or the update is of another one.
+            ApplyError: It does not fit.
+            SyncTimeout: As for :meth:`_change`.
+        """
+        if not await end.until(lambda: end.arrived, timeout):
+            return False
+        if not self._follows and self._find() is None:
+            raise ConfigError("No model registered")  # what has come stays
+        arrived, wanted = end.arrived[0], self._given.model_id
+        try:
+            if wanted not in (None, arrived.model_id):
+                raise ConfigError(
+                    f"weights of the model {arrived.model_id!r} came for the worker of {wanted!r}"
+                )
+            await self._change(arrived)
+        except Exception as exc:  # the trainer hears it, and so does who waits
+            await end.acknowledge(arrived, exc)
+            raise
+        self._news = True  # before the trainer knows
+        await end.acknowledge(arrived)
+        return True
+
+    async def _tell(self, end: Endpoint, timeout: float | None) -> bool:
+        """Whether there is an update that was not reported, within ``timeout`` seconds."""
+        await end.until(lambda: self._news, timeout)
+        news, self._news = self._news, False
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    @staticmethod
+    async def _follow(end: Endpoint, found: weakref.ref[WeightReceiver]) -> None:
+        """Have a receiver take all that comes, until it is gone or the link ends."""
+        while await end.until(lambda: end.arrived):
+            receiver = found()
+            if receiver is None:
+                return
+            try:
+                await receiver._take(end, 0.0)
+            except Exception as exc:  # noqa: BLE001 - receive() raises it
+                receiver._news = without_frames(exc)
+            end.changed.notify()
+            del receiver  # nobody but the program keeps it
 
     def close(self, *, at_once: bool = False) -> None:
         """See :meth:`WeightSender.close`."""
-        self._destination.guard.uninstall()
+        self._guard.uninstall()
         super().close(at_once=at_once)

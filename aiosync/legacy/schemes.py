@@ -22,7 +22,6 @@ from aiosync.legacy.remote import (
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport
 from aiosync.schemes.inside import sources_of
-from aiosync.schemes.sources import is_per_worker
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 
@@ -43,6 +42,14 @@ __all__ = [
 ]
 
 StrategyName = Literal["tensordict", "state_dict"]
+
+_WITHOUT_PIPES = {
+    "require": "all",
+    "per_worker_weights": False,
+    "wire_dtype": None,
+    "first_version": 1,
+}
+"""Options that only links of the newer generation have, and what they are otherwise."""
 
 
 def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
@@ -78,6 +85,9 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     """
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
+    _ends: ClassVar[Sequence[str]] = ("pipes",)  # names of what create_transport() is given
+    _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
+    _follows = False  # whether a worker's model may change without a call of the program
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         super().__init__(strategy, **options)
@@ -123,11 +133,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             TypeError: An argument is unknown.
         """
         self._after_fork()
-        pipes, cached = _given("pipes", kwargs, context), kwargs.pop("cached_weights", None)
-        if pipes is None:
+        given = [_given(name, kwargs, context) for name in self._ends]
+        ends = next((each for each in given if each is not None), None)
+        cached = kwargs.pop("cached_weights", None)
+        kwargs = {self._renamed.get(name, name): value for name, value in kwargs.items()}
+        if ends is None:
             super().init_on_sender(model_id, context, **kwargs)
         else:
-            self._init_sender(model_id, context, pipes, **kwargs)
+            self._init_sender(model_id, context, list(ends), **kwargs)
         self._cached = cached
 
     def _init_sender(
@@ -147,10 +160,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             num_workers = getattr(context, "num_workers", None)
         if num_workers not in (None, len(ends)):
             raise ConfigError(f"num_workers is {num_workers}, but there are {len(ends)} pipes")
-        if self.require != "all" or self.wire_dtype is not None or self.first_version != 1:
-            raise ConfigError(
-                "require=, wire_dtype= and first_version= are of schemes without pipes"
-            )
+        if any(getattr(self, name) != usual for name, usual in _WITHOUT_PIPES.items()):
+            raise ConfigError(f"{'=, '.join(_WITHOUT_PIPES)}= are of schemes without pipes")
         self.model_id = model_id or self.model_id or "policy"
         sender = self.create_sender()
         try:
@@ -169,7 +180,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             return Backend(transport, self.model_id or "policy")
         if isinstance(transport, MPTransport):
             transport.timeout, transport.end.patient = self.timeout, True
-            transport.end.greet()
+            transport.greet()
         return transport
 
     def _transport_of(self, end: Any) -> Any:
@@ -202,10 +213,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         else:
             self._init_receiver(model_id, context, pipe, **kwargs)
 
-    def init_on_receiver(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # as well
-        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
-        own = kwargs.get("pipe") is not None
-        (self.init_on_worker if own else super().init_on_receiver)(*args, **kwargs)
+    init_on_receiver = init_on_worker  # type: ignore[misc]  # with a pipe, or without
 
     def _init_receiver(
         self,
@@ -225,13 +233,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         receiver = self.create_receiver()
         receiver.register_model(model if model is not None else weights)
         receiver.context = context
-        receiver.use(self.make_transport(pipe), follows=self._follows)
+        receiver.use(self.make_transport(pipe), follows=self._follows and self.apply == "auto")
         self._receiver = receiver
-
-    @property
-    def _follows(self) -> bool:
-        """Whether a worker's model changes without a call of the program."""
-        return False
 
     def get_sender(self) -> WeightSender:
         """The sender of this object, always the same.
@@ -240,12 +243,9 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             LocalProtocolError: Before :meth:`init_on_sender` (a ``RuntimeError``).
         """
         self._after_fork()
-        if self._sender is None and self.initialized_on_sender:
-            self._sender = self.create_sender()
         if self._sender is None:
-            raise LocalProtocolError(
-                f"Must call init_on_sender() before get_sender() on {type(self).__name__}"
-            )
+            self._check_role(self.initialized_on_sender, "init_on_sender() before get_sender()")
+            self._sender = self.create_sender()
         return self._sender
 
     def get_receiver(self) -> WeightReceiver:
@@ -255,13 +255,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             LocalProtocolError: Before :meth:`init_on_worker` (a ``RuntimeError``).
         """
         self._after_fork()
-        if self._receiver is None and self.initialized_on_receiver:
-            self._receiver = self.create_receiver()
         if self._receiver is None:
-            raise LocalProtocolError(
-                f"Must call init_on_worker() before get_receiver() on {type(self).__name__}"
-            )
+            self._check_role(self.initialized_on_receiver, "init_on_worker() before get_receiver()")
+            self._receiver = self.create_receiver()
         return self._receiver
+
+    def _check_role(self, has_role: bool, what: str) -> None:
+        if not has_role:
+            raise LocalProtocolError(f"Must call {what} on {type(self).__name__}")
 
     def create_sender(self) -> WeightSender:
         """A sender for this scheme; :meth:`get_sender` is what programs want."""
@@ -341,9 +342,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         context = self.context if context is None else context
         strategy = get_strategy(strategy) if isinstance(strategy, str) else strategy
         found = super().prepare_weights(weights, model_id, strategy, context)
-        if found is None and hasattr(context, "get_cached_weights"):
-            found = context.get_cached_weights(model_id or self.model_id or "policy")
-        return self._cached if found is None else found
+        return self._cached_of(context, model_id) if found is None else found
+
+    def _cached_of(self, context: Any, model_id: str | None = None) -> Any:
+        """What the program has cached of a model, if it has."""
+        cached = None
+        if hasattr(context, "get_cached_weights"):
+            cached = context.get_cached_weights(model_id or self.model_id or "policy")
+        return self._cached if cached is None else cached
 
     def register_sent(self, weights: Any) -> None:
         """A sender is about to send these."""
@@ -410,6 +416,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
     """
 
     _async_class: ClassVar[AsyncClass] = aio.SharedMemWeightSyncScheme
+    _follows = True
 
     def __init__(
         self,
@@ -449,9 +456,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         first values of the model, unless it is registered.
         """
         super().init_on_sender(model_id, context, **kwargs)
-        first = self.policy_weights.get(self.model_id or "policy", self._cached)
-        if first is None and hasattr(context, "get_cached_weights"):
-            first = context.get_cached_weights(self.model_id)
+        first = self.policy_weights.get(self.model_id or "policy")
+        if first is None:
+            first = self._cached_of(context)
         if first is not None and self._sender is not None:
             self._sender.offer(first)
 
@@ -459,15 +466,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         """See :class:`SharedMemTransport`; each worker's own weights are not registered."""
         name = self.model_id or "policy"
         registered = name in self.policy_weights or not self.auto_register
-        if registered and weights is not None and not is_per_worker(weights):
+        if registered and weights is not None:
             self.create_transport(None).update_registered(name, weights)
 
     def _transport_of(self, end: Any) -> Any:
         return MPTransport(end)  # which answers when the model has the weights
-
-    @property
-    def _follows(self) -> bool:
-        return self.apply == "auto"
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
@@ -558,13 +561,8 @@ class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
             pipe_or_context: ``(collector_info, collector_rref, collector_class)``.
 
         Raises:
-            ConfigError: It is something else (a ``ValueError``).
+            TypeError: It is something else.
         """
-        if not isinstance(pipe_or_context, tuple) or len(pipe_or_context) != 3:
-            raise ConfigError(
-                "expected (collector_info, collector_rref, collector_class), got "
-                f"{pipe_or_context!r}"
-            )
         return RPCTransport(*pipe_or_context)
 
 
@@ -604,48 +602,30 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
             pipe_or_context: ``(store, rank)``.
 
         Raises:
-            ConfigError: It is something else (a ``ValueError``).
+            TypeError: It is something else.
         """
-        if not isinstance(pipe_or_context, tuple) or len(pipe_or_context) != 2:
-            raise ConfigError(f"expected (store, rank), got {pipe_or_context!r}")
-        return DistributedTransport(*pipe_or_context, self.sync)
+        store, rank = pipe_or_context
+        return DistributedTransport(store, rank, self.sync)
 
 
-class RayWeightSyncScheme(WeightSyncScheme, facade.RayWeightSyncScheme):
+class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
+    WeightSyncScheme, facade.RayWeightSyncScheme
+):
     """Sends weights to Ray actors.
 
-    Actors that are given to :meth:`init_on_sender` without a collector of TorchRL as the
-    context are called: each has ``update_policy_weights_(weights)``. Otherwise roles and calls
-    are those of :class:`aiosync.sync.RayWeightSyncScheme`.
+    Actors that are given to :meth:`init_on_sender` as ``remote_collectors``, or that its context
+    has under this name, are called: each has ``update_policy_weights_(weights)``. It also takes
+    ``num_collectors``, how many there are, and ``source_model``, what is sent by default. Without
+    actors, or with a collector of TorchRL as the context, roles and calls are those of
+    :class:`aiosync.sync.RayWeightSyncScheme`.
     """
 
     _async_class: ClassVar[type[aio.RayWeightSyncScheme]] = aio.RayWeightSyncScheme
-    _handle_names: ClassVar[Sequence[str]] = ("remote_collectors",)
-
-    def init_on_sender(  # type: ignore[misc]  # the facade's takes no old-style context
-        self, model_id: str | None = None, context: Any = None, **kwargs: Any
-    ) -> None:
-        """Make this object the sender. Sends nothing and does not wait for workers.
-
-        Args:
-            model_id: Name of the model; ``"policy"`` by default.
-            context: Owner of the model, which may offer ``remote_collectors``.
-            kwargs: ``remote_collectors``, handles of actors; ``num_collectors``, how many;
-                ``source_model`` or ``model``, what is sent by default; ``weights``.
-
-        Raises:
-            ConfigError: The arguments exclude each other (a ``ValueError``).
-        """
-        self._after_fork()
-        given = [_given(name, kwargs, context) for name in self._handle_names]
-        handles = next((each for each in given if each is not None), None)
-        if (source := kwargs.pop("source_model", None)) is not None:
-            kwargs["model"] = source
-        if handles is None:
-            super().init_on_sender(model_id, context, **kwargs)
-        else:
-            kwargs["num_workers"] = kwargs.pop("num_collectors", None)
-            self._init_sender(model_id, context, list(handles), **kwargs)
+    _ends: ClassVar[Sequence[str]] = ("remote_collectors", "pipes")
+    _renamed: ClassVar[Mapping[str, str]] = {
+        "source_model": "model",
+        "num_collectors": "num_workers",
+    }
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
@@ -676,7 +656,7 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
     """
 
     _async_class: ClassVar[type[aio.RayModuleTransformScheme]] = aio.RayModuleTransformScheme
-    _handle_names = ("actor_refs", "actors", "remote_collectors")
+    _ends = ("actor_refs", "actors", "remote_collectors", "pipes")
 
     def __init__(self, strategy: StrategyName = "tensordict", **options: Any) -> None:
         super().__init__(strategy, **options)

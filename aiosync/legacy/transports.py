@@ -6,11 +6,14 @@ Must not import torch or schemes.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
+import os
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from aiosync.errors import (
     AiosyncError,
@@ -21,14 +24,15 @@ from aiosync.errors import (
     PeerClosed,
     RemoteProtocolError,
     TransportBroken,
+    TransportClosed,
     TransportError,
 )
-from aiosync.legacy.endpoint import Copier, Endpoint, Weights
+from aiosync.legacy.endpoint import PROCESS, Copier, Endpoint, Weights
 from aiosync.strategy import WeightStrategy
 from aiosync.sync import InitialSyncTransport
+from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors.values import is_tensordict
-from aiosync.types import AckStatus
-from aiosync.wire import Ack
+from aiosync.wire import Setup, encode_frame
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -43,6 +47,7 @@ __all__ = [
     "TransportBackend",
 ]
 
+_T = TypeVar("_T")
 Finish: TypeAlias = Callable[[float | None], None]
 """Waits for an answer for so many seconds, and raises what went wrong."""
 
@@ -117,6 +122,11 @@ class Answered(abc.ABC):
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
         self._pending.popleft()(self.timeout if timeout is None else timeout)
 
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
+        """Return ``None``: a remote object gets its weights by the call."""
+        del timeout
+        return None
+
 
 class Deliveries:
     """Sends to several ends that are under way.
@@ -126,13 +136,9 @@ class Deliveries:
         acked: Those that have the weights.
         failed: Those that never will, and why.
         began: From when on answers are waited for, by :func:`time.monotonic`.
-
-    Args:
-        copies: What is sent.
     """
 
-    def __init__(self, copies: Iterable[Weights] = ()) -> None:
-        self._copies = list(copies)
+    def __init__(self) -> None:
         self.began: float = time.monotonic()
         self.pending: dict[int, Finish] = {}
         self.acked: set[int] = set()
@@ -182,11 +188,6 @@ class Deliveries:
         if self.failed:
             raise PartialSyncError(acked=self.acked, failed=self.failed)
 
-    def give_back(self) -> None:
-        """All have what was sent: its memory may be used again."""
-        for copied in self._copies:
-            copied.give_back()
-
 
 class Backend:
     """Stands between a role and a transport that has TorchRL's present interface.
@@ -219,73 +220,16 @@ class Backend:
         return None if found is None else (self._model_id, found)
 
 
-class _OverPipes:
-    """Has ends of pipes, and closes them."""
-
-    _ends: list[Endpoint]
-
-    def close(self) -> None:
-        """Close every link; the other side sees ``PeerClosed``. Idempotent."""
-        for end in self._ends:
-            end.close()
-
-    def check_connection(self) -> bool:
-        """Whether every link is open and nobody has closed the other end.
-
-        False in a process that was forked after the link was used.
-        """
-        return all(end.is_up for end in self._ends)
-
-    def abort(self) -> None:
-        """Close at once, for destructors and signal handlers."""
-        for end in getattr(self, "_ends", ()):
-            end.abandon()
-
-    __del__ = abort
-
-
-class PipeView:
-    """Reads weights as if they were messages of a connection; no connection is below any more."""
-
-    def __init__(self, transport: MPTransport) -> None:
-        self._transport = transport
-
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether weights, or the end of the link, are there within ``timeout`` seconds.
-
-        ``None`` waits as long as it takes.
-        """
-        end = self._transport.end
-        return end.call("poll", lambda: end.until(lambda: end.is_ready, timeout))
-
-    def recv(self) -> tuple[tuple[str, Any], str]:
-        """Wait for weights; ``receiver.apply_weights()`` or ``send_ack()`` answers them.
-
-        Returns:
-            ``((model_id, weights), "update_weights")``; the weights on memory of their own.
-
-        Raises:
-            EOFError: The other side went away.
-        """
-        try:
-            taken = self._transport.receive_weights(timeout=None)
-        except PeerClosed as exc:
-            raise EOFError(str(exc)) from exc
-        assert taken is not None
-        return taken, "update_weights"
-
-
-class MPTransport(_OverPipes, Answered):
+class MPTransport(Answered):
     """One end of a two-way pipe that carries weights and acknowledgements.
+
+    Its link is made by the first call that needs it.
 
     Args:
         pipe_connection: ``multiprocessing`` connection of a two-way pipe; owned from now on.
         timeout: Seconds that acknowledgements are waited for, while workers may still be starting.
 
     Attributes:
-        pipe: To look for weights by hand: ``poll(timeout)``, and ``recv()``, which returns
-            ``((model_id, weights), "update_weights")``. What was given is closed: what was
-            below it belongs to the transport.
         timeout: As it was given; may be changed.
         end: What is below.
 
@@ -295,24 +239,51 @@ class MPTransport(_OverPipes, Answered):
 
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         super().__init__(timeout)
-        self.pipe: PipeView = PipeView(self)
-        self.end: Endpoint = Endpoint(pipe_connection)
-        self._ends = [self.end]
+        self.end: Endpoint = Endpoint(_take_socket(pipe_connection))
         self._copier = Copier()
         self._unanswered: deque[Weights] = deque()
+        self._lease: Lease | None = None
+        self._pid = 0  # of its user
+        self._closed = False
+
+    def greet(self) -> None:
+        """Say which process is at this end. Never waits; idempotent.
+
+        Where the other end is gone nothing is said: what it wrote before is to be read.
+        """
+        if not self._pid:
+            self._pid = os.getpid()
+            greeting = encode_frame(Setup(PROCESS, str(self._pid)))
+            with contextlib.suppress(OSError):
+                self.end.sock.send(greeting, socket.MSG_DONTWAIT)
+
+    def call(
+        self, what: str, function: Callable[..., Coroutine[Any, Any, _T]], /, *args: Any
+    ) -> _T:
+        """Run a coroutine function on the portal's loop, with the link below."""
+        refuse_inside_loop(what, "the transports of aiosync.transports")
+        if self._closed:
+            raise TransportClosed("this transport was closed")
+        if self._inherited:
+            raise LocalProtocolError(f"{what}(): this transport was used before the process forked")
+        self.greet()
+        if self._lease is None:
+            self._lease = lease(self.end)
+        return self._lease.call(self.end.run(function, *args))
+
+    @property
+    def _inherited(self) -> bool:
+        """Whether it was used by the process that this one was forked from."""
+        return self._pid not in (0, os.getpid())
+
+    # -- sending -------------------------------------------------------------------------------
 
     def begin(self, model_id: str, weights: Any) -> Finish:
         """As for :class:`Answered`; the weights may be a copy already."""
-        own = None if isinstance(weights, Weights) else self._copier.copy(weights)
-        version = _post(self.end, model_id, own or weights, self.timeout)
-
-        def finish(timeout: float | None) -> None:
-            ack = self.end.call("wait_ack", lambda: self.end.wait_for_ack(version, timeout))
-            if own is not None:
-                own.give_back()
-            _check(ack)
-
-        return finish
+        if not isinstance(weights, Weights):
+            weights = self._copier.copy(weights)
+        version = self.call("send_weights", self.end.post, model_id, weights, self.timeout)
+        return functools.partial(self.call, "wait_ack", self.end.wait_for_ack, version)
 
     def check_ack(self, message: str = "updated") -> None:
         """The same as :meth:`wait_ack`: there is no success but ``"updated"``."""
@@ -326,7 +297,9 @@ class MPTransport(_OverPipes, Answered):
         def known() -> bool:
             return end.heard or end.error is not None
 
-        return known() or end.call("wait_ack", lambda: end.until(known, timeout))
+        return known() or self.call("wait_ack", end.until, known, timeout)
+
+    # -- receiving -----------------------------------------------------------------------------
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """Wait for the next weights, in the order in which they were sent; none is ever lost.
@@ -342,7 +315,7 @@ class MPTransport(_OverPipes, Answered):
             PeerClosed: The other side went away.
             RemoteProtocolError: It sent something that is not of this format.
         """
-        arrived = self.end.call("receive_weights", lambda: self.end.take(timeout))
+        arrived = self.call("receive_weights", self.end.take, timeout)
         if arrived is None:
             return None
         self._unanswered.append(arrived)
@@ -368,24 +341,101 @@ class MPTransport(_OverPipes, Answered):
         if not self._unanswered:
             raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
         error = None if message == "updated" else LocalProtocolError(message)
-        arrived = self._unanswered.popleft()
-        self.end.call("send_ack", lambda: self.end.acknowledge(arrived, error))
+        self.call("send_ack", self.end.acknowledge, self._unanswered.popleft(), error)
+
+    # -- by hand -------------------------------------------------------------------------------
+
+    @property
+    def pipe(self) -> MPTransport:
+        """To look for weights by hand, with :meth:`poll` and :meth:`recv`: this object.
+
+        The connection that was given is closed: what was below it belongs to the transport.
+        """
+        return self
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether weights, or the end of the link, are there within ``timeout`` seconds.
+
+        ``None`` waits as long as it takes.
+        """
+        return self.call("poll", self.end.until, lambda: self.end.is_ready, timeout)
+
+    def recv(self) -> tuple[tuple[str, Any], str]:
+        """Wait for weights; ``receiver.apply_weights()`` or :meth:`send_ack` answers them.
+
+        Returns:
+            ``((model_id, weights), "update_weights")``; the weights on memory of their own.
+
+        Raises:
+            EOFError: The other side went away.
+        """
+        try:
+            taken = self.receive_weights(timeout=None)
+        except PeerClosed as exc:
+            raise EOFError(str(exc)) from exc
+        assert taken is not None
+        return taken, "update_weights"
+
+    # -- the link ------------------------------------------------------------------------------
+
+    def check_connection(self) -> bool:
+        """Whether the link is open and nobody has closed the other end.
+
+        False in a process that was forked after the link was used.
+        """
+        if self._closed or self._inherited:
+            return False
+        with contextlib.suppress(AiosyncError):
+            self.call("check_connection", self.end.until, lambda: True)
+        return self.end.error is None
+
+    def close(self) -> None:
+        """Close the link; the other side sees ``PeerClosed``. Idempotent.
+
+        In a forked child the parent's goes on.
+        """
+        held, self._lease, self._closed = self._lease, None, True
+        try:
+            if held is not None and held.valid:
+                held.call(self.end.aclose())
+        finally:
+            if held is not None:
+                held.release()
+            if not self._inherited:
+                self.end.say_goodbye()
+            self.end.sock.close()
+
+    def abort(self) -> None:
+        """Close at once, for destructors and signal handlers."""
+        self._closed = True
+        if self._lease is not None:
+            self._lease.abort()
+        else:
+            self.end.sock.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):  # the pipe was one
+            self.abort()
 
 
-def _post(end: Endpoint, model_id: str, weights: Weights, timeout: float | None) -> int:
-    return end.call("send_weights", lambda: end.post(model_id, weights, timeout))
+def _take_socket(pipe: Any) -> socket.socket:
+    """The socket below one end of a two-way pipe, whose connection object is closed.
+
+    The program may close its own end afterwards or not: it makes no difference any more.
+    """
+    try:
+        found = socket.socket(fileno=pipe.fileno())
+    except (AttributeError, OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{pipe!r} is no open end of a two-way pipe, multiprocessing.Pipe(duplex=True): {exc}"
+        ) from exc
+    sock = found.dup()
+    found.detach()  # which is the connection's
+    pipe.close()
+    return sock
 
 
-def _check(ack: Ack) -> None:
-    """Raise unless the answer says that the weights were applied."""
-    if ack.status is AckStatus.NACK:
-        by_hand = ack.error_type == LocalProtocolError.__name__  # of send_ack(message)
-        said = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
-        cause = ApplyError(ack.error_text, version=ack.version, remote_type=ack.error_type)
-        raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}") from cause
-
-
-class SharedMemTransport(_OverPipes):
+class SharedMemTransport:
     """Weights that change in place, over any number of two-way pipes.
 
     The trainer registers a pipe for each worker and sends; a worker registers its own end and
@@ -412,7 +462,7 @@ class SharedMemTransport(_OverPipes):
         self.auto_register = auto_register
         self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
-        self._ends = []
+        self._links: list[MPTransport] = []
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -423,9 +473,9 @@ class SharedMemTransport(_OverPipes):
         Raises:
             ConfigError: It is not two-way (a ``ValueError``).
         """
-        end = Endpoint(pipe)
-        end.settles, end.changed = True, (self._ends or [end])[0].changed
-        self._ends.append(end)
+        link = MPTransport(pipe)
+        self._links.append(link)
+        link.end.settles, link.end.changed = True, self._links[0].end.changed
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -470,21 +520,13 @@ class SharedMemTransport(_OverPipes):
             PeerClosed: A worker went away. The others were served.
         """
         self.update_registered(model_id, weights)
-        copied = self._copier.copy(self.policy_weights[model_id])
-
-        def begin(end: Endpoint) -> Finish:
-            version = _post(end, model_id, copied, self.timeout)
-            return lambda left: _check(
-                end.call("send_weights", lambda: end.wait_for_ack(version, left))
-            )
-
-        sending = Deliveries([copied])
-        for idx, end in enumerate(self._ends):
-            sending.begin(idx, functools.partial(begin, end))
+        copied, sending = self._copier.copy(self.policy_weights[model_id]), Deliveries()
+        for idx, link in enumerate(self._links):
+            link.timeout = self.timeout
+            sending.begin(idx, functools.partial(link.begin, model_id, copied))
         sending.finish_all(self.timeout)
         if sending.failed:
             raise next(iter(sending.failed.values()))
-        sending.give_back()
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
         """Copy the newest weights of each model into what is registered under its name.
@@ -501,22 +543,22 @@ class SharedMemTransport(_OverPipes):
             ManifestMismatch: The weights do not fit what is registered (a ``ValueError``).
             PeerClosed: Another side went away, and nothing has come from the others.
         """
-        if self._ends and not self._apply_all():
-            first = self._ends[0]
+        if self._links and not self._apply_all():
+            first = self._links[0]
 
-            def ready() -> bool:
-                return any(end.is_ready for end in self._ends)
+            def is_ready() -> bool:
+                return any(link.end.is_ready for link in self._links)
 
-            first.call("receive_weights", lambda: first.until(ready, timeout))
+            first.call("receive_weights", first.end.until, is_ready, timeout)
             self._apply_all()
 
     def _apply_all(self) -> bool:
         """Apply what is here; whether anything was."""
         ended: Exception | None = None
         count = 0
-        for end in self._ends:
+        for link in self._links:
             try:
-                while arrived := end.call("receive_weights", functools.partial(end.take, 0.0)):
+                while arrived := link.call("receive_weights", link.end.take, 0.0):
                     self.update_registered(arrived.model_id, arrived.rebuild())
                     count += 1
             except (TransportError, RemoteProtocolError) as exc:
@@ -528,5 +570,13 @@ class SharedMemTransport(_OverPipes):
     def send_ack(self, message: str = "updated") -> None:
         """Do nothing: what arrives is acknowledged by itself."""
 
-    def check_ack(self, message: str = "updated") -> None:
-        """Do nothing: :meth:`send_weights` has waited for the acknowledgements."""
+    check_ack = send_ack  # send_weights() has waited
+
+    def check_connection(self) -> bool:
+        """Whether every link is up; see :class:`MPTransport`."""
+        return all(link.check_connection() for link in self._links)
+
+    def close(self) -> None:
+        """Close every link; the other side sees ``PeerClosed``. Idempotent."""
+        for link in self._links:
+            link.close()

@@ -23,6 +23,7 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors.apply import named_views
 from aiosync.tensors.values import inner_names, unpack_value
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
@@ -80,10 +81,7 @@ class PulledWeights:
         Raises:
             ConfigError: A value is not what a trainer of aiosync sends.
         """
-        leaves = self.layout.manifest.leaves
-        tensors: dict[str, torch.Tensor] = {}
-        for leaf, view in zip(leaves, self.buffer.views(self.layout), strict=True):
-            tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), view))
+        tensors = dict(named_views(self.layout, self.buffer))
 
         def tensor(name: str) -> torch.Tensor:
             if name not in tensors:

@@ -236,7 +236,7 @@ def rpc_program(rank: int, port: int) -> None:
         rref = rpc.remote("process1", Collector)
         scheme = legacy.RPCWeightSyncScheme()
         assert scheme.strategy == "state_dict"
-        expect(ValueError, scheme.create_transport, rref)
+        expect(TypeError, scheme.create_transport, rref)
         end = (rpc.get_worker_info("process1"), rref, Collector)
         sender = scheme.create_sender()
         sender.register_worker(0, end)

@@ -75,6 +75,11 @@ def test_arguments_that_cannot_be() -> None:
 
         workers.refuses(
             (ValueError, "num_workers is 2", init(pipes=[mine], num_workers=2)),
+            (
+                ValueError,
+                "per_worker_weights=",
+                lambda: MP(per_worker_weights=True).init_on_sender(pipes=[mine]),
+            ),
             (TypeError, "nonsense", init(pipes=[mine], nonsense=1)),
             (ValueError, "pipe", init(pipes=["pipe"])),
             (ValueError, "two-way", lambda: scheme.init_on_worker("policy", pipe=reader)),
@@ -165,24 +170,37 @@ def test_a_registered_source(keyword: str) -> None:
         assert tools.value_of(model) == 5.0
 
 
-def test_single_workers_and_weights_of_their_own() -> None:
+def test_single_workers() -> None:
     pipes, models = [Pipe() for _ in range(2)], [tools.filled(0.0) for _ in range(2)]
-    with SHM(per_worker_weights=True) as scheme, SHM() as one, SHM() as two:
+    with SHM() as scheme, SHM() as one, SHM() as two:
         scheme.init_on_sender(model_id="policy", pipes=[mine for mine, _ in pipes])
         sender = scheme.get_sender()
-        sender.send_async({0: td(1.0), 1: td(2.0)})  # nobody has attached
+        sender.send_async(td(1.0))  # nobody has attached
         for other, (_, theirs), model in zip((one, two), pipes, models, strict=True):
             other.init_on_worker(model_id="policy", pipe=theirs, model=model)
         sender.wait_async()
-        for weights, worker_ids, expected in (
-            (None, [], [1.0, 2.0]),
-            (td(3.0), 1, [1.0, 3.0]),
-            ({0: td(4.0), 1: td(5.0)}, None, [4.0, 5.0]),
-            (td(6.0), [0, 1], [6.0, 6.0]),
+        for value, worker_ids, expected in (
+            (2.0, [], [1.0, 1.0]),
+            (3.0, 1, [1.0, 3.0]),
+            (6.0, [0, 1], [6.0, 6.0]),
         ):
-            if weights is not None:
-                sender.send(weights, worker_ids=worker_ids)
+            sender.send(td(value), worker_ids=worker_ids)
             assert [tools.value_of(model) for model in models] == expected
+
+
+def test_a_context_that_goes_is_told_to_both_sides() -> None:
+    mine, theirs = Pipe()
+    context = workers.OldContext(tools.filled(0.0))
+    with SHM() as scheme, SHM() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine])
+        other.init_on_worker(model_id="policy", pipe=theirs, context=context)
+        scheme.get_sender().send(td())
+        del context
+        gc.collect()
+        with pytest.raises(aiosync.PartialSyncError, match="garbage"):
+            scheme.get_sender().send(td())
+        with pytest.raises(aiosync.ConfigError, match="garbage"):
+            other.get_receiver().receive(timeout=tools.PATIENCE)
 
 
 @pytest.mark.slow

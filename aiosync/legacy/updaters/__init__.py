@@ -6,6 +6,7 @@ this starts nothing. Must not import torchrl or ray.
 """
 
 from aiosync.legacy.updaters.base import (
+    DistributedWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
@@ -15,7 +16,6 @@ from aiosync.legacy.updaters.by_scheme import (
     RayWeightUpdater,
     RPCWeightUpdater,
 )
-from aiosync.legacy.updaters.distributed import DistributedWeightUpdater
 
 __all__ = [
     "DistributedWeightUpdater",

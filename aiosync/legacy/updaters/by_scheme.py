@@ -18,19 +18,21 @@ import abc
 import copy
 import functools
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.distributed import rpc
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
 from aiosync.legacy.transports import Deliveries, Finish
-from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights
-from aiosync.legacy.updaters.worker import WorkerCollector, receive
+from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights, make_private
+from aiosync.receiver.hooks import SchemeHooks
 from aiosync.sync import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
@@ -85,20 +87,6 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
     def _check_open(self) -> None:
         if self._closed:
             raise LocalProtocolError("this weight updater was shut down")
-
-    @abc.abstractmethod
-    def _num_workers(self) -> int:
-        """How many workers there are."""
-
-    def all_worker_ids(self) -> Iterable[Any]:
-        """Indices of the workers, from 0."""
-        return range(self._num_workers())
-
-    def _indices(self, worker_ids: list[Any]) -> list[int]:
-        """The workers that ids mean."""
-        if wrong := [idx for idx in worker_ids if idx not in range(self._num_workers())]:
-            raise ConfigError(f"there are no workers {wrong}: there are {self._num_workers()}")
-        return worker_ids
 
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
         """The sender, with the receivers of these workers connected."""
@@ -180,9 +168,6 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
     def all_worker_ids(self) -> Iterable[Any]:
         """The keys of ``policy_weights``, or all workers of the collector if it is empty."""
         return list(self._policy_weights) or list(range(self._num_workers()))
-
-    def _num_workers(self) -> int:
-        return int(getattr(self.collector, "num_workers", 0))
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
@@ -371,3 +356,99 @@ class RayWeightUpdater(_RemoteWeightUpdater):
 
     def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
         return functools.partial(finish_ray_call, worker.__ray_call__.remote(receive, scheme, idx))
+
+
+# -- in a worker ----------------------------------------------------------------------------------
+
+
+def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
+    """Keep the policy of a collector up to date, for as long as the collector lives.
+
+    Args:
+        collector: A collector that steps its policy itself.
+        scheme: A copy of the trainer's scheme, with no role yet.
+        worker_idx: Index of this worker.
+
+    Raises:
+        ConfigError: The collector has workers of its own, or its policy is not a module.
+        ConnectError: The trainer has ended.
+        ConnectTimeout: The trainer did not answer within the scheme's ``timeout``.
+    """
+    policy = getattr(collector, "policy", None)
+    if hasattr(collector, "pipes") or hasattr(collector, "procs"):
+        raise ConfigError(
+            f"a {type(collector).__name__} hands weights on to workers of its own, which this "
+            "weight updater does not reach: use weight_sync_schemes= instead"
+        )
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
+        )
+    make_private(policy)
+    here = weakref.ref(collector)
+
+    def count(epoch: int, version: int) -> None:
+        del epoch, version
+        found = here()
+        if found is not None:
+            found.increment_version()
+
+    hooks = SchemeHooks(applied=count)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx, hooks=hooks)
+    try:
+        scheme.connect()
+    except BaseException:  # goes on to the trainer
+        scheme.abort()
+        raise
+    weakref.finalize(collector, scheme.abort)  # which keeps it as long
+
+
+class WorkerCollector:
+    """Makes the collector inside a worker of a multi-process collector, and its receiver.
+
+    Stands for the ``collector_class`` that the user gave, which TorchRL calls in each worker.
+
+    Args:
+        collector_class: That class or function; ``None`` for TorchRL's default.
+        scheme: A copy of the trainer's scheme, with no role yet.
+    """
+
+    def __init__(
+        self, collector_class: Callable[..., Any] | None, scheme: WeightSyncScheme
+    ) -> None:
+        self._collector_class = collector_class
+        self._scheme = scheme
+
+    @property
+    def _ignore_rb(self) -> Any:
+        """An option of the class, which TorchRL sets; where it looks for it."""
+        return self._resolve()._ignore_rb
+
+    @_ignore_rb.setter
+    def _ignore_rb(self, value: Any) -> None:
+        self._resolve()._ignore_rb = value
+
+    def _resolve(self) -> Any:
+        if self._collector_class is not None:
+            return self._collector_class
+        return sys.modules["torchrl.collectors"].Collector
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the collector.
+
+        Args:
+            args: Of the collector class.
+            kwargs: Of the collector class, ``worker_idx`` among them.
+        """
+        factory = kwargs.get("policy_factory")
+        if factory is not None:
+            # Before the collector looks at the policy: it may keep views of its memory.
+            kwargs["policy_factory"] = lambda: make_private(factory())
+        make_private(kwargs.get("policy"))
+        collector = self._resolve()(*args, **kwargs)
+        try:
+            receive(collector, self._scheme, int(kwargs["worker_idx"]))
+        except BaseException:  # goes on to the trainer
+            collector.shutdown()
+            raise
+        return collector
