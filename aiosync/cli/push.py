@@ -74,7 +74,7 @@ async def _push(
     """Send; epoch, version, bytes and seconds."""
     from aiosync.rendezvous.handshake import ANY_STRATEGY
     from aiosync.schemes import TCPWeightSyncScheme
-    from aiosync.schemes.inside import sender_of
+    from aiosync.schemes.inside import life_of
     from aiosync.tensors import Layout, collect
 
     loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ async def _push(
         finally:
             looking.cancel()
             await asyncio.wait({looking})
-        sender = sender_of(scheme)
+        sender = life_of(scheme).sender
         assert sender is not None
         show(nbytes, nbytes)
         return sender.workers.clock.epoch, scheme.version, nbytes, loop.time() - started
@@ -132,10 +132,10 @@ async def _check_server(server: Connection, model_id: str, timeout: float) -> No
 
 
 async def _look(scheme: TCPWeightSyncScheme, nbytes: int, show: Show) -> None:
-    from aiosync.schemes.inside import sender_of
+    from aiosync.schemes.inside import life_of
 
     while True:
-        sender = sender_of(scheme)
+        sender = life_of(scheme).sender
         link = None if sender is None else sender.workers.links.get(0)
         if link is not None and link.stream is not None:
             show(min(nbytes, link.stream.sent_nbytes + link.stream.resumed_nbytes), nbytes)

@@ -24,7 +24,7 @@ from aiosync.errors import (
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.guard import why_unguarded
-from aiosync.schemes.inside import guard_of
+from aiosync.schemes.inside import life_of
 from aiosync.schemes.sources import Given, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
@@ -268,7 +268,7 @@ class WeightReceiver(OfScheme):
     def __init__(self, scheme: WeightSyncScheme) -> None:
         super().__init__(scheme)
         self._given = Given(scheme.model_id)
-        self._guard = guard_of(core_of(scheme))
+        self._guard = life_of(core_of(scheme)).guard
         self._target: Target | None = None
         self._current: Weights | None = None  # what the model views
         self._is_to_follow = self._follows = False  # the model changes without receive()

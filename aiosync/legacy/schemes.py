@@ -21,7 +21,6 @@ from aiosync.legacy.remote import (
 )
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport
-from aiosync.schemes.inside import sources_of
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 
@@ -171,7 +170,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             sender.close()
             raise
         self.context, self._sender = context, sender
-        sources_of(self._scheme).replace(weights if model is None else model)
+        self._life.given.sources.replace(weights if model is None else model)
 
     def make_transport(self, end: Any) -> Any:
         """What a role has of one end. The worker of a pipe may come at any time."""
@@ -314,14 +313,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Whether this object is a sender."""
         return self._sender is not None or super().initialized_on_sender
 
-    @property  # type: ignore[misc]  # final, but for pipes
+    @property
     def initialized_on_receiver(self) -> bool:
         """Whether this object is a receiver."""
         return self._receiver is not None or self._scheme.initialized_on_receiver
 
     # -- weights -------------------------------------------------------------------------------
 
-    def prepare_weights(  # type: ignore[misc]  # the facade's knows no cached weights
+    def prepare_weights(
         self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
     ) -> Any:
         """Resolve and extract weights as ``send()`` does, without sending them.

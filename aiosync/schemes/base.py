@@ -16,12 +16,10 @@ import logging
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from aiosync._log import Waiting, log
-from aiosync._meter import Meter
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -30,29 +28,22 @@ from aiosync.errors import (
     PartialSyncError,
     RecvTimeout,
 )
-from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_count, as_index, validate_timeout
-from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks, Transform
-from aiosync.receiver.reading import Guarded, Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
-from aiosync.rendezvous.listener import Arrivals, Listener
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
-from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.roles import Life, Trainer, Worker, named
 from aiosync.schemes.sources import (
     DeviceMap,
-    Given,
     Sources,
     as_model_id,
-    is_per_worker,
     resolve_sources,
 )
+from aiosync.schemes.state import SchemeState
 from aiosync.sender import How, Streaming, WeightSender
-from aiosync.spans import VersionSpan, epoch_text, staleness
-from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.tensors.apply import Loader, LoadTarget, Strict
 from aiosync.transports.base import Transport
@@ -68,7 +59,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class WeightSyncScheme(SchemeOptions, abc.ABC):
+class WeightSyncScheme(SchemeState, abc.ABC):
     """Keeps the weights of one model the same in a trainer and its workers.
 
     One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it,
@@ -145,24 +136,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             first_version=first_version,
         )
         self._address = new_address()
-        self._model_id: str | None = None
         self._sender_pid: int | None = None
         self._carried_hooks = SchemeHooks()
         configured = set(vars(self))
-        self._reset()
+        self._reset(None)
         self._not_pickled = frozenset(vars(self)) - configured
 
-    def _reset(self) -> None:
+    def _reset(self, model_id: str | None) -> None:
         """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
-        self._life = Life()
-        self._given = Given(self._model_id)
-        self._worker_idx: int | None = None
-        self._trainer: Trainer | None = None
-        self._worker: Worker | None = None
-        self._listeners: list[Listener | Arrivals] = []
-        self._to_close: weakref.WeakSet[Any] = weakref.WeakSet()  # what has abort() and aclose()
-        self._guard_object = Guard()
-        self._meter = Meter()
+        self._life = Life(model_id)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -185,17 +167,18 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         mine, life = vars(self).items(), self._life
         state = {name: value for name, value in mine if name not in self._not_pickled}
         state["_sender_pid"] = life.pid if life.role == "sender" else self._sender_pid
-        return state
+        return {**state, "model_id": self.model_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        model_id = state.pop("model_id")
         self.__dict__.update(state)
-        self._reset()
+        self._reset(model_id)
 
     def __repr__(self) -> str:
         life = self._life
         state = "closed" if life.closed else "connected" if life.connected else "not connected"
         role = life.role or "no role yet"
-        return f"<{type(self).__name__} for {self._model_id or 'no model'}: {role}, {state}>"
+        return f"<{type(self).__name__} for {self.model_id or 'no model'}: {role}, {state}>"
 
     # -- what subclasses decide ----------------------------------------------------------------
 
@@ -249,214 +232,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """Whether no other attempt to meet the trainer follows after an error."""
         return True
 
-    async def _connect_sender(
-        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
-    ) -> None:
-        await trainer.connect(self, weights, timeout, processes)
-
-    async def _connect_receiver(self, worker: Worker, timeout: float | None, initial: bool) -> None:
-        await worker.connect(self, timeout, initial)
-
-    # -- the model -----------------------------------------------------------------------------
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
-        self._strategy = get_strategy(value)
-        self.strategy_str = self._strategy.extract_as
-
-    @property
-    def model_id(self) -> str | None:
-        """Name of the model."""
-        return self._model_id
-
-    @model_id.setter
-    def model_id(self, value: str) -> None:
-        if self._life.connected:
-            raise LocalProtocolError("model_id cannot be changed once connected")
-        self._model_id = self._given.model_id = as_model_id(value)
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Index of this worker; ``None`` on the sender or before the sender chose one."""
-        return self._worker_idx
-
-    @worker_idx.setter
-    def worker_idx(self, value: int | None) -> None:
-        if self._life.role == "sender" and value is not None:
-            raise LocalProtocolError("Worker index cannot be set after initialization on sender")
-        if self._life.connected and value != self._worker_idx:
-            raise LocalProtocolError(
-                "worker_idx cannot be changed once connected: the trainer knows this worker by it"
-            )
-        self._worker_idx = None if value is None else as_index("worker_idx", value)
-
-    @property
-    def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
-        return self._given.context
-
-    @context.setter
-    def context(self, value: Any) -> None:
-        self._assign("context", value)
-
-    @property
-    def model(self) -> Any:
-        """The model as it is now: as given, or found in the context; ``None`` without one."""
-        return self._given.find()
-
-    @model.setter
-    def model(self, value: Any) -> None:
-        self._assign("model", value)
-
-    @property
-    def weights(self) -> Any:
-        """The weights as given, or as the strategy extracts them from the model."""
-        if self._given.weights is not None:
-            return self._given.weights
-        model = self.model
-        return None if model is None else self._strategy.extract_weights(model)
-
-    @weights.setter
-    def weights(self, value: Any) -> None:
-        self._assign("weights", value)
-
-    def _assign(self, name: str, value: Any) -> None:
-        if self._worker is not None:
-            self._worker.assign(self, name, value)
-        elif self._trainer is not None:
-            self._trainer.assign(name, value)
-        else:
-            setattr(self._given, name, value)
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether this object is a sender."""
-        return self._life.is_a("sender")
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether this object is a receiver."""
-        return self._life.is_a("receiver")
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        """Whether ``connect()`` succeeded on this sender."""
-        return self.initialized_on_sender and self._life.connected
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect()`` succeeded on this receiver."""
-        return self.initialized_on_receiver and self._life.connected
-
-    # -- versions ------------------------------------------------------------------------------
-
-    @property
-    def _sender(self) -> WeightSender | None:
-        return None if self._trainer is None else self._trainer.runtime
-
-    @property
-    def _receiver(self) -> WeightReceiver | None:
-        return None if self._worker is None else self._worker.runtime
-
-    @property
-    def _runtime(self) -> WeightSender | WeightReceiver | None:
-        return self._sender or self._receiver
-
-    @property
-    def version(self) -> int:
-        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
-        runtime = self._runtime
-        return 0 if runtime is None else runtime.version
-
-    @property
-    def epoch(self) -> int:
-        """Which run of a trainer :attr:`version` is of; 0 before any version."""
-        if self._sender is not None:
-            return self._sender.clock.epoch if self._sender.version else 0
-        return 0 if self._receiver is None else self._receiver.inbox.epoch or 0
-
-    @property
-    def lag(self) -> int:
-        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
-        runtime = self._runtime
-        return 0 if runtime is None else runtime.lag
-
-    def stats(self) -> SyncStats:
-        """What was done so far, and how it stands. On any thread, also after closing; never waits.
-
-        Raises:
-            LocalProtocolError: It is neither a sender nor a receiver yet.
-        """
-        if self._runtime is not None:
-            return self._runtime.stats()
-        if self._life.role is None:
-            self._life.check_has_role()
-        self._meter.role = self._life.role or "sender"
-        self._meter.model = self._model_id or "policy"
-        return self._meter.stats()
-
-    def add_observer(self, observer: Observer) -> None:
-        """Tell somebody of each send of this trainer, or each version of this worker, from now on.
-
-        On the event loop of this object, soon after it has ended. Copies of it have none.
-
-        Args:
-            observer: Has ``on_sync(event)``, which gets a :class:`aiosync.SyncEvent`.
-
-        Raises:
-            ConfigError: It has not.
-        """
-        self._meter.add(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Tell somebody no more. Does nothing where it was never, or is no longer told."""
-        self._meter.remove(observer)
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """Sender: the version that each connected worker has applied, as far as it is known."""
-        return {} if self._trainer is None else self._trainer.versions
-
-    @property
-    def staged_version(self) -> int:
-        """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
-        return 0 if self._receiver is None else self._receiver.applier.staged_version
-
-    @property
-    def link_lost(self) -> AiosyncError | None:
-        """Receiver: why there is no link to the trainer; ``None`` while there is one.
-
-        The scheme may be reconnecting at this moment. Once it has given up, this says so, and
-        :meth:`receive` raises it.
-        """
-        return None if self._receiver is None else self._receiver.lost
-
-    @property
-    def sender_transports(self) -> dict[int, Transport]:
-        """The link to each connected worker, by index; empty on a receiver.
-
-        For inspection only: the scheme sends and receives on them, on its event loop.
-        """
-        links = {} if self._sender is None else self._sender.workers.links
-        return {idx: link.transport for idx, link in links.items()}
-
-    @property
-    def shared_transport(self) -> Transport | None:
-        """``None``: each worker has a link of its own. For what was written for TorchRL."""
-        return None
-
-    @property
-    def receiver_transport(self) -> Transport | None:
-        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
-
-        For inspection only: the scheme sends and receives on it, on its event loop.
-        """
-        return None if self._receiver is None else self._receiver.transport
+    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
+        """Reach the other side, and have the workers at the initial weights."""
+        await side.connect(self, timeout, **given)
 
     # -- roles ---------------------------------------------------------------------------------
 
@@ -504,7 +282,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         del ctx
         self._check_no_role("init_on_sender")
-        name = as_model_id(model_id or self._model_id or "policy")
+        given = self._life.given
+        name = as_model_id(model_id or given.model_id or "policy")
         sources = resolve_sources(
             context=context,
             model_id=model_id,
@@ -516,14 +295,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             num_workers=num_workers,
             pipes=pipes,
         )
-        given = self._given
         given.context = context
         links = {} if transports is None else sources.link(transports)
         if transports is None and pipes is None:
             self._bind(sources)
-        self._model_id = given.model_id = name
-        given.model, given.weights, given.sources = model, weights, sources
-        self._trainer, self._life.role = Trainer(given, links), "sender"
+        given.model_id, given.model, given.weights, given.sources = name, model, weights, sources
+        self._life.side = Trainer(given, links)
 
     def init_on_receiver(
         self,
@@ -590,7 +367,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             LocalProtocolError: This object already has a role.
         """
         self._check_no_role("init_on_receiver")
-        loader, given = None if load is None else LoadTarget(load), self._given
+        loader, life = None if load is None else LoadTarget(load), self._life
         worker = Worker(
             self,
             model=model,
@@ -602,14 +379,15 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             hooks=hooks,
             methods=methods,
         )
-        self._model_id = given.model_id = as_model_id(model_id or self._model_id or "policy")
+        given = life.given
+        given.model_id = as_model_id(model_id or given.model_id or "policy")
         given.model, given.weights, given.loader, given.context = model, weights, loader, context
-        found = worker_idx if worker_idx is not None else self._worker_idx  # assigned before
+        found = worker_idx if worker_idx is not None else life.worker_idx  # assigned before
         if found is None:
             with contextlib.suppress(RuntimeError):  # a collector that has no index yet
                 found = getattr(context, "worker_idx", None)
-        self._worker_idx = None if found is None else as_index("worker_idx", found)
-        self._worker, self._life.role = worker, "receiver"
+        life.worker_idx = None if found is None else as_index("worker_idx", found)
+        life.side = worker
 
     init_on_worker = init_on_receiver
 
@@ -617,7 +395,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         if self._life.inherited:  # the role, the context and the links are not ours
             if self._life.role == "sender":
                 self._sender_pid = self._life.pid
-            self._reset()
+            self._reset(self.model_id)
         self._life.check_no_role(method)
 
     # -- connecting ----------------------------------------------------------------------------
@@ -666,30 +444,27 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         """
         from aiosync.schemes.registry import backend_of  # which imports this module
 
-        life, trainer, worker = self._life, self._trainer, self._worker
-        given = {"weights": weights} if trainer is None else {"worker_idx": worker_idx}
-        life.check_may_connect(**given)
+        life = self._life
+        life.check_may_connect(weights, worker_idx)
         limit = self._limit(timeout)
         if worker_idx is not None:
             self.worker_idx = worker_idx
         cancelled_before = life.begin_to_connect()
-        self._meter.start(life.role or "sender", self._model_id or "policy", backend_of(type(self)))
+        side = life.side
+        assert side is not None
+        life.meter.start(side.role, self.model_id or "policy", backend_of(type(self)))
         try:
-            if trainer is not None:
-                with self._waiting("connect()", limit, trainer.awaited):
-                    await self._connect_sender(trainer, weights, limit, processes)
-            elif worker is not None:
-                with self._waiting("connect()", limit, worker.awaited):
-                    await self._connect_receiver(worker, limit, initial)
+            with self._waiting("connect()", limit, side.awaited):
+                await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
         except BaseException as exc:  # raised again: the caller sees it
-            reached = self._sender is not None and self._sender.workers.links
+            reached = life.sender is not None and life.sender.workers.links
             if reached and isinstance(exc, (ConnectTimeout, PartialSyncError)):
                 life.connected = not life.closed
                 raise
             was_closed, life.connecting = life.closed, None
             self.abort()
-            if self._runtime is not None:  # made after it was closed
-                self._runtime.abort()
+            if life.runtime is not None:  # made after it was closed
+                life.runtime.abort()
             if was_closed:
                 life.check_cancelled(exc, cancelled_before)
             raise
@@ -700,11 +475,10 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
     def _log(
         self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
     ) -> None:
-        model, worker = self._model_id, self._worker_idx
-        log(level, phase, text, model=model, worker=worker, version=version)
+        log(level, phase, text, model=self.model_id, worker=self.worker_idx, version=version)
 
     def _waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
-        return Waiting(call, timeout, what, model=self._model_id, worker=self._worker_idx)
+        return Waiting(call, timeout, what, model=self.model_id, worker=self.worker_idx)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -756,7 +530,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class C: the transfer goes on in the background, from the sender's own snapshot; of a
             call that is cancelled before that has been copied, nothing is sent.
         """
-        trainer, limit = self._require("send", "sender"), self._limit(timeout)
+        trainer, limit = self._require("send", "sender", timeout)
         if max_lag is not None:
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
@@ -794,39 +568,9 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
                 initial weights.
             ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
         """
-        trainer, limit = self._require("send_nowait", "sender"), self._limit(timeout)
+        trainer, limit = self._require("send_nowait", "sender", timeout)
         planned = trainer.plan(self, weights)
         return SendHandle(*trainer.runtime.send_nowait(planned, named(weights, worker_ids), limit))
-
-    def prepare_weights(
-        self,
-        weights: Any,
-        model_id: str | None = None,
-        strategy: WeightStrategy | None = None,
-        context: Any = None,
-    ) -> Any:
-        """Resolve and extract weights as :meth:`send` would, without sending them.
-
-        Args:
-            weights: As for :meth:`send`.
-            model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
-            strategy: Extracts the weights; this scheme's by default.
-            context: Where names are looked up; this scheme's by default.
-
-        Returns:
-            A TensorDict or a state dict on the memory of the source, or ``None``.
-        """
-        given = self._given
-        own = context is None or context is given.context
-        own = own and model_id in (None, self._model_id)
-        sources = given.sources if own else Sources()
-        if weights is None and own:
-            weights = given.model if given.weights is None else given.weights
-        context = given.context if context is None else context
-        weights = sources.resolve(weights, context, model_id or self._model_id or "policy")
-        if weights is None or is_per_worker(weights):
-            return weights
-        return (strategy or self._strategy).extract_weights(weights)
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -853,12 +597,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        receiver: WeightReceiver = self._require("receive", "receiver").runtime
-        validate_timeout(timeout)
+        receiver: WeightReceiver = self._require("receive", "receiver", timeout)[0].runtime
         if not await receiver.receive(timeout):
             return None
         epoch, version = receiver.inbox.epoch or 0, receiver.inbox.version
-        return AppliedUpdate(epoch, version, self._model_id or "policy", lambda: self.weights)
+        return AppliedUpdate(epoch, version, self.model_id or "policy", lambda: self.weights)
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
@@ -886,7 +629,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         call, text = f"wait_for_version({version})", f"version {version} was not applied"
-        wait = self._require("wait_for_version").runtime.wait_for
+        wait = self._require("wait_for_version")[0].runtime.wait_for
         return await self._wait(call, timeout, text, wait, version)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
@@ -918,7 +661,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             Class A.
         """
         call, text = f"wait_staged({version})", f"version {version} was not complete"
-        wait = functools.partial(self._require("wait_staged").runtime.wait_for, staged=True)
+        wait = functools.partial(self._require("wait_staged")[0].runtime.wait_for, staged=True)
         return await self._wait(call, timeout, text, wait, version)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
@@ -944,7 +687,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A; the update may still arrive.
         """
-        receiver: WeightReceiver = self._require("pull", "receiver").runtime
+        receiver: WeightReceiver = self._require("pull", "receiver")[0].runtime
         least = 0 if min_version is None else min_version
         text = f"no version from {least} on was applied"
         return await self._wait("pull()", timeout, text, receiver.pull, least)
@@ -976,7 +719,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         Cancellation:
             Class A.
         """
-        runtime = self._require("wait_lag_below").runtime
+        runtime = self._require("wait_lag_below")[0].runtime
         as_count("a lag", limit, 1)
         call, text = f"wait_lag_below({limit})", f"the lag did not fall below {limit}"
         return await self._wait(call, timeout, text, runtime.wait_lag_below, limit)
@@ -990,11 +733,12 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         what: object,
     ) -> _T:
         """Wait for something of the sender or receiver; ``text``: what is wrong if it is late."""
-        limit, lacks = self._limit(timeout), self._given.lacks()
+        side, limit = self._require(call, timeout=timeout)
+        lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
-        have = (self._trainer or self._require(call)).have
-        return await wait(what, timeout=limit, late=late, waiting=self._waiting(call, limit, have))
+        waiting = self._waiting(call, limit, side.have)
+        return await wait(what, timeout=limit, late=late, waiting=waiting)
 
     @property
     def ready(self) -> Ready:
@@ -1002,67 +746,13 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         return Ready(self._is_ready, self._wait_until_ready)
 
     def _is_ready(self) -> bool:
-        return self._runtime is not None and self._runtime.is_ready()
+        runtime = self._life.runtime
+        return runtime is not None and runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        runtime = self._require("ready").runtime
+        runtime = self._require("ready")[0].runtime
         text = "there was no complete version"
         await self._wait("ready", timeout, text, runtime.wait_until, runtime.is_ready)
-
-    def reading(self) -> Reading:
-        """Context manager: what is computed inside sees one version of the weights.
-
-        Forward passes of the model itself do not need it. ``with`` in threads and in code without
-        awaits, ``async with`` in coroutines that await inside. ``with scheme.reading() as read:``
-        gives ``read.version`` inside, and ``read.span`` after the block.
-        """
-        return Reading(self._guard_object)
-
-    def span(self) -> VersionSpan | None:
-        """The versions of what this thread, or this task, has read since it last asked.
-
-        Reads are forward passes, :meth:`reading` blocks and guarded methods of a receiver; one
-        inside of another is part of that. They count once they have ended, from the first call in
-        any thread on: call it once before. With ``strict=False`` the version is that of the newest
-        update, whatever names it held. Memory is bounded: of more than 256 versions that nobody
-        asked for, the oldest count as still older ones.
-
-        Returns:
-            The span, with the number of reads of each version; ``None`` if there was no read. Its
-            ``first`` is 0 where a version was of another run of the trainer than the newest, or
-            there was none.
-        """
-        return self._guard_object.span()
-
-    def staleness(
-        self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
-    ) -> float | None:
-        """How many versions older than this trainer's newest a sample is.
-
-        See :func:`aiosync.staleness`. Spans of another run of the trainer are comparable up to
-        ``first_version``, and unknown otherwise.
-
-        Raises:
-            LocalProtocolError: Not a sender.
-            ConfigError: There is no such weight.
-        """
-        if self._trainer is None:
-            raise LocalProtocolError(
-                "staleness() is the trainer's: elsewhere call aiosync.staleness(newest, span)"
-            )
-        epoch, first_version = epoch_text(self.epoch), self.first_version
-        return staleness(self.version, span, weight, epoch=epoch, first_version=first_version)
-
-    def guarded(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """The function, or coroutine function, each call of which sees one version.
-
-        Args:
-            function: What computes with the model beside its forward passes. No generator.
-
-        Raises:
-            ConfigError: It cannot be called, or is a generator: those need :meth:`reading`.
-        """
-        return Guarded(self._guard_object, function, getattr(function, "__name__", "function"))
 
     def apply_pending(self) -> int | None:
         """Apply the staged update now, on this thread. For ``apply="manual"``.
@@ -1077,39 +767,11 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
                 event loop it is not waited for.
         """
-        if self._receiver is None or self._life.closed:
+        receiver = self._life.receiver
+        if receiver is None or self._life.closed:
             self._life.check_open()
             raise LocalProtocolError("apply_pending() needs a connected receiver")
-        return self._receiver.applier.apply_pending()
-
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Put weights into this receiver's model by hand, between two forward passes.
-
-        Args:
-            weights: TensorDict or state dict; copied, never aliased.
-            inplace: Keep the parameter objects; otherwise replace them.
-
-        Raises:
-            ManifestMismatch: They do not fit; nothing was changed.
-            LocalProtocolError: Not a receiver, or called inside a forward pass or a
-                :meth:`reading` block, which would see two versions.
-            ConfigError: There is no model.
-            SyncTimeout: Another thread's forward pass did not end within 30 seconds; on an
-                event loop it is not waited for.
-        """
-        self._life.check_open()
-        if self._worker is None:
-            when = "before init_on_receiver has been called"
-            if self._trainer is not None:
-                when = "on a sender side"
-            raise LocalProtocolError(f"apply_weights() called {when}.")
-        target = self._given.target()
-        if target is None:
-            raise ConfigError("No model registered")
-        self._guard_object.refuse_inside_read("apply_weights")
-        apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
-        advice = "call apply_weights() again, or in a thread"
-        self._guard_object.between_reads(apply, advice=advice)
+        return receiver.applier.apply_pending()
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -1135,40 +797,23 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
 
     async def _close_here(self) -> None:
         """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
-        opened = (*self._listeners, *self._to_close)
+        life = self._life
+        opened = (*life.listeners, *life.shared)
         try:
-            if self._begin_to_close() and self._runtime is not None:
-                await self._runtime.aclose()
+            if life.begin_to_close() and life.runtime is not None:
+                await life.runtime.aclose()
         finally:
-            self._abort_rest()
+            life.abort_links()
             await asyncio.gather(*(each.aclose() for each in opened))
-            self._meter.deliver()
+            life.meter.deliver()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
-        if self._begin_to_close():
-            if self._runtime is not None:
-                self._runtime.abort()
-            self._abort_rest()
-
-    def _begin_to_close(self) -> bool:
-        """Let nobody in any more; whether that is news."""
-        news = self._life.begin_to_close()
-        if news:
-            self._close_listeners()
-        return news
-
-    def _close_listeners(self) -> None:
-        for listener in () if self._life.inherited else self._listeners:
-            listener.close()
-
-    def _abort_rest(self) -> None:
-        """End the links that no runtime has taken, and what links share."""
-        for role in (self._trainer, self._worker):
-            if role is not None:
-                role.abort_links()
-        for each in self._to_close:
-            each.abort()
+        life = self._life
+        if life.begin_to_close():
+            if life.runtime is not None:
+                life.runtime.abort()
+            life.abort_links()
 
     async def __aenter__(self) -> Self:
         return self
@@ -1180,7 +825,7 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         life = self._life
-        if exc is None and self._worker is not None and life.loop is None and not life.closed:
+        if exc is None and life.worker is not None and life.loop is None and not life.closed:
             warnings.warn(
                 "this worker never had the trainer's weights: `async with` does not connect, call "
                 "`await scheme.connect()` inside of the block",
@@ -1193,8 +838,8 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
         life: Life | None = getattr(self, "_life", None)
         if life is None or life.closed or life.inherited:
             return  # also where an option was refused: there is nothing yet
-        if self._runtime is None:
-            self._close_listeners()
+        if life.runtime is None:
+            life.begin_to_close()
             return
         try:
             warnings.warn(
@@ -1215,14 +860,19 @@ class WeightSyncScheme(SchemeOptions, abc.ABC):
             timeout = self.timeout
         return None if timeout is None or timeout == float("inf") else timeout
 
-    def _require(self, method: str, role: str | None = None) -> Any:
-        """The role, if it is connected, here, and this one or any.
+    def _require(
+        self, method: str, role: str | None = None, timeout: float | None = None
+    ) -> tuple[Any, float | None]:
+        """The role, if it is connected, here, and this one or any; and the seconds to wait.
 
         Raises:
             LocalProtocolError: It is not: why the method cannot be called now.
+            ConfigError: The timeout is not a number.
         """
-        life = self._life
+        life, side = self._life, self._life.side
         here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
-        if not here or not life.connected or life.closed or role not in (None, life.role):
+        if not here or not life.connected or life.closed or side is None:
             life.why_not_here(method, role)
-        return self._trainer or self._worker
+        if role not in (None, side.role):
+            life.why_not_here(method, role)
+        return side, self._limit(timeout)

@@ -113,8 +113,8 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     _longest_pause = 0.5  # between two looks for the sender
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _reset(self, model_id: str | None) -> None:
+        super()._reset(model_id)
         self._link_lost = asyncio.Event()
         self._looking = self._invited = False  # for a trainer; and it said what its token is
         self._same_host: SameHost | None = None
@@ -159,12 +159,12 @@ class ClusterScheme(EngineOptions, StreamScheme):
         except BaseException:  # raised again: the caller sees it
             control.abort()
             raise
-        self._to_close.add(link)
+        self._life.shared.add(link)
         return link
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         control = TCPTransport(sock, limits=self.limits, name=name)
-        return self._linked(control, listened=self._trainer is not None)
+        return self._linked(control, listened=self._life.trainer is not None)
 
     def _make_arena(self) -> Arena | None:
         if self._same_host is None:
@@ -184,7 +184,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
                     handshake_timeout=self.handshake_timeout,
                     limits=self.limits,
                 )
-                self._listeners.append(self._same_host)
+                self._life.listeners.append(self._same_host)
         return listener
 
     def _bind(self, sources: Sources) -> None:
@@ -400,7 +400,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
 
     @property
     def _key(self) -> str:
-        return f"aiosync/{self._model_id or 'policy'}"
+        return f"aiosync/{self.model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
         if self._store is None:
@@ -518,8 +518,8 @@ class RPCWeightSyncScheme(ClusterScheme):
         self.patience = patience
         self._scheme_id = secrets.token_hex(16)  # the same in every copy
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _reset(self, model_id: str | None) -> None:
+        super()._reset(model_id)
         self._rpc_workers: list[str] = []
 
     def _separate(self) -> None:

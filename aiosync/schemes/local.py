@@ -50,7 +50,7 @@ class _LocalScheme(WeightSyncScheme):
         return self._transport_over(pipe_or_context, "the peer")
 
     def _bind(self, sources: Sources) -> None:
-        self._listeners = [Listener(bind_here(self._address))]
+        self._life.listeners = [Listener(bind_here(self._address))]
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         def on_connection(sock: socket.socket) -> None:
@@ -62,7 +62,7 @@ class _LocalScheme(WeightSyncScheme):
             watch_process(link, pid)
             sender.workers.welcome(link)
 
-        for listener in self._listeners:
+        for listener in self._life.listeners:
             assert isinstance(listener, Listener)
             listener.accept(on_connection, sender.workers.not_let_in)
 
@@ -100,7 +100,8 @@ class SharedMemWeightSyncScheme(_LocalScheme):
         return Arena()
 
     def _transport_over(self, end: Any, name: str) -> Transport:
-        arena = None if self._sender is None else self._sender.copier.arena
+        sender = self._life.sender
+        arena = None if sender is None else sender.copier.arena
         return SharedMemTransport(end, arena=arena, name=name)
 
 

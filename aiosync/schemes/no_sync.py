@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -34,15 +34,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None``.
     """
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._ended: asyncio.Event | None = None  # for who waits
-
-    def _abort_rest(self) -> None:
-        super()._abort_rest()
-        if self._ended is not None:
-            self._ended.set()
 
     def carry(self, model: object) -> None:
         """Take along a copy of a model's weights, in pickles of this object.
@@ -70,14 +61,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 unpack = functools.partial(_unpack, layout.manifest, data, dict(leaves.values))
         self._carried_hooks = dataclasses.replace(self._carried_hooks, prepare_model=unpack)
 
-    async def _connect_sender(
-        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
-    ) -> None:
-        del trainer, weights, timeout, processes
-
-    async def _connect_receiver(self, worker: Worker, timeout: float | None, initial: bool) -> None:
-        del timeout, initial
-        await worker.prepare(self, self.model)
+    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
+        del timeout, given
+        if isinstance(side, Trainer):
+            return
+        await side.prepare(self, self.model)
         if lacks_memory(self.model):
             raise ConfigError(
                 "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
@@ -94,8 +82,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> SendReport:
         """Send nothing."""
         del weights, worker_ids
-        self._limit(timeout)  # mistakes are refused as by the schemes that wait
-        self._require("send", "sender")
+        self._require("send", "sender", timeout)  # mistakes are refused as by others
         await self.wait_lag_below(1 if max_lag is None else max_lag)  # lets others run
         return _NOTHING
 
@@ -108,8 +95,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> SendHandle:
         """Send nothing."""
         del weights, worker_ids
-        self._limit(timeout)
-        self._require("send_nowait", "sender")
+        self._require("send_nowait", "sender", timeout)
         future = asyncio.get_running_loop().create_future()
         future.set_result(_NOTHING)
         return SendHandle(0, future)
@@ -128,15 +114,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Cancellation:
             Class A.
         """
-        limit = None if timeout is None else self._limit(timeout)
-        self._require("receive", "receiver")
+        _, limit = self._require("receive", "receiver", timeout)
         if timeout is None or timeout <= 0:
             await asyncio.sleep(0)  # who receives in a loop lets others run
             return None
-        self._ended = self._ended or asyncio.Event()
         try:
             async with asyncio.timeout(limit):
-                await self._ended.wait()
+                await self._life.ended.wait()
         except TimeoutError:
             return None
         raise TransportClosed("this scheme was closed")
@@ -179,8 +163,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return self._life.connected  # there is nothing to wait for
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        self._limit(timeout)
-        self._require("ready")
+        self._require("ready", timeout=timeout)
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """There is no link.

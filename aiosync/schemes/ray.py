@@ -138,8 +138,8 @@ class RayWeightSyncScheme(ClusterScheme):
         # Copies that were pickled before the sender listened find its address by this.
         self._meeting = secrets.token_hex(16)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _reset(self, model_id: str | None) -> None:
+        super()._reset(model_id)
         self._objects: RayObjects | None = None
         self._published: bytes | None = None
         self._shares = True
@@ -214,7 +214,7 @@ class RayWeightSyncScheme(ClusterScheme):
         self._shares = kinds <= {RayActorTransport}
         for link in self._given_links():
             if isinstance(link, RayActorTransport):
-                link.model_id = self._model_id or "policy"
+                link.model_id = self.model_id or "policy"
 
     async def send(
         self,
@@ -238,7 +238,8 @@ class RayWeightSyncScheme(ClusterScheme):
             await self._puts_done()
 
     def _given_links(self) -> list[Transport]:
-        return [] if self._trainer is None else list(self._trainer.links.values())
+        trainer = self._life.trainer
+        return [] if trainer is None else list(trainer.links.values())
 
     async def _puts_done(self) -> None:
         for link in self._given_links():
@@ -250,7 +251,7 @@ class RayWeightSyncScheme(ClusterScheme):
     def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         if listened and self._objects is None:
             self._objects = RayObjects()
-            self._to_close.add(self._objects)
+            self._life.shared.add(self._objects)
         return RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
 
     def _called(self) -> str:
@@ -273,7 +274,7 @@ class RayWeightSyncScheme(ClusterScheme):
 
         Copies of one scheme have the same; no two other schemes do, nor two models.
         """
-        return f"aiosync:{self._meeting}:{self._model_id or 'policy'}"
+        return f"aiosync:{self._meeting}:{self.model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
         self._published, key = str(address).encode(), self.connection_info_name.encode()
@@ -295,7 +296,7 @@ class RayWeightSyncScheme(ClusterScheme):
 
     async def _close_here(self) -> None:
         published, self._published = self._published, None
-        self._to_close.update(self._given_links())
+        self._life.shared.update(self._given_links())
         connected = load_ray().is_initialized()  # before anything of Ray's connects again
         try:
             await super()._close_here()

@@ -23,7 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.ray import RayWeightSyncScheme
-from aiosync.schemes.roles import Trainer
+from aiosync.schemes.roles import Trainer, Worker
 from aiosync.schemes.sources import DeviceMap
 from aiosync.transports.base import Transport
 from aiosync.transports.ray import landed, need_cluster
@@ -51,8 +51,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args are those of :class:`RayWeightSyncScheme`.
     """
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _reset(self, model_id: str | None) -> None:
+        super()._reset(model_id)
         self._ray_transform: Any = None
         self._remote: RayModuleTransformSender | None = None
 
@@ -108,7 +108,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         ):
             raise ConfigError("the only worker of this scheme is the actor of the transform")
         if context is not None and model_id is None:
-            model_id = self._model_id or "policy"
+            model_id = self.model_id or "policy"
         super().init_on_sender(
             model_id,
             context,
@@ -126,16 +126,15 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """What makes the receiver inside the transform's actor."""
         return RayModuleTransformSender(self._ray_transform)
 
-    async def _connect_sender(
-        self, trainer: Trainer, weights: Any, timeout: float | None, processes: Sequence[Any]
-    ) -> None:
+    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
+        if isinstance(side, Worker):
+            await super()._meet(side, timeout, **given)
+            return
         self._remote = self.create_sender()
         starting = asyncio.ensure_future(
-            self._remote.start(copy.copy(self), self._model_id or "policy", timeout)
+            self._remote.start(copy.copy(self), self.model_id or "policy", timeout)
         )
-        meeting = asyncio.ensure_future(
-            super()._connect_sender(trainer, weights, timeout, processes)
-        )
+        meeting = asyncio.ensure_future(super()._meet(side, timeout, **given))
         try:
             await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():
@@ -155,7 +154,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             await super()._close_here()
         finally:
             if remote is not None:  # the receiver in the actor ends, too
-                await remote.stop(self._model_id or "policy")
+                await remote.stop(self.model_id or "policy")
 
 
 class RayModuleTransformSender:

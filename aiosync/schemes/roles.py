@@ -15,11 +15,13 @@ import os
 import secrets
 import time
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from torch import nn
 
+from aiosync._meter import Meter
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
     AiosyncError,
@@ -29,13 +31,14 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import as_index, as_indices
-from aiosync.receiver.guard import why_unguarded
+from aiosync.protocol import as_index, as_indices, validate_timeout
+from aiosync.receiver.guard import Guard, why_unguarded
 from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
+from aiosync.rendezvous.listener import Arrivals, Listener
 from aiosync.schemes.options import refuse
 from aiosync.schemes.sources import Given, is_per_worker
 from aiosync.sender import WeightSender
@@ -48,29 +51,87 @@ from aiosync.wire import Hello, Welcome
 
 if TYPE_CHECKING:
     from aiosync.schemes.base import WeightSyncScheme
+    from aiosync.schemes.state import SchemeState
 
 __all__ = ["Life", "Trainer", "Worker", "named"]
 
 
 class Life:
-    """What becomes of one scheme, from when it was made or unpickled.
+    """What a scheme is and has in one process, from when it was made or unpickled.
+
+    Args:
+        model_id: Name of the model, if it is known.
 
     Attributes:
-        role: What it is, once it is.
+        given: What ``init_on_*()`` was given, or was assigned since.
+        side: What it is, once it is: a trainer, or a worker.
+        worker_idx: Index of the worker, once it is known.
         connected: Whether ``connect()`` succeeded.
         closed: Whether it was closed.
+        ended: Set when it was closed.
         pid: The process in which it lives.
         loop: The event loop of its ``connect()``.
         connecting: The task inside of that.
+        guard: What keeps reads and updates apart.
+        meter: Counts the syncs.
+        listeners: Let the other side in.
+        shared: What links have in common, and links that no runtime may have taken.
     """
 
-    def __init__(self) -> None:
-        self.role: Literal["sender", "receiver"] | None = None
+    def __init__(self, model_id: str | None) -> None:
+        self.given: Given = Given(model_id)
+        self.side: Trainer | Worker | None = None
+        self.worker_idx: int | None = None
         self.connected: bool = False
         self.closed: bool = False
+        self.ended: asyncio.Event = asyncio.Event()
         self.pid: int = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.connecting: asyncio.Task[Any] | None = None
+        self.guard: Guard = Guard()
+        self.meter: Meter = Meter()
+        self.listeners: list[Listener | Arrivals] = []
+        self.shared: weakref.WeakSet[Any] = weakref.WeakSet()  # has abort() and aclose()
+
+    @property
+    def role(self) -> Literal["sender", "receiver"] | None:
+        """What it is, once it is."""
+        return None if self.side is None else self.side.role
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """What it is in the trainer."""
+        return self.side if isinstance(self.side, Trainer) else None
+
+    @property
+    def worker(self) -> Worker | None:
+        """What it is in a worker."""
+        return self.side if isinstance(self.side, Worker) else None
+
+    @property
+    def runtime(self) -> WeightSender | WeightReceiver | None:
+        """What sends or receives, once it connects."""
+        return None if self.side is None else self.side.runtime
+
+    @property
+    def sender(self) -> WeightSender | None:
+        """What sends, once a sender connects."""
+        return self.side.runtime if isinstance(self.side, Trainer) else None
+
+    @property
+    def receiver(self) -> WeightReceiver | None:
+        """What receives, once a receiver is connected."""
+        return self.side.runtime if isinstance(self.side, Worker) else None
+
+    @property
+    def link(self) -> KeptLink[Transport, Welcome] | None:
+        """The link of a receiver that it dials; what answered it, or why nothing did."""
+        return self.side.link if isinstance(self.side, Worker) else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is something to close."""
+        return not self.closed and (self.runtime is not None or self.connected)
 
     @property
     def inherited(self) -> bool:
@@ -120,6 +181,11 @@ class Life:
                 "connect() in the child"
             )
 
+    def check_here(self) -> None:
+        """Raise if it was closed, or had a role before this process was forked."""
+        self.check_open()
+        self.check_process()
+
     def check_no_role(self, method: str) -> None:
         """Raise if it was closed or has a role."""
         self.check_open()
@@ -138,7 +204,7 @@ class Life:
                 "init_on_sender() in the trainer and init_on_receiver() in a worker first"
             )
 
-    def check_may_connect(self, **not_given: object) -> None:
+    def check_may_connect(self, weights: object, worker_idx: object) -> None:
         """Raise if it may not begin to connect.
 
         Raises:
@@ -148,11 +214,11 @@ class Life:
         self.check_process()
         if self.loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self.role} twice.")
-        for name, value in not_given.items():
-            if value is not None:
-                raise LocalProtocolError(
-                    f"Cannot specify {name} on {self.role} side during synchronization."
-                )
+        name, value = ("worker_idx", worker_idx) if self.trainer else ("weights", weights)
+        if value is not None:
+            raise LocalProtocolError(
+                f"Cannot specify {name} on {self.role} side during synchronization."
+            )
 
     def begin_to_connect(self) -> int:
         """Belong to this loop; how often the caller's task was cancelled before."""
@@ -169,14 +235,24 @@ class Life:
                 raise TransportClosed("this scheme was closed while it connected") from None
 
     def begin_to_close(self) -> bool:
-        """Let ``connect()`` raise ``TransportClosed``; whether it was not closed before."""
+        """Let nobody in, and ``connect()`` raise ``TransportClosed``; whether that is news."""
         if self.closed:
             return False
         self.closed = True
+        for listener in () if self.inherited else self.listeners:
+            listener.close()
+        self.ended.set()
         task, self.connecting = self.connecting, None
         if task is not None and not self.inherited and task is not current_task():
             task.cancel()  # it goes on elsewhere
         return True
+
+    def abort_links(self) -> None:
+        """End the links that no runtime has taken, and what links share."""
+        if self.side is not None:
+            self.side.abort_links()
+        for each in self.shared:
+            each.abort()
 
 
 class Trainer:
@@ -191,13 +267,15 @@ class Trainer:
         runtime: What sends, once it connects.
     """
 
+    role: Final = "sender"
+
     def __init__(self, given: Given, links: Mapping[int, Transport]) -> None:
         self.links = links
         self.runtime: WeightSender | None = None
         self._given = given
         self._children: list[multiprocessing.process.BaseProcess] = []
 
-    def assign(self, name: str, value: Any) -> None:
+    def assign(self, scheme: SchemeState, name: str, value: Any) -> None:
         """Send another model or other weights from now on; or look for it in another context."""
         if name != "context":
             self._given.sources.replace(value)
@@ -207,11 +285,14 @@ class Trainer:
     async def connect(
         self,
         scheme: WeightSyncScheme,
-        weights: Any,
         timeout: float | None,
+        *,
+        weights: Any,
         processes: Sequence[Any],
+        initial: bool,
     ) -> None:
         """Let workers in, and bring them to the initial weights."""
+        del initial
         self._children = multiprocessing.active_children()
         copier = SnapshotCopier(
             scheme._make_arena(),
@@ -226,7 +307,7 @@ class Trainer:
             expected=self._given.sources.expected,
             require=scheme.require,
             copier=copier,
-            meter=scheme._meter,
+            meter=scheme._life.meter,
             parts=not scheme.strict,
             streaming=scheme._streaming(),
             how=scheme._how,
@@ -311,7 +392,7 @@ class Trainer:
         sources = self._given.sources
         if sources.device_map or sources.per_worker or max_lag is not None:
             return None, None  # a map is asked once a send
-        scheme._limit(timeout)
+        validate_timeout(timeout)
         report = sender.publish(self.plan(scheme, weights), named(weights, worker_ids), started)
         return report, sender.tell if report is not None and sender.has_to_tell() else None
 
@@ -356,6 +437,8 @@ class Worker:
         runtime: What receives, once it is connected.
         link: The link to the trainer, once it is dialled.
     """
+
+    role: Final = "receiver"
 
     def __init__(
         self,
@@ -402,8 +485,8 @@ class Worker:
         self.pipe: Transport | Any | None = transport if transport is not None else pipe
         self.runtime: WeightReceiver | None = None
         self.link: KeptLink[Transport, Welcome] | None = None
-        self._given = scheme._given
-        self._guard = scheme._guard_object
+        self._given = scheme._life.given
+        self._guard = scheme._life.guard
         self._methods = tuple(methods)
         self._transform = transform
         self._session = secrets.token_bytes(16)
@@ -419,7 +502,7 @@ class Worker:
 
     # -- the model -----------------------------------------------------------------------------
 
-    def check(self, scheme: WeightSyncScheme, target: Any) -> None:
+    def check(self, scheme: SchemeState, target: Any) -> None:
         """Raise if updates could tear what reads a target."""
         if isinstance(target, nn.Module):
             Methods(self._guard, self._methods).check(target)
@@ -431,7 +514,7 @@ class Worker:
                 "apply='manual' and call apply_pending()"
             )
 
-    def assign(self, scheme: WeightSyncScheme, name: str, value: Any) -> None:
+    def assign(self, scheme: SchemeState, name: str, value: Any) -> None:
         """Set what the target is found by, and tell the receiver; all of it or nothing."""
         if name != "context":
             self.check(scheme, value)
@@ -450,8 +533,17 @@ class Worker:
 
     # -- the trainer ---------------------------------------------------------------------------
 
-    async def connect(self, scheme: WeightSyncScheme, timeout: float | None, initial: bool) -> None:
+    async def connect(
+        self,
+        scheme: WeightSyncScheme,
+        timeout: float | None,
+        *,
+        weights: Any,
+        processes: Sequence[Any],
+        initial: bool,
+    ) -> None:
         """Meet the trainer, and apply the initial weights."""
+        del weights, processes
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
         model = self._given.target()
@@ -483,7 +575,7 @@ class Worker:
             trainer=None if self.pipe is not None or lasting == 0 else kept,
             lasting=lasting,
             promises=scheme._promises,
-            meter=scheme._meter,
+            meter=scheme._life.meter,
             log=scheme._log,
         )
         receiver.applier.submit()  # guards the model
@@ -552,7 +644,7 @@ class Worker:
             role="receiver",
             model_id=self._given.model_id or "policy",
             pid=os.getpid(),
-            worker_idx=scheme._worker_idx,
+            worker_idx=scheme._life.worker_idx,
             strategy=scheme.strategy_str,
             has_target=self._given.target() is not None and scheme.apply == "auto",
             epoch=epoch if version else None,
@@ -569,10 +661,10 @@ class Worker:
         except (ConfigError, Refused) as exc:
             if not self._idx_chosen:
                 raise
-            scheme._worker_idx = None  # a new trainer may have given it to another worker
+            scheme._life.worker_idx = None  # a new trainer may have given it to another worker
             raise Refused(str(exc)) from exc
-        self._idx_chosen = self._idx_chosen or scheme._worker_idx is None
-        scheme._worker_idx = welcome.worker_idx
+        self._idx_chosen = self._idx_chosen or scheme._life.worker_idx is None
+        scheme._life.worker_idx = welcome.worker_idx
         return welcome
 
     def awaited(self) -> str:

@@ -61,8 +61,8 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     _longest_pause = 2.0
     _max_connections: int = 65536
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _reset(self, model_id: str | None) -> None:
+        super()._reset(model_id)
         self._listener: StreamListener | None = None
         self._arrivals: Arrivals | None = None  # a worker's that listens
 
@@ -76,7 +76,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         """Where the side that listens does so; with the port once it is bound."""
         if self._listener is not None:
             return self._listener.url
-        idx = (self._worker_idx or 0) if self._dial == "sender" else 0
+        idx = (self.worker_idx or 0) if self._dial == "sender" else 0
         return str(self._addresses[min(idx, len(self._addresses) - 1)])
 
     @property
@@ -84,7 +84,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         # What a worker says is little, and a trainer's host takes it unless it is gone. A worker
         # may be too busy to take an update for as long as stall_timeout says: no kernel has to
         # end its link before.
-        if self._worker is None or self._keepalive is None:
+        if self._life.worker is None or self._keepalive is None:
             return None
         return 2 * self._keepalive
 
@@ -108,7 +108,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             untaken=self._untaken,
             status=lambda: (asked() or dict)(),
         )
-        self._listeners.append(listener)
+        self._life.listeners.append(listener)
         return listener
 
     def _bind(self, sources: Sources) -> None:
@@ -148,7 +148,8 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     @property
     def reconnects(self) -> int:
         """Receiver: how often a lost link was replaced."""
-        return 0 if self._receiver is None else self._receiver.reconnects
+        receiver = self._life.receiver
+        return 0 if receiver is None else receiver.reconnects
 
     @abc.abstractmethod
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
@@ -186,14 +187,14 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     async def _next_arrival(self, timeout: float | None) -> Transport:
         """Wait for the sender to dial."""
         if self._arrivals is None:
-            idx = self._worker_idx or 0
+            idx = self.worker_idx or 0
             if idx >= len(self._addresses):
                 raise ConfigError(
                     f"there is no address for worker {idx}: with dial='sender' the scheme needs "
                     "one address for each worker, in the order of their worker_idx"
                 )
             self._arrivals = Arrivals(self._takes_links)
-            self._listeners.append(self._arrivals)
+            self._life.listeners.append(self._arrivals)
             self._listen(self._addresses[idx]).start(
                 self._arrivals.welcome, self._on_listener_crash
             )
@@ -205,15 +206,16 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
     def _takes_links(self) -> bool:
-        assert self._worker is not None
-        assert self._worker.link is not None
-        state = self._worker.link.state
+        worker = self._life.worker
+        assert worker is not None
+        assert worker.link is not None
+        state = worker.link.state
         in_use = state not in (LinkState.DIALING, LinkState.GREETING)
         return state is not LinkState.GAVE_UP and not (in_use and self.reconnect == 0)
 
     def _on_listener_crash(self, error: BaseException) -> None:
-        if self._receiver is not None:
-            self._receiver.fail(error)
+        if self._life.receiver is not None:
+            self._life.receiver.fail(error)
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
@@ -379,7 +381,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             self._listener.start(
                 lambda link, hello: workers.welcome(link, None, hello), workers.crashed
             )
-        elif self._dial != "receiver" and not trainer.links and self._given.sources.pipes is None:
+        elif (
+            self._dial != "receiver"
+            and not trainer.links
+            and self._life.given.sources.pipes is None
+        ):
             for idx, address in enumerate(self._addresses):
                 name = "the weight server" if self._dial == "both" else f"worker {idx}"
                 keep = self._keep_dialling(sender, idx, self._dialer(address, name))
@@ -401,7 +407,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             hello = Hello(
                 role="sender",
                 parts=not self.strict,
-                model_id=self._model_id or "policy",
+                model_id=self.model_id or "policy",
                 pid=os.getpid(),
                 strategy=self.strategy_str,
                 epoch=sender.clock.epoch,

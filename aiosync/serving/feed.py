@@ -18,7 +18,7 @@ from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import follow, link_of, receiver_of
+from aiosync.schemes.inside import follow, life_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class WeightFeed:
     def _causes(self) -> list[tuple[float, str]]:
         """Since when, and why, it does not follow the source."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
-        link = None if self._connected else link_of(self._scheme)
+        link = None if self._connected else life_of(self._scheme).link
         why = None if link is None else link.why
         last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
         if receiver is None:
@@ -335,7 +335,7 @@ class WeightFeed:
         try:
             await scheme.connect(timeout=math.inf, initial=False)
             self._catch_up()
-            self._receiver = receiver = receiver_of(scheme)
+            self._receiver = receiver = life_of(scheme).receiver
             assert receiver is not None
             await self._follow(receiver)
         finally:
@@ -351,7 +351,7 @@ class WeightFeed:
             epoch: Of what is about to be used. Of another one than the source had then, it is of a
                 trainer that came since, behind a weight server.
         """
-        link = link_of(self._scheme)
+        link = life_of(self._scheme).link
         answer = None if link is None else link.answer
         if self.min_version is None and answer is not None and answer.version:
             known = epoch in (None, answer.epoch)

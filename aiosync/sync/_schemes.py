@@ -29,27 +29,23 @@ from typing import (
 )
 
 import aiosync.schemes as aio
-from aiosync.errors import AiosyncError, LocalProtocolError, TransportClosed
+from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.handles import has_failed
 from aiosync.schemes.inside import (
     bind_early,
-    check_open,
-    guard_of,
     life_of,
     publish_with,
-    receiver_of,
-    runs,
-    sender_of,
 )
 from aiosync.schemes.options import (
     EngineOptions,
     Fixed,
     Option,
-    SchemeOptions,
     StreamOptions,
     TCPOptions,
 )
+from aiosync.schemes.roles import Life
+from aiosync.schemes.state import SchemeState
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import (
@@ -62,7 +58,6 @@ from aiosync.sync._blocking import (
     on_loop,
 )
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
-from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 
 if TYPE_CHECKING:
@@ -173,8 +168,8 @@ class _Tenant:
     def forgotten(self) -> None:
         if self.owner is not None:
             return  # its collector or server closes no scheme: no mistake of the user's
-        made = sender_of(self._scheme) is not None or receiver_of(self._scheme) is not None
-        if made and not life_of(self._scheme).closed:
+        life = life_of(self._scheme)
+        if life.runtime is not None and not life.closed:
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
                 ResourceWarning,
@@ -211,7 +206,7 @@ class Ready:
         return repr(self._facade._scheme.ready)
 
 
-class WeightSyncScheme(SchemeOptions):
+class WeightSyncScheme(SchemeState):
     """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.
 
     The event loop runs in one background thread of the process, which all schemes share; it is
@@ -292,7 +287,7 @@ class WeightSyncScheme(SchemeOptions):
     def _check(self, what: str, instead: str | None = None) -> None:
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
-        check_open(self._scheme)
+        self._life.check_here()
 
     @property
     def _may_block(self) -> bool:
@@ -309,7 +304,7 @@ class WeightSyncScheme(SchemeOptions):
         except BaseException:  # goes on to the caller
             coroutine.close()
             raise
-        guard = guard_of(self._scheme)
+        guard = self._life.guard
         # What waits for an update has to know that its caller reads.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
         step = STEPS.pause() if STEPS.open else None  # a copy must not wait for one that waits here
@@ -325,7 +320,7 @@ class WeightSyncScheme(SchemeOptions):
         with self._lock:
             held = self._lease
             if held is not None and not held.valid:
-                if runs(self._scheme):  # on the loop of a thread that is ending
+                if self._life.runs:  # on the loop of a thread that is ending
                     raise TransportClosed(
                         "this scheme is being closed because the interpreter is ending"
                     )
@@ -339,7 +334,7 @@ class WeightSyncScheme(SchemeOptions):
         with self._lock:
             self._calls -= 1
             # A call that failed must not leave a thread behind that nobody would ever end.
-            idle = self._calls == 0 and not runs(self._scheme)
+            idle = self._calls == 0 and not self._life.runs
             if idle and self._lease is held:
                 self._lease = None  # another thread may call meanwhile
         if idle:
@@ -380,40 +375,18 @@ class WeightSyncScheme(SchemeOptions):
                 return report
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
 
-    # -- properties ----------------------------------------------------------------------------
-
-    model_id: attribute[str | None] = attribute(aio.WeightSyncScheme.model_id)
-    worker_idx: attribute[int | None] = attribute(aio.WeightSyncScheme.worker_idx)
-    model: attribute[Any] = attribute(aio.WeightSyncScheme.model)
-    weights: attribute[Any] = attribute(aio.WeightSyncScheme.weights)
-    initialized_on_receiver: Final = attribute[bool](aio.WeightSyncScheme.initialized_on_receiver)
-    synchronized_on_sender: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_sender)
-    synchronized_on_receiver: Final = attribute[bool](aio.WeightSyncScheme.synchronized_on_receiver)
-    version: Final = attribute[int](aio.WeightSyncScheme.version)
-    epoch: Final = attribute[int](aio.WeightSyncScheme.epoch)
-    lag: Final = attribute[int](aio.WeightSyncScheme.lag)
-    staged_version: Final = attribute[int](aio.WeightSyncScheme.staged_version)
-    worker_versions: Final = attribute[dict[int, int]](aio.WeightSyncScheme.worker_versions)
-    link_lost: Final = attribute[AiosyncError | None](aio.WeightSyncScheme.link_lost)
-    sender_transports: Final = attribute[dict[int, Transport]](
-        aio.WeightSyncScheme.sender_transports
-    )
-    shared_transport: Final = attribute[Transport | None](aio.WeightSyncScheme.shared_transport)
-    receiver_transport: Final = attribute[Transport | None](aio.WeightSyncScheme.receiver_transport)
+    # -- what does not wait ----------------------------------------------------------------------
 
     @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied."""
-        return self._scheme.strategy
+    def _life(self) -> Life:  # type: ignore[override]  # the async scheme's
+        return life_of(self._scheme)
 
-    @strategy.setter
-    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
-        self._scheme.strategy = value
+    _strategy: attribute[WeightStrategy] = attribute(aio.WeightSyncScheme.strategy)
 
     @property
     def context(self) -> Any:
         """Owner of the model, or ``None`` when there is none or it is gone."""
-        return self._scheme.context
+        return self._life.given.context
 
     @context.setter
     def context(self, value: Any) -> None:
@@ -424,7 +397,7 @@ class WeightSyncScheme(SchemeOptions):
     def initialized_on_sender(self) -> bool:
         """Whether this object is a sender."""
         _discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
-        return self._scheme.initialized_on_sender
+        return self._life.is_a("sender")
 
     # -- the same methods, waiting -------------------------------------------------------------
 
@@ -442,16 +415,7 @@ class WeightSyncScheme(SchemeOptions):
     init_on_receiver: Final = initialising(aio.WeightSyncScheme.init_on_receiver)
     init_on_worker: Final = initialising(aio.WeightSyncScheme.init_on_worker)
     create_transport: Final = on_loop(aio.WeightSyncScheme.create_transport)
-    prepare_weights: Final = direct(aio.WeightSyncScheme.prepare_weights)
-    apply_weights: Final = direct(aio.WeightSyncScheme.apply_weights)
     apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
-    reading: Final = direct(aio.WeightSyncScheme.reading)
-    guarded: Final = direct(aio.WeightSyncScheme.guarded)
-    span: Final = direct(aio.WeightSyncScheme.span)
-    staleness: Final = direct(aio.WeightSyncScheme.staleness)
-    stats: Final = direct(aio.WeightSyncScheme.stats)
-    add_observer: Final = direct(aio.WeightSyncScheme.add_observer)
-    remove_observer: Final = direct(aio.WeightSyncScheme.remove_observer)
 
     def send_async(
         self,
@@ -555,8 +519,7 @@ class WeightSyncScheme(SchemeOptions):
         held = self._lease
         if held is not None and held.valid:
             return held
-        life = life_of(self._scheme)
-        if life.role is None or not life.inherited:
+        if self._life.role is None or not self._life.inherited:
             self._scheme.abort()
         return None
 

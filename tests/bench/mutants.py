@@ -385,8 +385,8 @@ MUTANTS = [
     Mutant(
         "a copy has a role",
         "schemes/base.py",
-        "        self._reset()\n\n    def __repr__",
-        "        self._reset()\n        self._life.role = 'receiver'\n\n    def __repr__",
+        "        self._reset(model_id)\n\n    def __repr__",
+        "        self._reset(model_id)\n        self._life.side = True\n\n    def __repr__",
         contract("pickling"),
     ),
     # -- the wire

@@ -42,13 +42,8 @@ from aiosync.protocol import as_indices
 from aiosync.schemes.inside import (
     belongs_to_torchrl,
     change_hooks,
-    check_open,
-    guard_of,
     life_of,
-    receiver_of,
-    sender_of,
     separate,
-    sources_of,
 )
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import (
@@ -179,7 +174,7 @@ class CollectorOwner(TorchRLOwner):
             proceed(**given)
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
-        sources = sources_of(core_of(scheme))
+        sources = life_of(core_of(scheme)).given.sources
         given_none = sources.weights is None and not sources.per_worker
         if given_none and model is None and model_id == "policy":
             made = from_factories(collector, sources.num_workers)
@@ -227,7 +222,7 @@ class CollectorOwner(TorchRLOwner):
         acts = acts_itself(scheme, collector)
         if acts and of_policy and core.guard == "forward":
             # Collector.start() collects in a thread of its own, and the trainer updates in another.
-            guard_policy(guard_of(core), collector)
+            guard_policy(life_of(core).guard, collector)
             if is_stamped(collector):
                 stamp(collector)
         try:
@@ -238,8 +233,8 @@ class CollectorOwner(TorchRLOwner):
         finally:
             self._counted = scheme.version
             if acts:
-                guard_of(core).held = scheme.epoch, scheme.version
-            sender, loop = sender_of(core), life_of(core).loop
+                life_of(core).guard.held = scheme.epoch, scheme.version
+            sender, loop = life_of(core).sender, life_of(core).loop
             if sender is not None:
                 sender.workers.on_empty = self.close_when_over
                 if acts and scheme.synchronized_on_sender and loop is not None:
@@ -260,7 +255,7 @@ class CollectorOwner(TorchRLOwner):
             self._count(scheme, collector)
         if self._made and not isinstance(given.get("weights"), str | None):
             # Where nothing is given, what was given last is sent, not what the factories made.
-            sources = sources_of(core_of(scheme))
+            sources = life_of(core_of(scheme)).given.sources
             sources.follow(given["weights"], given.get("worker_ids"))
         return result
 
@@ -312,7 +307,7 @@ class CollectorOwner(TorchRLOwner):
         elif model_id == "policy":
             labels = Labels(
                 collector,
-                guard_of(core),
+                life_of(core).guard,
                 scheme.version,
                 sees_forwards=scheme.guard == "forward",
                 stamps=self._stamps,
@@ -483,7 +478,7 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
         SyncTimeout: A forward pass of the policy did not end in time.
     """
     core, weights, timeout = core_of(scheme), given.get("weights"), given.get("timeout")
-    check_open(core)  # before anything changes
+    life_of(core).check_here()  # before anything changes
     worker_ids = given.pop("worker_ids", None)
     named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
     if not named:
@@ -494,7 +489,7 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
         )
     if is_per_worker(weights):
         raise ConfigError("a collector without workers takes weights as they are, not by index")
-    guard, model = guard_of(core), find_model(collector, scheme.model_id or "policy")
+    guard, model = life_of(core).guard, find_model(collector, scheme.model_id or "policy")
     coming = scheme.epoch, scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
         guard.held = coming  # the model is the source
@@ -547,7 +542,7 @@ class ServerOwner(TorchRLOwner):
         scheme.apply = "manual"
         if getattr(server, "static_batch_size", None) is not None:
             scheme.apply_copy = True  # a CUDA graph knows addresses
-        receiver = receiver_of(core_of(scheme))
+        receiver = life_of(core_of(scheme)).receiver
         if receiver is not None:
             receiver.applier.apply_by_hand()
             self._note(scheme)
@@ -582,7 +577,7 @@ class ServerOwner(TorchRLOwner):
 
     def _note(self, scheme: WeightSyncScheme) -> int:
         """How many versions have come since the last time."""
-        receiver = receiver_of(core_of(scheme))
+        receiver = life_of(core_of(scheme)).receiver
         if receiver is None:
             return 0
         (epoch, version), inbox = self._known, receiver.inbox
@@ -596,7 +591,7 @@ class ServerOwner(TorchRLOwner):
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> Any:
-        receiver = receiver_of(core_of(scheme))
+        receiver = life_of(core_of(scheme)).receiver
         if given.get("timeout") == 0 and receiver is not None:
             # The server asks before every batch: look before going to the other thread.
             if not receiver.applier.has_staged and (receiver.error is None or self._ended):

@@ -21,7 +21,7 @@ from torch import nn
 
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import in_thread
-from aiosync.schemes.inside import sender_of
+from aiosync.schemes.inside import life_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
 
@@ -249,7 +249,7 @@ class Cascade:
                 self._looks = 0  # what comes next is an update
                 return
             below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
-            sender = sender_of(core_of(below)) if isinstance(below, WeightSyncScheme) else None
+            sender = life_of(core_of(below)).sender if isinstance(below, WeightSyncScheme) else None
             if sender is not None:  # the version that comes below is that of here, as frames show
                 sender.clock.current = max(sender.clock.current, scheme.version - 1)
             collector.update_policy_weights_(

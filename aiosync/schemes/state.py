@@ -1,0 +1,335 @@
+"""What a scheme says without waiting: the same in the async class and in its blocking twin.
+
+Must not import a concrete scheme.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
+from aiosync.events import Observer, SyncStats
+from aiosync.protocol import as_index
+from aiosync.receiver.reading import Guarded, Reading
+from aiosync.schemes.options import SchemeOptions
+from aiosync.schemes.roles import Life
+from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
+from aiosync.spans import VersionSpan, epoch_text, staleness
+from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.transports.base import Transport
+
+__all__ = ["SchemeState"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class SchemeState(SchemeOptions):
+    """Options, and what a scheme tells on any thread; see :class:`aiosync.WeightSyncScheme`."""
+
+    _life: Life
+    _strategy: WeightStrategy
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, value: WeightStrategy | Literal["tensordict", "state_dict"]) -> None:
+        self._strategy = get_strategy(value)
+        self.strategy_str = self._strategy.extract_as
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model."""
+        return self._life.given.model_id
+
+    @model_id.setter
+    def model_id(self, value: str) -> None:
+        if self._life.connected:
+            raise LocalProtocolError("model_id cannot be changed once connected")
+        self._life.given.model_id = as_model_id(value)
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Index of this worker; ``None`` on the sender or before the sender chose one."""
+        return self._life.worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        life = self._life
+        if life.role == "sender" and value is not None:
+            raise LocalProtocolError("Worker index cannot be set after initialization on sender")
+        if life.connected and value != life.worker_idx:
+            raise LocalProtocolError(
+                "worker_idx cannot be changed once connected: the trainer knows this worker by it"
+            )
+        life.worker_idx = None if value is None else as_index("worker_idx", value)
+
+    @property
+    def context(self) -> Any:
+        """Owner of the model, or ``None`` when there is none or it is gone."""
+        return self._life.given.context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        self._assign("context", value)
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        return self._life.given.find()
+
+    @model.setter
+    def model(self, value: Any) -> None:
+        self._assign("model", value)
+
+    @property
+    def weights(self) -> Any:
+        """The weights as given, or as the strategy extracts them from the model."""
+        if self._life.given.weights is not None:
+            return self._life.given.weights
+        model = self.model
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @weights.setter
+    def weights(self, value: Any) -> None:
+        self._assign("weights", value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        if self._life.side is not None:
+            self._life.side.assign(self, name, value)
+        else:
+            setattr(self._life.given, name, value)
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this object is a sender."""
+        return self._life.is_a("sender")
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this object is a receiver."""
+        return self._life.is_a("receiver")
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on this sender."""
+        return self._life.is_a("sender") and self._life.connected
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on this receiver."""
+        return self._life.is_a("receiver") and self._life.connected
+
+    @property
+    def version(self) -> int:
+        """Sender: newest version drawn. Receiver: version that the model has. 0 before any."""
+        runtime = self._life.runtime
+        return 0 if runtime is None else runtime.version
+
+    @property
+    def epoch(self) -> int:
+        """Which run of a trainer :attr:`version` is of; 0 before any version."""
+        if self._life.sender is not None:
+            return self._life.sender.clock.epoch if self._life.sender.version else 0
+        return 0 if self._life.receiver is None else self._life.receiver.inbox.epoch or 0
+
+    @property
+    def lag(self) -> int:
+        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
+        runtime = self._life.runtime
+        return 0 if runtime is None else runtime.lag
+
+    def stats(self) -> SyncStats:
+        """What was done so far, and how it stands. On any thread, also after closing; never waits.
+
+        Raises:
+            LocalProtocolError: It is neither a sender nor a receiver yet.
+        """
+        if self._life.runtime is not None:
+            return self._life.runtime.stats()
+        if self._life.role is None:
+            self._life.check_has_role()
+        self._life.meter.role = self._life.role or "sender"
+        self._life.meter.model = self.model_id or "policy"
+        return self._life.meter.stats()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell somebody of each send of this trainer, or each version of this worker, from now on.
+
+        On the event loop of this object, soon after it has ended. Copies of it have none.
+
+        Args:
+            observer: Has ``on_sync(event)``, which gets a :class:`aiosync.SyncEvent`.
+
+        Raises:
+            ConfigError: It has not.
+        """
+        self._life.meter.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Tell somebody no more. Does nothing where it was never, or is no longer told."""
+        self._life.meter.remove(observer)
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """Sender: the version that each connected worker has applied, as far as it is known."""
+        return {} if self._life.trainer is None else self._life.trainer.versions
+
+    @property
+    def staged_version(self) -> int:
+        """Receiver: version that is complete and waiting to be applied; 0 if there is none."""
+        return 0 if self._life.receiver is None else self._life.receiver.applier.staged_version
+
+    @property
+    def link_lost(self) -> AiosyncError | None:
+        """Receiver: why there is no link to the trainer; ``None`` while there is one.
+
+        The scheme may be reconnecting at this moment. Once it has given up, this says so, and
+        :meth:`receive` raises it.
+        """
+        return None if self._life.receiver is None else self._life.receiver.lost
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """The link to each connected worker, by index; empty on a receiver.
+
+        For inspection only: the scheme sends and receives on them, on its event loop.
+        """
+        links = {} if self._life.sender is None else self._life.sender.workers.links
+        return {idx: link.transport for idx, link in links.items()}
+
+    @property
+    def shared_transport(self) -> Transport | None:
+        """``None``: each worker has a link of its own. For what was written for TorchRL."""
+        return None
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
+
+        For inspection only: the scheme sends and receives on it, on its event loop.
+        """
+        return None if self._life.receiver is None else self._life.receiver.transport
+
+    def prepare_weights(
+        self,
+        weights: Any,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Resolve and extract weights as :meth:`send` would, without sending them.
+
+        Args:
+            weights: As for :meth:`send`.
+            model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
+            strategy: Extracts the weights; this scheme's by default.
+            context: Where names are looked up; this scheme's by default.
+
+        Returns:
+            A TensorDict or a state dict on the memory of the source, or ``None``.
+        """
+        given = self._life.given
+        own = context is None or context is given.context
+        own = own and model_id in (None, self.model_id)
+        sources = given.sources if own else Sources()
+        if weights is None and own:
+            weights = given.model if given.weights is None else given.weights
+        context = given.context if context is None else context
+        weights = sources.resolve(weights, context, model_id or self.model_id or "policy")
+        if weights is None or is_per_worker(weights):
+            return weights
+        return (strategy or self._strategy).extract_weights(weights)
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    def reading(self) -> Reading:
+        """Context manager: what is computed inside sees one version of the weights.
+
+        Forward passes of the model itself do not need it. ``with`` in threads and in code without
+        awaits, ``async with`` in coroutines that await inside. ``with scheme.reading() as read:``
+        gives ``read.version`` inside, and ``read.span`` after the block.
+        """
+        return Reading(self._life.guard)
+
+    def span(self) -> VersionSpan | None:
+        """The versions of what this thread, or this task, has read since it last asked.
+
+        Reads are forward passes, :meth:`reading` blocks and guarded methods of a receiver; one
+        inside of another is part of that. They count once they have ended, from the first call in
+        any thread on: call it once before. With ``strict=False`` the version is that of the newest
+        update, whatever names it held. Memory is bounded: of more than 256 versions that nobody
+        asked for, the oldest count as still older ones.
+
+        Returns:
+            The span, with the number of reads of each version; ``None`` if there was no read. Its
+            ``first`` is 0 where a version was of another run of the trainer than the newest, or
+            there was none.
+        """
+        return self._life.guard.span()
+
+    def staleness(
+        self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
+    ) -> float | None:
+        """How many versions older than this trainer's newest a sample is.
+
+        See :func:`aiosync.staleness`. Spans of another run of the trainer are comparable up to
+        ``first_version``, and unknown otherwise.
+
+        Raises:
+            LocalProtocolError: Not a sender.
+            ConfigError: There is no such weight.
+        """
+        if self._life.trainer is None:
+            raise LocalProtocolError(
+                "staleness() is the trainer's: elsewhere call aiosync.staleness(newest, span)"
+            )
+        epoch, first_version = epoch_text(self.epoch), self.first_version
+        return staleness(self.version, span, weight, epoch=epoch, first_version=first_version)
+
+    def guarded(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """The function, or coroutine function, each call of which sees one version.
+
+        Args:
+            function: What computes with the model beside its forward passes. No generator.
+
+        Raises:
+            ConfigError: It cannot be called, or is a generator: those need :meth:`reading`.
+        """
+        return Guarded(self._life.guard, function, getattr(function, "__name__", "function"))
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Put weights into this receiver's model by hand, between two forward passes.
+
+        Args:
+            weights: TensorDict or state dict; copied, never aliased.
+            inplace: Keep the parameter objects; otherwise replace them.
+
+        Raises:
+            ManifestMismatch: They do not fit; nothing was changed.
+            LocalProtocolError: Not a receiver, or called inside a forward pass or a
+                :meth:`reading` block, which would see two versions.
+            ConfigError: There is no model.
+            SyncTimeout: Another thread's forward pass did not end within 30 seconds; on an
+                event loop it is not waited for.
+        """
+        self._life.check_open()
+        if self._life.worker is None:
+            when = "before init_on_receiver has been called"
+            if self._life.trainer is not None:
+                when = "on a sender side"
+            raise LocalProtocolError(f"apply_weights() called {when}.")
+        target = self._life.given.target()
+        if target is None:
+            raise ConfigError("No model registered")
+        self._life.guard.refuse_inside_read("apply_weights")
+        apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
+        advice = "call apply_weights() again, or in a thread"
+        self._life.guard.between_reads(apply, advice=advice)
