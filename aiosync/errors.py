@@ -8,7 +8,6 @@ translated. This module imports nothing from aiosync and nothing heavy.
 
     AiosyncError
     +- ConfigError (ValueError)             bad option, found before any I/O
-    |  +- UnknownTransportError
     +- TransportError                       the link; a new link may work
     |  +- ConnectError                      could not reach the peer, or the handshake failed
     |  |  +- AuthError                      no common token, or a certificate was refused
@@ -62,7 +61,6 @@ __all__ = [
     "TransportBusy",
     "TransportClosed",
     "TransportError",
-    "UnknownTransportError",
     "WeightsChanged",
     "WeightsError",
     "WireVersionMismatch",
@@ -86,10 +84,6 @@ class AiosyncError(Exception):
 
 class ConfigError(AiosyncError, ValueError):
     """An option or argument is wrong; nothing was sent and nothing changed."""
-
-
-class UnknownTransportError(ConfigError):
-    """No transport is registered under the name that was asked for."""
 
 
 class TransportError(AiosyncError):

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiosync._log import log
@@ -232,8 +233,7 @@ class StreamListener(Listener):
             _check_beyond_this_host(credentials, address)
         self._prove = functools.partial(
             TCPTransport.accept,
-            credentials=credentials,
-            context=credentials.listening_context(),
+            credentials=replace(credentials, tls=credentials.listening_context()),  # made once
             limits=limits,
             payloads=False,
             keepalive=keepalive,

@@ -29,12 +29,11 @@ from aiosync.transports._processes import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.handshake import (
-    name_from,
+from aiosync.transports.shared_memory import Arena, SharedMemTransport
+from aiosync.transports.tcp import (
     prove_as_dialer,
     prove_as_listener,
 )
-from aiosync.transports.shared_memory import Arena, SharedMemTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Setup
 
@@ -212,8 +211,6 @@ class SameHost(Listener):
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
             return
-        if called := name_from(said.value):
-            link.channel.name = f"{called}, {link.channel.name}"
         on_link(link, hello)
 
 
@@ -222,7 +219,6 @@ async def dial_here(
     credentials: Credentials,
     limits: Limits | None = None,
     *,
-    called: str = "",
     timeout: float | None,
 ) -> SharedMemTransport | None:
     """A link to a sender that listens on ``address`` and runs on this host.
@@ -231,7 +227,6 @@ async def dial_here(
         address: Where the sender listens for everybody.
         credentials: The token.
         limits: What the sender may announce once it proved its identity.
-        called: How the sender's errors call this process, besides its number: ASCII.
         timeout: Seconds for the whole call; ``None`` waits for ever.
 
     Returns:
@@ -251,7 +246,7 @@ async def dial_here(
     try:
         async with asyncio.timeout(timeout):
             await prove_as_dialer(link, credentials)
-            await link.send(Setup(_KIND, _CALLED, called.encode("ascii", "replace")))
+            await link.send(Setup(_KIND, _CALLED))
     except BaseException as exc:  # raised again where the caller sees it
         link.abort()
         if isinstance(exc, AiosyncError):

@@ -147,10 +147,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         """Worker: what the sender published last: its address, and its token if that is new."""
 
-    def _called(self) -> str:
-        """Worker: how the sender's errors may call this process, if it has a name."""
-        return ""
-
     # -- links ---------------------------------------------------------------------------------
 
     def _linked(self, control: TCPTransport, *, listened: bool) -> Transport:
@@ -222,7 +218,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
                 dialer.address,
                 self._credentials,
                 self.limits,
-                called=self._called(),
                 timeout=limit,
             )
             if here is not None:

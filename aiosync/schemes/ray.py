@@ -27,7 +27,6 @@ from aiosync.transports.ray import (
     RayActorTransport,
     RayObjects,
     RayTransport,
-    actor_name,
     load_ray,
     need_cluster,
 )
@@ -253,10 +252,6 @@ class RayWeightSyncScheme(ClusterScheme):
             self._objects = RayObjects()
             self._life.shared.add(self._objects)
         return RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
-
-    def _called(self) -> str:
-        name = actor_name(load_ray())
-        return name and f"actor {name}"
 
     def _default_address(self) -> Address:
         return any_port_of(need_cluster().util.get_node_ip_address())

@@ -205,7 +205,7 @@ class RayModuleTransformSender:
         """What a function of this module returns in the actor, which it is given first."""
         called = self.actor.__ray_call__.remote(function, *args)
         try:
-            return await landed(called, asyncio.get_running_loop())
+            return await landed(called)
         except self._ray.exceptions.RayActorError as exc:
             raise ConnectError(f"{self.actor!r} has died") from exc
         except Exception as exc:  # of any type; the caller of connect() sees it
@@ -221,7 +221,7 @@ class RayModuleTransformSender:
         """
         if self._ray.is_initialized():
             called = self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
-            left = landed(called, asyncio.get_running_loop())
+            left = landed(called)
             await asyncio.wait({left}, timeout=_CLOSE_SECONDS)
 
 

@@ -17,7 +17,6 @@ from aiosync.transports.base import (
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.pipe import MemoryTransport, MPTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
-from aiosync.transports.registry import get_transport, register_transport, transport_names
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 
@@ -46,7 +45,4 @@ __all__ = [
     "TCPTransport",
     "Transport",
     "TransportBackend",
-    "get_transport",
-    "register_transport",
-    "transport_names",
 ]

@@ -27,13 +27,13 @@ class Secret:
     not from anyone who has the pickle.
 
     Args:
-        value: The secret; text becomes UTF-8.
+        value: The secret; text becomes UTF-8. The attribute has the bytes.
 
     Raises:
         ConfigError: It is empty, or neither text nor bytes.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("value",)
 
     def __init__(self, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
@@ -41,25 +41,20 @@ class Secret:
             raise ConfigError(f"a token must be str or bytes, not {type(value).__name__}")
         if not data:
             raise ConfigError(f"the token is empty: {MAKE_A_TOKEN}")
-        self._value = data
-
-    @property
-    def value(self) -> bytes:
-        """The bytes."""
-        return self._value
+        self.value: bytes = data
 
     def __repr__(self) -> str:
         return "<secret>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+        return isinstance(other, Secret) and hmac.compare_digest(self.value, other.value)
 
     def __hash__(self) -> int:
-        return hash(self._value)
+        return hash(self.value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        mask = secrets.token_bytes(len(self._value))
-        return (_unmask, (mask, bytes(a ^ b for a, b in zip(mask, self._value, strict=True))))
+        mask = secrets.token_bytes(len(self.value))
+        return (_unmask, (mask, bytes(a ^ b for a, b in zip(mask, self.value, strict=True))))
 
 
 def _unmask(mask: bytes, masked: bytes) -> Secret:
@@ -203,11 +198,3 @@ class Credentials:
     def dialling_context(self) -> ssl.SSLContext | None:
         """TLS for the side that dials, or ``None``."""
         return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
-
-    def __getstate__(self) -> list[Any]:
-        if isinstance(self.tls, ssl.SSLContext):
-            raise ConfigError(
-                "an ssl.SSLContext cannot be passed to another process: pass "
-                "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
-            )
-        return [self.token, self.pull_token, self.tls]

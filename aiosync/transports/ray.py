@@ -17,7 +17,6 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -71,7 +70,6 @@ __all__ = [
     "RayActorTransport",
     "RayObjects",
     "RayTransport",
-    "actor_name",
     "landed",
     "load_ray",
     "need_cluster",
@@ -125,29 +123,10 @@ def need_cluster() -> Any:
     return ray
 
 
-def landed(ref: Any, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
-    """What a reference stands for, as a future of ``loop``; cancelling it only stops the wait.
-
-    May be called in another thread than the loop's.
-    """
-    there: asyncio.Future[Any] = loop.create_future()
-
-    def copy(done: Future[Any]) -> None:
-        if there.done():
-            done.exception()
-            return
-        error = done.exception()
-        if error is None:
-            there.set_result(done.result())
-        else:
-            there.set_exception(error)
-            there.exception()  # who waits sees it; perhaps nobody does any more
-
-    def tell(done: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and so is who waited
-            loop.call_soon_threadsafe(copy, done)
-
-    ref.future().add_done_callback(tell)
+def landed(ref: Any) -> asyncio.Future[Any]:
+    """What a reference stands for, as a future; cancelling it only stops the wait."""
+    there = asyncio.shield(asyncio.wrap_future(ref.future()))
+    there.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if by nobody
     return there
 
 
@@ -189,20 +168,6 @@ def _are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
         and each.flags.c_contiguous
         for each in value
     )
-
-
-def actor_name(ray: Any) -> str:
-    """What the actor that this process is calls itself, in at most 110 characters of ASCII.
-
-    Nothing if it is none.
-    """
-    context = ray.get_runtime_context()
-    actor_id = context.get_actor_id()
-    if actor_id is None:
-        return ""
-    name = context.get_actor_name()
-    called = f"{name[:70]} ({actor_id})" if name else actor_id
-    return called.encode("ascii", "replace").decode()
 
 
 class Entry:
@@ -306,7 +271,7 @@ class RayObjects:
             hub = await self.threads.run(self._start_hub)
         self.check_cluster()
         name, actor = hub
-        return name, landed(actor.put.remote(entry.ticket, [entry.ref]), self._loop)
+        return name, landed(actor.put.remote(entry.ticket, [entry.ref]))
 
     def _start_hub(self) -> tuple[str, Any]:
         if self._hub is not None:
@@ -333,7 +298,7 @@ class RayObjects:
         try:
             self.check_cluster()
             async with asyncio.timeout(_BACK_SECONDS):
-                arrays = await landed(entry.ref, self._loop)
+                arrays = await landed(entry.ref)
         except (self._ray.exceptions.RayError, TransportBroken, TimeoutError) as exc:
             raise LocalProtocolError(
                 f"Ray's object store has lost the weights: {_said(exc)}"
@@ -483,11 +448,11 @@ class RayTransport(DataPlaneTransport):
             if self._hub[0] != name:
                 found = self._objects.threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
                 self._hub = name, await self._outcome(found, _HUB_SECONDS)
-            asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS), self._loop)
+            asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS))
             refs = await self._outcome(asked, _HUB_SECONDS + 10.0)
             if not refs:
                 raise TransportBroken("the sender has released a payload that it announced")
-            return await self._outcome(landed(refs[0], self._loop), _FETCH_SECONDS)
+            return await self._outcome(landed(refs[0]), _FETCH_SECONDS)
         except (self._ray.exceptions.RayError, ValueError) as exc:
             raise TransportBroken(f"Ray could not fetch the payload: {_said(exc)}") from exc
 
@@ -618,7 +583,7 @@ class RayActorTransport(Transport):
         self._check()
         self._objects.check_cluster()
         try:
-            answered = landed(self._method.remote(entry.ref), asyncio.get_running_loop())
+            answered = landed(self._method.remote(entry.ref))
         except Exception as exc:  # of Ray, of many types; the caller of the scheme's send() sees it
             exc.__traceback__ = None  # its frames would keep the weights
             raise LocalProtocolError(

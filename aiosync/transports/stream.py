@@ -515,11 +515,10 @@ class FramedTransport(Transport):
             self.fail(error)
 
     def _lost(self, cause: OSError | PeerClosed, *, cut: bool) -> None:
-        error: TransportError = PeerClosed(f"{self.name} closed the link")
+        closed = PeerClosed(f"{self.name} closed the link")
+        error: TransportError = cause if isinstance(cause, PeerClosed) else closed
         if cut:
             error = TransportBroken(f"the link to {self.name} was lost in mid-message: {cause}")
-        elif isinstance(cause, PeerClosed):
-            error = cause
         if error is not cause:
             error.__cause__ = cause
         self.fail(error)

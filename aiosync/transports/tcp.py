@@ -1,7 +1,9 @@
 """Links over stream sockets: TCP between hosts, Unix sockets within one, with or without TLS.
 
 The event loop drives the sockets: bytes go straight from the sender's buffers and land straight
-in the buffers that the receiver lends. Must not import torch or schemes.
+in the buffers that the receiver lends. Both ends of a fresh link prove that they have the same
+token: neither says it, and neither believes the other anything before. Must not import torch or
+schemes.
 """
 
 from __future__ import annotations
@@ -12,19 +14,36 @@ import functools
 import socket
 import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
-from aiosync.errors import ConnectError, ConnectTimeout
+from aiosync.errors import (
+    AiosyncError,
+    ConnectError,
+    ConnectTimeout,
+    PeerClosed,
+    RecvTimeout,
+    RemoteProtocolError,
+    SendTimeout,
+    TransportBroken,
+)
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.handshake import prove_as_dialer, prove_as_listener
 from aiosync.transports.stream import ByteStream, FramedTransport
-from aiosync.transports.tls_stream import TlsStream
+from aiosync.transports.tls_stream import TlsStream, why_refused
 from aiosync.types import Cancellation, Capabilities, Limits
+from aiosync.wire import (
+    Challenge,
+    Refuse,
+    answer_challenge,
+    new_challenge,
+    verify_dialer,
+    verify_listener,
+)
 
-__all__ = ["TCPTransport"]
+__all__ = ["TCPTransport", "prove_as_dialer", "prove_as_listener"]
 
 _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
@@ -65,7 +84,6 @@ class TCPTransport(FramedTransport):
         url: str | Address,
         *,
         credentials: Credentials | None = None,
-        context: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         name: str | None = None,
         keepalive: float | None = _KEEPALIVE_SECONDS,
@@ -81,7 +99,6 @@ class TCPTransport(FramedTransport):
         Args:
             url: ``tcp://host:port`` or ``unix:///path``.
             credentials: Token and TLS; the same as on the other side.
-            context: TLS of this side; made from ``credentials`` when omitted.
             limits: What the peer may announce afterwards.
             name: How errors call the peer; its address by default.
             keepalive: Seconds after which the kernel probes an idle TCP peer;
@@ -105,19 +122,16 @@ class TCPTransport(FramedTransport):
         """
         address = Address.parse(url)
         credentials = credentials or _NO_CREDENTIALS
-        if context is None:
-            context = credentials.dialling_context()
         name = name or str(address)
         hostname = getattr(credentials.tls, "hostname", None) or address.host or "localhost"
+        credentials = replace(credentials, tls=credentials.dialling_context())  # before all else
         try:
             async with asyncio.timeout(timeout):
-                sock = await _open(address, keepalive, untaken)
-                link = await cls._proved(sock, credentials, context, hostname, name, limits)
+                sock = await _open(address)
+                options = limits, keepalive, untaken, payloads
+                return await cls._proved(sock, credentials, hostname, name, *options)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
-        if payloads:
-            link.allow_payloads()
-        return link
 
     @classmethod
     async def accept(
@@ -125,7 +139,6 @@ class TCPTransport(FramedTransport):
         sock: socket.socket,
         *,
         credentials: Credentials | None = None,
-        context: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         name: str = "a peer",
         keepalive: float | None = _KEEPALIVE_SECONDS,
@@ -141,7 +154,6 @@ class TCPTransport(FramedTransport):
         Args:
             sock: From ``accept()``.
             credentials: As for :meth:`connect`.
-            context: TLS of this side; made from ``credentials`` when omitted.
             limits: What the peer may announce afterwards.
             name: How errors call the peer.
             keepalive: As for :meth:`connect`.
@@ -158,37 +170,36 @@ class TCPTransport(FramedTransport):
         Cancellation:
             Closes the socket.
         """
-        credentials = credentials or _NO_CREDENTIALS
-        try:
-            if context is None:
-                context = credentials.listening_context()
-            _prepare(sock, keepalive, untaken)
-        except BaseException:  # raised again: the caller sees it
-            sock.close()
-            raise
         try:
             async with asyncio.timeout(timeout):
-                link = await cls._proved(sock, credentials, context, None, name, limits)
+                options = limits, keepalive, untaken, payloads
+                return await cls._proved(sock, credentials or _NO_CREDENTIALS, None, name, *options)
         except TimeoutError as exc:
             raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
-        if payloads:
-            link.allow_payloads()
-        return link
 
     @classmethod
     async def _proved(
         cls,
         sock: socket.socket,
         credentials: Credentials,
-        context: ssl.SSLContext | None,
         hostname: str | None,
         name: str,
         limits: Limits | None,
+        keepalive: float | None,
+        untaken: float | None,
+        payloads: bool,
     ) -> Self:
         """A link over ``sock``, which it owns; who dialled has a ``hostname`` in mind."""
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
+            try:
+                _prepare(sock, keepalive, untaken)
+            except OSError as exc:
+                raise ConnectError(f"{name} has gone: {exc}") from exc
             io = ByteStream(sock)
+            context = (
+                credentials.dialling_context() if hostname else credentials.listening_context()
+            )
             if context is not None:
                 server_side = not hostname
                 io = tls = TlsStream(sock, context, server_side=server_side, hostname=hostname)
@@ -199,19 +210,20 @@ class TCPTransport(FramedTransport):
             transport.refuse_payloads()
             await (prove_as_dialer if hostname else prove_as_listener)(transport, credentials)
             undo.pop_all()
+        if payloads:
+            transport.allow_payloads()
         return transport
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
-        if not self.ended and self.io.sock.family != socket.AF_UNIX:
-            millis = _milliseconds(seconds)
-            self.io.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, millis)
+        if not self.ended:
+            _prepare(self.io.sock, None, seconds)
 
 
 # -- sockets ----------------------------------------------------------------------------------
 
 
-async def _open(address: Address, keepalive: float | None, untaken: float | None) -> socket.socket:
+async def _open(address: Address) -> socket.socket:
     sock = None
     try:
         if address.scheme == "unix":
@@ -221,7 +233,6 @@ async def _open(address: Address, keepalive: float | None, untaken: float | None
         else:
             found = await _look_up(address.host, address.port)
             sock = await start_connection(found, happy_eyeballs_delay=_HEAD_START_SECONDS)
-        _prepare(sock, keepalive, untaken)
     except (OSError, RuntimeError, ValueError) as exc:  # of the loop; of a name that cannot be one
         if sock is not None:
             sock.close()
@@ -251,12 +262,78 @@ def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None
         set_option(socket.TCP_KEEPINTVL, _seconds(keepalive / probes))
         set_option(socket.TCP_KEEPCNT, probes)
     if untaken is not None:
-        set_option(socket.TCP_USER_TIMEOUT, _milliseconds(untaken))
-
-
-def _milliseconds(seconds: float) -> int:
-    return 1000 * max(1, round(min(seconds, 2.0e6)))
+        millis = 1000 * max(1, round(min(untaken, 2.0e6)))
+        set_option(socket.TCP_USER_TIMEOUT, millis)
 
 
 def _seconds(value: float) -> int:
     return max(1, round(min(value, _MAX_KEEPALIVE_SECONDS)))
+
+
+# -- who is there -----------------------------------------------------------------------------
+
+
+async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) -> None:
+    """Prove that this side has the token, and that the listener has it.
+
+    Args:
+        transport: The link, which takes no payloads.
+        credentials: With the token, if any.
+
+    Raises:
+        AuthError: The tokens do not fit.
+        ConfigError: The listener cannot take this side, and says why.
+        ConnectError: It went away.
+        RemoteProtocolError: It does not speak aiosync.
+    """
+    try:
+        # The first word, so that a side that expects TLS notices at once.
+        token = credentials.token_bytes
+        await transport.send(new_challenge(token))
+        challenge, answer = answer_challenge((await transport.recv()).message, token)
+        await transport.send(answer)
+        verify_listener(challenge, answer, (await transport.recv()).message, token=token)
+    except (PeerClosed, TransportBroken) as exc:
+        if isinstance(exc.__cause__, ssl.SSLError):
+            # The listener looks at this end's certificate when this end is done already.
+            raise why_refused(exc.__cause__) from exc
+        raise ConnectError(
+            f"{transport.channel.name} closed the link during the handshake: it may be at its "
+            "connection limit, require TLS, or not be aiosync"
+        ) from exc
+
+
+async def prove_as_listener(transport: FramedTransport, credentials: Credentials) -> None:
+    """The same, on the side that listens: who does not fit is told so.
+
+    Notes on the channel who may not push.
+
+    Args:
+        transport: The link, which takes no payloads.
+        credentials: With the token, if any.
+
+    Raises:
+        AuthError: The tokens do not fit.
+        ConnectError: The dialer went away.
+        RemoteProtocolError: It does not speak aiosync.
+    """
+    token, pull_token = credentials.token_bytes, credentials.pull_token_bytes
+    challenge = new_challenge(token)
+    try:
+        # At once, before anything is read: a peer that speaks TLS finds out from it.
+        if not transport.send_nowait(challenge):
+            await transport.send(challenge)
+        greeting = (await transport.recv()).message
+        if not isinstance(greeting, Challenge):
+            raise RemoteProtocolError(f"expected a Challenge, got {type(greeting).__name__}")
+        answer = (await transport.recv()).message
+        proof, read_only = verify_dialer(challenge, answer, token=token, pull_token=pull_token)
+        await transport.send(proof)
+        transport.channel.read_only = read_only
+    except (PeerClosed, TransportBroken, SendTimeout, RecvTimeout) as exc:
+        raise ConnectError(f"{transport.channel.name} disconnected during the handshake") from exc
+    except AiosyncError as exc:
+        if not transport.channel.ended:
+            with contextlib.suppress(AiosyncError):  # it is refused anyway
+                await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=1.0)
+        raise

@@ -41,7 +41,6 @@ MODULES = [
 ONLY = {
     "aiosync.transports": {
         *("TLS", "Credentials", "Received", "Transport", "TransportBackend"),
-        *("get_transport", "register_transport", "transport_names"),
     }
 }
 # The objects that do the work of a scheme: the names are promised, what they can do is not.

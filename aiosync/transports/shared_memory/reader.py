@@ -109,19 +109,14 @@ class _SegmentView:
         pages = array[:: mmap.PAGESIZE]
         pages[:] = pages.copy()  # writing to a page of a private mapping copies it
 
-    def abandon(self, index: int) -> None:
-        """Forget the mapping of a slot, which goes with its last view; the next one is new."""
-        self.maps.pop(index, None)
-
-    def close(self, *, in_child: bool = False) -> None:
+    def close(self) -> None:
         """Close the descriptors, and with them give every lock back; views keep what they see."""
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._lock_fd = -1
-        if not in_child:
-            self.locked.clear()
-            self.maps.clear()
+        self.locked.clear()
+        self.maps.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +188,7 @@ class SlotReader:
         """In a forked child: close its copies of the descriptors, and read no words."""
         self.words = None
         for view in self.segments.values():
-            view.close(in_child=True)
+            view.close()
         self.segments.clear()
 
     def announce(self, message: Segment | PageMessage) -> None:
@@ -335,7 +330,7 @@ class SlotReader:
                 return
             if keep:
                 slot.view.keep(slot.index)
-                slot.view.abandon(slot.index)
+                slot.view.maps.pop(slot.index, None)  # goes with its last view; the next is new
             slot.view.unlock(slot.index)
             if self._held is slot:
                 self._held = None
@@ -353,8 +348,7 @@ class SlotReader:
         self._closed = True
         self.words = self._held = None
         with FORKING:
+            self.before_fork()
             for view in self.segments.values():
-                for index in view.locked:
-                    view.keep(index)
                 view.close()
             self.segments.clear()
