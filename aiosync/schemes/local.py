@@ -21,8 +21,8 @@ from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
 from aiosync.sender.workers import watch_process
 from aiosync.transports.base import Transport
-from aiosync.transports.pipe import MPTransport
 from aiosync.transports.shared_memory import Arena, SharedMemTransport
+from aiosync.transports.stream import MPTransport
 
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 

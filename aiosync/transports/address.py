@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -103,45 +103,35 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     Raises:
         ConfigError: The address is in use, not of this host, or not allowed.
     """
+    sock = None
     try:
         if address.scheme == "unix":
-            return _bind_unix(address.path), address
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, proto, _name, where = found[0]
-        sock = socket.socket(family, kind, proto)
-        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            if _is_stale(address.path):
+                os.unlink(address.path)
+            # The mode of the socket object becomes that of the file, so that there is no moment in
+            # which others may connect. A umask would be process-wide.
+            os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+            sock.bind(address.path)
+            os.chmod(address.path, stat.S_IRUSR | stat.S_IWUSR)
+        else:
+            found = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, kind, proto, _name, where = found[0]
+            sock = socket.socket(family, kind, proto)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
-            sock.listen(_BACKLOG)
-            sock.setblocking(False)
-        except BaseException:  # raised again: the caller sees it
-            sock.close()
-            raise
-    except OSError as exc:
-        in_use = "another process or scheme listens there, or it is no socket"
-        reason = in_use if exc.errno == errno.EADDRINUSE else exc
-        raise ConfigError(f"cannot listen on {address}: {reason}") from exc
-    return sock, Address("tcp", host=address.host, port=sock.getsockname()[1])
-
-
-def _bind_unix(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if _is_stale(path):
-            os.unlink(path)
-        # The mode of the socket object becomes that of the file, so that there is no moment in
-        # which others may connect. A umask would be process-wide.
-        os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-        sock.bind(path)
-        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+            address = replace(address, port=sock.getsockname()[1])
         sock.listen(_BACKLOG)
         sock.setblocking(False)
-    except BaseException:  # raised again: the caller sees it
-        sock.close()
-        raise
-    return sock
+    except (OSError, ValueError) as exc:
+        if sock is not None:
+            sock.close()
+        in_use = "another process or scheme listens there, or it is no socket"
+        reason = in_use if getattr(exc, "errno", 0) == errno.EADDRINUSE else exc
+        raise ConfigError(f"cannot listen on {address}: {reason}") from exc
+    return sock, address
 
 
 def _is_stale(path: str) -> bool:

@@ -60,6 +60,7 @@ __all__ = [
     "SharedPayload",
     "Threads",
     "copy_bytes",
+    "first_line",
     "outlast",
 ]
 
@@ -516,3 +517,8 @@ def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryvie
             step = min(rest.size, target.size)
             np.copyto(target[:step], rest[:step])
             rest, target = rest[step:], target[step:]
+
+
+def first_line(error: BaseException | None) -> str:
+    """What a library's error says, without the stack that some put behind it."""
+    return str(error).strip().partition("\n")[0]

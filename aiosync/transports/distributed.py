@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -30,14 +30,12 @@ from aiosync.transports.data_plane import (
     Progress,
     Threads,
     copy_bytes,
+    first_line,
 )
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import ExtValue, Setup
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["DistributedTransport", "check_backend"]
 
@@ -273,7 +271,7 @@ class DistributedTransport(DataPlaneTransport):
         except RuntimeError as exc:
             raise TransportBroken(
                 f"Gloo could not connect {self._host} and the peer's host: {_PORTS}. It said: "
-                f"{_first_line(exc)}"
+                f"{first_line(exc)}"
             ) from exc
         finally:
             del options  # errors keep this frame
@@ -326,7 +324,7 @@ class DistributedTransport(DataPlaneTransport):
         try:
             await self._threads.run(lambda: self._move_here(pieces, post, copying), stop)
         except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
-            raise TransportBroken(f"the transfer over Gloo failed: {_first_line(exc)}") from exc
+            raise TransportBroken(f"the transfer over Gloo failed: {first_line(exc)}") from exc
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
         waits: deque[_Wait] = deque()
@@ -357,7 +355,9 @@ class DistributedTransport(DataPlaneTransport):
 
     def _send(self, chunk: list[memoryview]) -> _Wait:
         arrays = [np.frombuffer(view, np.uint8) for view in chunk]
-        tensor = _tensor_of(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        # Torch warns of memory that it must not write to.
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         wait: _Wait = self._group.send([tensor], 1 - self._rank, 0).wait
         return wait
 
@@ -365,7 +365,7 @@ class DistributedTransport(DataPlaneTransport):
         whole = len(chunk) == 1
         size = sum(view.nbytes for view in chunk)
         array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
-        work = self._group.recv([_tensor_of(array)], 1 - self._rank, 0)
+        work = self._group.recv([torch.from_numpy(array)], 1 - self._rank, 0)
 
         def wait(patience: timedelta) -> None:
             work.wait(patience)
@@ -423,20 +423,3 @@ def _chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[mem
                 chunk, room = [], chunk_nbytes
     if chunk:
         yield chunk
-
-
-def _tensor_of(array: NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(_OnlyRead(array)))
-
-
-class _OnlyRead:
-    """Passes read-only memory off as writable, as torch warns of memory it must not write to."""
-
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self._array = array  # alive as long as what is made of this
-        address = array.__array_interface__["data"][0]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).partition("\n")[0]

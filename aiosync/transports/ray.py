@@ -46,6 +46,7 @@ from aiosync.transports.data_plane import (
     SharedPayload,
     Threads,
     copy_bytes,
+    first_line,
     outlast,
 )
 from aiosync.transports.stream import FramedTransport
@@ -125,9 +126,11 @@ def need_cluster() -> Any:
 
 def landed(ref: Any) -> asyncio.Future[Any]:
     """What a reference stands for, as a future; cancelling it only stops the wait."""
-    there = asyncio.shield(asyncio.wrap_future(ref.future()))
-    there.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if by nobody
-    return there
+    there = asyncio.wrap_future(ref.future())
+    waited = asyncio.shield(there)
+    for each in (there, waited):  # who waits sees what it raises; perhaps nobody does any more
+        each.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waited
 
 
 def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
@@ -597,7 +600,7 @@ class RayActorTransport(Transport):
         if self._closed or done.cancelled():
             return
         error, exceptions = done.exception(), self._ray.exceptions
-        text = str(error).strip().partition("\n")[0]
+        text = first_line(error)
         reason = None if error is None else getattr(error, "cause", None) or error
         if isinstance(error, getattr(exceptions, "ActorUnavailableError", ())):
             reason = TransportBroken(
@@ -661,4 +664,4 @@ class RayActorTransport(Transport):
 
 
 def _said(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}".partition("\n")[0]
+    return f"{type(exc).__name__}: {first_line(exc)}"

@@ -3,7 +3,8 @@
 :class:`ByteStream` reads and writes descriptors; :class:`FramedTransport` is the link over one: it
 reads and writes frames, watches the peer's process, and knows how the link ended. Payload bytes are
 written straight from the sender's buffers, and read straight into those that the receiver lends.
-Must not import torch, anyio, schemes, or a concrete transport.
+:class:`MPTransport` is one without anything else. Must not import torch, anyio, schemes, or another
+transport.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import ClassVar, Self
@@ -47,7 +49,7 @@ from aiosync.transports.base import (
     take_buffers,
     without_frames,
 )
-from aiosync.types import Limits
+from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
     ExtValue,
@@ -59,7 +61,7 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["ByteStream", "FramedTransport"]
+__all__ = ["ByteStream", "FramedTransport", "MPTransport", "MemoryTransport"]
 
 # No message of a stranger or of a worker is longer, with the text of an error and all.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
@@ -215,17 +217,13 @@ class FramedTransport(Transport):
     @classmethod
     @contextlib.asynccontextmanager
     async def pair(cls, *, limits: Limits | None = None) -> AsyncIterator[tuple[Self, Self]]:
-        """Two connected ends in this process, closed when the context ends."""
-        left, right = cls._connected_sockets()
+        """Two ends of a Unix socket pair in this process, closed when the context ends."""
+        left, right = socket.socketpair()
         async with (
             cls(left, limits=limits, name="the right end") as one,
             cls(right, limits=limits, name="the left end") as two,
         ):
             yield one, two
-
-    @staticmethod
-    def _connected_sockets() -> tuple[socket.socket, socket.socket]:
-        return socket.socketpair()
 
     @property
     def channel(self) -> FramedTransport:
@@ -695,6 +693,27 @@ class FramedTransport(Transport):
     def __repr__(self) -> str:
         state = "closed" if self.closed else type(self.error).__name__ if self.error else "open"
         return f"<{type(self).__name__} to {self.name}: {state}>"
+
+
+class MPTransport(FramedTransport):
+    """A link over a two-way pipe: ``multiprocessing.Pipe()``, or one socket of a Unix socket pair.
+
+    Takes ownership of it, as :class:`FramedTransport` does. Nothing is pickled.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        name="pipe",
+        send_cancellation=Cancellation.BREAKS_LINK,
+        recv_cancellation=Cancellation.BREAKS_LINK,
+    )
+
+
+class MemoryTransport(MPTransport):
+    """A link inside one process: a pipe of which both ends are here. Make them with ``pair()``."""
+
+    capabilities: ClassVar[Capabilities] = replace(
+        MPTransport.capabilities, name="memory", cross_process=False
+    )
 
 
 def _window(views: list[memoryview], budget: int) -> list[memoryview]:

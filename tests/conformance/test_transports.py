@@ -30,8 +30,8 @@ from aiosync.testing import (
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.pipe import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.stream import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
 from tests._certificates import certificates

@@ -35,8 +35,8 @@ class Base:
         self.scheme: Any = None
         self.kept: dict[str, torch.Tensor] = {}
 
-    def who(self) -> tuple[int, str]:
-        return os.getpid(), ray.get_runtime_context().get_actor_id()
+    def pid(self) -> int:
+        return os.getpid()
 
     def look(self) -> tuple[int, set[float]]:
         with self.scheme.reading():

@@ -187,10 +187,10 @@ async def many_updates(shared_memory: bool) -> None:
 async def killed(shared_memory: bool) -> None:
     """An actor that dies in mid-transfer is named; restarted, it joins again."""
     scheme = RayWeightSyncScheme(shared_memory=shared_memory)
-    options = {"name": "the second", "max_restarts": 1, "max_task_retries": -1}
+    options = {"max_restarts": 1, "max_task_retries": -1}
     actors = [Worker.remote(), Worker.options(**options).remote()]
     async with crew(scheme, actors) as model:
-        pid, actor_id = await actors[1].who.remote()
+        pid = await actors[1].pid.remote()
         os.kill(pid, signal.SIGSTOP)
         fill(model, 2.0)
         if shared_memory:  # what it computes next would use it
@@ -207,7 +207,7 @@ async def killed(shared_memory: bool) -> None:
         assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
         assert isinstance(caught.value.failed[1], (PeerClosed, TransportBroken))
         if shared_memory:  # of one on another node its address is known
-            assert f"actor the second ({actor_id})" in str(caught.value.failed[1])
+            assert f"process {pid}" in str(caught.value.failed[1])
         fill(model, 3.0)
         third = await scheme.send()
         assert third.acked == {0}
