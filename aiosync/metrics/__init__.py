@@ -10,9 +10,8 @@ Names and labels are those of :data:`METRICS`; see ``docs/topics/metrics.md``. N
 ``aiosync[metrics]``, but for :meth:`Metrics.as_log`.
 """
 
-from aiosync.metrics.collector import Metrics, Source
+from aiosync.metrics.collector import METRICS, Metric, Metrics, Source
 from aiosync.metrics.http import serve
-from aiosync.metrics.table import METRICS, Metric
 from aiosync.metrics.telemetry import Tracing, instrument
 
 __all__ = ["METRICS", "Metric", "Metrics", "Source", "Tracing", "instrument", "serve"]

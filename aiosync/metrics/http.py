@@ -9,8 +9,7 @@ from http import HTTPStatus
 from typing import TypeAlias
 
 from aiosync.errors import ConfigError
-from aiosync.metrics.collector import Metrics
-from aiosync.metrics.table import optional
+from aiosync.metrics.collector import Metrics, optional
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.transports.address import Address, bind
 
@@ -171,13 +170,14 @@ class serve(HttpServer):
         listen: ``HOST:PORT``; port 0 for any free one.
 
     Raises:
-        ConfigError: On entering: the address is none or cannot be bound, or ``prometheus_client``
-            is not installed.
+        ConfigError: ``prometheus_client`` is not installed. On entering: the address is none or
+            cannot be bound.
         LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
     """
 
     def __init__(self, metrics: Metrics, listen: str = "127.0.0.1:9464") -> None:
         self._metrics = metrics
+        self._exposition = optional("prometheus_client.exposition")
         super().__init__(
             listen,
             {
@@ -186,10 +186,6 @@ class serve(HttpServer):
                 "/readyz": self._ready,
             },
         )
-
-    async def __aenter__(self) -> str:
-        self._exposition = optional("prometheus_client.exposition")
-        return await super().__aenter__()
 
     def __enter__(self) -> str:
         refuse_inside_loop("serve", "async with aiosync.metrics.serve(...)")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiosync import SyncEvent
 from aiosync._version import __version__
-from aiosync.metrics.collector import Metrics
-from aiosync.metrics.table import METRICS, optional
+from aiosync.metrics.collector import METRICS, Metrics, optional
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider

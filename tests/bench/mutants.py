@@ -441,7 +441,7 @@ MUTANTS = [
     ),
     Mutant(
         "of several receivers the newest version is shown",
-        "metrics/table.py",
+        "metrics/collector.py",
         "join=min",
         "join=max",
         "tests/metrics/test_metrics.py",
