@@ -10,49 +10,20 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import aiosync
-from tests.support.pages import PAGES, ROOT
+from tests.support.pages import PAGES, ROOT, Block, blocks
 
-FENCE = re.compile(
-    r"^(`{3,})(\S*)\n(.*?)^\1$(?=(?:\n\n```text\n(.*?)^```$)?)", re.MULTILINE | re.DOTALL
-)
 EPOCH = re.compile(r"\b[0-9a-f]{16}\b")  # drawn at random
 
 
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    language: str
-    text: str
-    shown: str | None = None
-    """The output that the page shows right below it."""
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    @property
-    def is_program(self) -> bool:
-        """Whether it is meant to run as it stands, in a file of its own."""
-        return '__name__ == "__main__"' in self.text or "\naiosync.run(" in self.text
-
-
-def _blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    return [
-        Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3], match[4])
-        for match in FENCE.finditer(text)
-    ]
-
-
-BLOCKS = [block for page in PAGES for block in _blocks(page)]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-PROGRAMS = [block for block in PYTHON if block.is_program]
+WHOLE = ('__name__ == "__main__"', "\naiosync.run(")  # meant to run as it stands, in a file
+PROGRAMS = [block for block in PYTHON if any(each in block.text for each in WHOLE)]
 TOP_LEVEL_AWAIT = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import DOCS, FENCE, PAGES, ROOT, name_of, shell_blocks, typed_lines
+from tests.support.pages import (
+    DOCS,
+    FENCE,
+    PAGES,
+    ROOT,
+    blocks,
+    name_of,
+    shell_blocks,
+    typed_lines,
+)
 from tests.support.waiting import free_address, wait_until
 
 MOST_WORDS = 1500
@@ -76,13 +85,9 @@ def test_readme_and_changelog_fit_a_screen_or_two() -> None:
 
 def _listed(page: Path) -> Iterator[Path]:
     """The pages in the toctrees of a page."""
-    for _, language, text in FENCE.findall(page.read_text()):
-        if language.strip() != "{toctree}":
-            continue
-        for line in text.splitlines():
-            entry = line.strip()
-            if not entry or entry.startswith(":"):
-                continue
+    toctrees = [block.text for block in blocks(page) if block.language == "{toctree}"]
+    for entry in map(str.strip, "\n".join(toctrees).splitlines()):
+        if entry and not entry.startswith(":"):
             titled = re.fullmatch(r".*<(.+)>", entry)
             target = (titled[1] if titled else entry).removesuffix(".md")
             if "://" not in target:
@@ -123,8 +128,8 @@ def test_options_of_commands_that_take_minutes_exist(command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_two_programs_of_the_quickstart_find_each_other(tmp_path: Path) -> None:
-    blocks = FENCE.findall((DOCS / "quickstart.md").read_text())
-    train, act = [text for _, language, text in blocks if language.strip() == "python"][:2]
+    programs = [each.text for each in blocks(DOCS / "quickstart.md") if each.language == "python"]
+    train, act = programs[:2]
     assert "init_on_sender" in train
     assert "init_on_receiver" in act
     address, started = free_address(), list[subprocess.Popen[bytes]]()

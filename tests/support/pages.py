@@ -1,10 +1,11 @@
-"""The pages of the documentation, and what their shell blocks tell a reader to type."""
+"""The pages of the documentation, their blocks of code, and what a reader is told to type."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,10 @@ PAGES = [
     ROOT / "README.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
 ]
-FENCE = re.compile(r"^ *(`{3,}|:{3,}|~{3,})(.*?)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^ *(`{3,}|:{3,}|~{3,})(.*?)\n(.*?)^ *\1 *$(?=(?:\n\n```text\n(.*?)^```$)?)",
+    re.MULTILINE | re.DOTALL,
+)
 SHELLS = {"bash", "console", "sh", "shell"}
 
 
@@ -23,10 +27,33 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@dataclass(frozen=True)
+class Block:
+    """What stands in a fence."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    shown: str | None = None
+    """The output that the page shows right below it."""
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """Those of a page, in order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, each.start()) + 1, each[2].strip(), each[3], each[4])
+        for each in FENCE.finditer(text)
+    ]
+
+
 def shell_blocks(page: Path) -> list[str]:
     """The texts of its shell blocks, in order."""
-    found = FENCE.findall(page.read_text())
-    return [text for _, language, text in found if language.strip() in SHELLS]
+    return [block.text for block in blocks(page) if block.language in SHELLS]
 
 
 def typed_lines(text: str) -> Iterator[str]:
