@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "matplotlib", "safetensors"})
+_EXTRA_PACKAGES = frozenset({"typer", "rich", "gymnasium", "safetensors"})
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""The commands, each in a file of its own, on typer.
+"""The commands, on typer.
 
-Neither these files nor what they import may import torch, gymnasium or matplotlib but inside a
-function: ``--help`` has to be quick, and to work without them.
+Neither these files nor what they import may import torch or gymnasium but inside a function:
+``--help`` has to be quick, and to work without them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from aiosync._version import __version__
 from aiosync.cli.bench import bench
 from aiosync.cli.demo import demo
 from aiosync.cli.doctor import doctor, token
-from aiosync.cli.pull import pull
-from aiosync.cli.push import push
 from aiosync.cli.serve import serve
 from aiosync.cli.status import status
 from aiosync.cli.top import top
+from aiosync.cli.transfer import pull, push
 
 __all__ = ["app"]
 

@@ -10,10 +10,10 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "TOKEN_VARIABLE",
-    "Connection",
     "ModelId",
-    "Show",
     "Timeout",
     "TlsCa",
     "TlsCert",
@@ -43,10 +41,8 @@ __all__ = [
     "failing",
     "plain",
     "read_token",
-    "say_done",
     "show_nbytes",
     "tls_of",
-    "transfer_bar",
     "with_flags",
     "write_text",
 ]
@@ -58,7 +54,6 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 _MAX_TOKEN_NBYTES = 65536
-_LOOK_SECONDS = 0.1
 
 _FLAGS = {
     "TLS(cert=..., key=...)": "--tls-cert and --tls-key",
@@ -79,9 +74,6 @@ _FLAGS = {
     "the model_id another": "the --model-id another",
 }
 """How a command calls what an error of the library names."""
-
-Show: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are done, and with how many there are."""
 
 TokenFile = Annotated[
     Path | None,
@@ -134,23 +126,6 @@ Timeout = Annotated[
 """``--timeout``."""
 
 
-class Connection(NamedTuple):
-    """Whom to ask, and with what: as the first arguments of a client."""
-
-    url: str
-    token: bytes | None
-    tls: TLS | None
-
-    def __repr__(self) -> str:
-        return f"<Connection to {self.url}>"  # no token
-
-    def client(self) -> WeightClient:
-        """What asks."""
-        from aiosync.server import WeightClient
-
-        return WeightClient(self.url, token=self.token, tls=self.tls)
-
-
 @contextmanager
 def dialling(
     command: str,
@@ -161,24 +136,25 @@ def dialling(
     cert: Path | None,
     key: Path | None,
     *model_ids: str,
-) -> Iterator[tuple[Connection, Console, list[int]]]:
+) -> Iterator[tuple[WeightClient, dict[str, Any], Console, list[int]]]:
     """:func:`failing` of a command that asks somebody, with what its options say.
 
     What is wrong with them is found before anything is sent.
 
     Yields:
-        Whom to ask, where errors and notes go, and what :func:`failing` yields.
+        Who asks; token and TLS as the arguments of a client or scheme; where errors and notes go;
+        and what :func:`failing` yields.
     """
     errors = errors_to()
     with failing(command, errors) as status:
+        from aiosync.server import WeightClient
         from aiosync.transports.credentials import Credentials
 
         check_model_ids(model_ids)
-        given = tls_of(wanted=tls, ca=ca, cert=cert, key=key)
-        server = Connection(url, read_token(token_file, errors), given)
-        Credentials(token=server.token, tls=server.tls).dialling_context()
-        server.client()
-        yield server, errors, status
+        shown = tls_of(wanted=tls, ca=ca, cert=cert, key=key)
+        given: dict[str, Any] = {"tls": shown, "token": read_token(token_file, errors)}
+        Credentials(**given).dialling_context()
+        yield WeightClient(url, **given), given, errors, status
 
 
 def errors_to() -> Console:
@@ -267,51 +243,6 @@ def write_text(option: str, path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{option}: {path}: cannot be written: {exc.strerror}") from exc
-
-
-def say_done(
-    verb: str, model_id: str, epoch: int, version: int, nbytes: int, seconds: float, again: int = 0
-) -> None:
-    """Say what was transferred, with ``again`` reconnects, in one line."""
-    rate = nbytes / 1e6 / max(seconds, 1e-9)
-    typer.echo(
-        f"{verb} {plain(model_id)}: version {version} of epoch {epoch}, {show_nbytes(nbytes)} "
-        f"({nbytes} bytes) in {seconds:.2f} s, {rate:.1f} MB/s"
-        f"{f', {again} reconnects' if again else ''}"
-    )
-
-
-@contextmanager
-def transfer_bar(console: Console, title: str, waits: str) -> Iterator[Show]:
-    """Show a bar with bytes and rate on a terminal, and nothing elsewhere. No thread is started.
-
-    Args:
-        console: On stderr.
-        title: What is transferred.
-        waits: What it waits for before the first bytes.
-    """
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
-
-    amount = TextColumn("{task.fields[amount]}", markup=False)
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), amount, TransferSpeedColumn())
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(title, total=None, amount=waits)
-        progress.refresh()
-        next_at = 0.0
-
-        def show(done: int, total: int) -> None:
-            nonlocal next_at
-            if time.monotonic() >= next_at or done >= total:
-                amount = f"{show_nbytes(done)} of {show_nbytes(total)}"
-                progress.update(task, completed=done, total=total, amount=amount)
-                progress.refresh()
-                next_at = time.monotonic() + _LOOK_SECONDS
-
-        yield show
 
 
 def check_model_ids(given: Iterable[str]) -> None:

@@ -6,21 +6,17 @@ than ``weights_only`` allows is refused. This module must never import typer or 
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.server.store import DTYPES, replacing
-from aiosync.wire import encode_values
-from aiosync.wire.values import InvalidData, pack, unpack
+from aiosync.server.store import replacing
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,9 +36,6 @@ TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of PyTorch checkpoints."""
 
 _INSIDE = ("state_dict", "model", "model_state_dict")
-_ALIASES = "aiosync.aliases"
-_VALUES = "aiosync.values"
-_STORE = "aiosync.format"
 _ZIP = b"PK\x03\x04"
 _CHECKPOINT = (_ZIP, b"\x80")  # a pickle of any protocol that torch ever wrote
 
@@ -91,7 +84,7 @@ def save_weights(
 
     A ``.ckpt`` file holds ``{"state_dict": mapping, "metadata": metadata}``; the other PyTorch
     files hold the mapping alone, ready for ``load_state_dict()``. A safetensors file holds tied
-    tensors once, with their other names in its metadata.
+    tensors under each of their names.
 
     Args:
         path: As for :func:`load_weights`. A symbolic link is followed. A file that is there
@@ -105,38 +98,41 @@ def save_weights(
     """
     path = os.path.realpath(path)
     check_target(path)
-    safetensors = _kind(path)
-    tensors, values = _split(path, mapping)
-    texts = dict(metadata or {})
+    safetensors, texts = _kind(path), dict(metadata or {})
+    tensors = {name: each for name, each in mapping.items() if isinstance(each, torch.Tensor)}
+    if safetensors is not None and len(tensors) < len(mapping):
+        others = ", ".join(name for name in mapping if name not in tensors)[:200]
+        raise ConfigError(f"{path}: safetensors holds tensors only, not {others}: use .pt")
     try:
         with replacing(path) as (file, temporary):
             if safetensors is not None:
-                # The package replaces it by a private one.
-                _write_safetensors(safetensors, path, temporary, tensors, values, texts)
+                # None may share memory. The package replaces the temporary file by a private one.
+                own = {name: each.clone().contiguous() for name, each in tensors.items()}
+                safetensors.torch.save_file(own, temporary, texts)
+            elif path.lower().endswith(".ckpt"):
+                torch.save({"state_dict": dict(mapping), "metadata": texts}, file)
             else:
-                _write_torch(path, file, {**tensors, **values}, texts)
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+                torch.save(dict(mapping), file)
+    except Exception as exc:  # the user sees it: torch and safetensors raise several types
+        why = exc.__context__ if isinstance(exc.__context__, OSError) else exc
+        text = why.strerror if isinstance(why, OSError) else f"{type(why).__name__}: {why}"
+        raise ConfigError(f"{path}: cannot be written: {str(text)[:200]}") from exc
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
     """Make sure that weights can be saved there, before they are fetched rather than after.
 
     Raises:
-        ConfigError: An unknown ending, a missing folder, something else than a regular file in
-            its place, no permission, or safetensors is not installed.
+        ConfigError: An unknown ending, a missing folder or no permission, a folder or a device in
+            its place, or safetensors is not installed.
     """
     path = os.path.realpath(path)
     _kind(path)
     folder = os.path.dirname(path)
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{path}: there is no folder {folder}")
-    if os.path.isdir(path):
-        raise ConfigError(f"{path}: this is a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: there is no folder {folder}, or no permission to write there")
     if os.path.lexists(path) and not os.path.isfile(path):
         raise ConfigError(f"{path}: this is not a regular file, which would be replaced by one")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path}: no permission to write in {folder}")
 
 
 def _kind(path: str) -> ModuleType | None:
@@ -153,19 +149,6 @@ def _kind(path: str) -> ModuleType | None:
         advice = ".safetensors files need safetensors: pip install 'aiosync[cli]'"
         raise ConfigError(advice) from exc
     return safetensors
-
-
-def _split(path: str, mapping: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the values of a mapping; equal tensors stay one object."""
-    tensors = {
-        name: value.detach() for name, value in mapping.items() if isinstance(value, torch.Tensor)
-    }
-    plain = {name: value for name, value in mapping.items() if name not in tensors}
-    try:
-        values = encode_values(plain)
-    except ConfigError as exc:
-        raise ConfigError(f"{path}: cannot be written: {exc}") from exc
-    return tensors, values
 
 
 # -- PyTorch ----------------------------------------------------------------------------------
@@ -214,20 +197,6 @@ def _is_state_dict(value: Mapping[Any, Any]) -> bool:
     )
 
 
-def _write_torch(path: str, file: BinaryIO, mapping: dict[str, Any], texts: dict[str, str]) -> None:
-    content: dict[str, Any] = mapping
-    if path.lower().endswith(".ckpt"):
-        content = {"state_dict": mapping, "metadata": texts}
-    try:
-        torch.save(content, file)
-    except (RuntimeError, pickle.PicklingError) as exc:
-        why: BaseException | None = exc
-        while why is not None and not isinstance(why, OSError):  # what torch fell over, if it did
-            why = why.__cause__ or why.__context__
-        text = str(exc)[:200] if why is None else why.strerror or why
-        raise ConfigError(f"{path}: cannot be written: {text}") from exc
-
-
 # -- safetensors ------------------------------------------------------------------------------
 
 
@@ -235,73 +204,12 @@ def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
     try:
         with package.safe_open(path, framework="pt", device="cpu") as file:
             texts = file.metadata() or {}
-            if _STORE in texts:
-                raise ConfigError(
-                    f"{path}: this is a file of a weight server's store, which may hold more than "
-                    "safetensors can express; serve its folder and pull the weights"
-                )
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}
-    except ConfigError:
-        raise
     except Exception as exc:  # the user sees it: the package and torch raise several types
         raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc
-    try:
-        aliases = json.loads(texts.get(_ALIASES, "{}"))
-        values = unpack(base64.b64decode(texts[_VALUES])) if _VALUES in texts else {}
-        found |= {alias: found[name] for alias, name in aliases.items()}
-    except (InvalidData, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise ConfigError(f"{path}: damaged: its aliases or values are not valid") from exc
-    return found | values
-
-
-def _write_safetensors(
-    package: ModuleType,
-    path: str,
-    temporary: str,
-    tensors: dict[str, torch.Tensor],
-    values: dict[str, Any],
-    texts: dict[str, str],
-) -> None:
-    own, aliases = _without_sharing(tensors)
-    refused = [
-        name for name, each in own.items() if str(each.dtype).removeprefix("torch.") not in DTYPES
-    ]
-    if refused:
-        kinds = ", ".join(sorted({str(own[name].dtype) for name in refused}))
-        others = " and others" if refused[1:] else ""
+    if any(name.startswith("aiosync.") for name in texts):
         raise ConfigError(
-            f"{path}: safetensors cannot hold {kinds} (tensor {refused[0]!r}{others}); write a "
-            ".pt file instead"
+            f"{path}: this is a file of a weight server's store, or of an older `aiosync pull`, "
+            "which may hold more than tensors by name; serve its folder and pull the weights"
         )
-    if aliases:
-        texts[_ALIASES] = json.dumps(aliases)
-    try:
-        if values:
-            texts[_VALUES] = base64.b64encode(pack(values)).decode()
-        package.torch.save_file(own, temporary, texts)
-    except (InvalidData, ValueError, RuntimeError, package.SafetensorError) as exc:
-        raise ConfigError(f"{path}: cannot be written: {str(exc)[:200]}") from exc
-
-
-def _without_sharing(
-    tensors: dict[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return dense CPU tensors that share no memory, and the other names of tied ones."""
-    own: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    storages = set()
-    for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and tensor.numel():
-            what = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if what in first:
-                aliases[name] = first[what]
-                continue
-            first[what] = name
-            storage = tensor.device, tensor.untyped_storage().data_ptr()
-            if storage in storages:  # a view of the same memory, but not the same tensor
-                tensor = tensor.clone()
-            storages.add(storage)
-            tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        own[name] = tensor
-    return own, aliases
+    return found

@@ -10,11 +10,12 @@ a plain :mod:`multiprocessing` connection. Must not import typer or rich: worker
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -33,10 +34,11 @@ from aiosync.errors import AiosyncError
 if TYPE_CHECKING:
     from aiosync.cli.demo import Progress
 
-__all__ = ["Episode", "Step", "train"]
+__all__ = ["Episode", "Learn", "Step", "train"]
 
 _BATCH_STEPS = 512  # environment steps that one update of the policy learns from
 _LOOK_SECONDS = 0.2
+_END_SECONDS = 2.0  # a worker that still starts hears nothing
 
 _GAMMA = 0.98
 _CLIP = 0.2
@@ -64,6 +66,9 @@ class Step(NamedTuple):
 Episode: TypeAlias = tuple[int, list[Step]]
 """A worker, and its steps for as long as the pole stood: so many are the return."""
 
+Learn: TypeAlias = Callable[[list[Episode], float], None]
+"""Improves the policy on a batch, with a factor on the learning rate."""
+
 # -- training -----------------------------------------------------------------------------------
 
 
@@ -75,18 +80,20 @@ def train(progress: Progress, transport: str, num_workers: int, seed: int, sync:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     name = "SharedMemWeightSyncScheme" if transport == "shm" else "MultiProcessWeightSyncScheme"
-    learner = PPO(make_policy())
+    policy = make_policy()
+    optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, foreach=True)
+    learn = functools.partial(improve, policy, optimizer)
     scheme = getattr(aiosync.sync if sync else aiosync, name)()
-    scheme.init_on_sender(model_id="policy", model=learner.policy, num_workers=num_workers)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=num_workers)
     start = running(num_workers, seed, scheme, sync)
     if sync:
-        train_sync(learner, scheme, start, progress)
+        train_sync(learn, scheme, start, progress)
     else:
-        aiosync.run(train_async(learner, scheme, start, progress))
+        aiosync.run(train_async(learn, scheme, start, progress))
 
 
 async def train_async(
-    learner: PPO, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
+    learn: Learn, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
 ) -> None:
     """Train with the async API."""
     async with scheme:
@@ -97,12 +104,12 @@ async def train_async(
             while progress.going:
                 batch = await asyncio.to_thread(workers.collect)
                 lr_scale = progress.collected(batch, scheme.version)
-                await asyncio.to_thread(learner.update, batch, lr_scale)
+                await asyncio.to_thread(learn, batch, lr_scale)
                 progress.sent(await scheme.send())  # returns when all have applied it
 
 
 def train_sync(
-    learner: PPO, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
+    learn: Learn, scheme: Any, start: AbstractContextManager[Workers], progress: Progress
 ) -> None:
     """Train with the blocking facade."""
     with scheme, start as workers:
@@ -111,7 +118,7 @@ def train_sync(
         while progress.going:
             batch = workers.collect()
             lr_scale = progress.collected(batch, scheme.version)
-            learner.update(batch, lr_scale)
+            learn(batch, lr_scale)
             progress.sent(scheme.send())
 
 
@@ -153,7 +160,6 @@ def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Wo
     """Start the workers, and end them: ask, then kill."""
     workers = Workers()
     context = multiprocessing.get_context("spawn")
-    patience = 0.5  # a worker that still starts hears nothing
     # Ctrl-C reaches the whole process group. Workers inherit that it is blocked; one that comes
     # meanwhile is not lost here.
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT when it starts
@@ -170,13 +176,12 @@ def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Wo
             ours.send_bytes(b"next")
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield workers
-        patience = 5.0
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         workers.stopped = True
         for channel in workers.channels:
             channel.close()
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + _END_SECONDS
         for process in workers.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
@@ -194,52 +199,39 @@ def make_policy() -> nn.Module:
     )
 
 
-class PPO:
-    """Proximal policy optimisation of one policy, without a critic.
+def improve(
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    episodes: Sequence[Episode],
+    lr_scale: float,
+) -> None:
+    """Improve the policy in place on one batch: proximal policy optimisation, without a critic.
 
-    The batches come from workers whose policy may be a few versions old; the importance ratio
+    The episodes come from workers whose policy may be a few versions old; the importance ratio
     corrects for that, because every step carries the log-probability under the policy that took it.
-
-    Args:
-        policy: Trained in place.
     """
-
-    def __init__(self, policy: nn.Module) -> None:
-        self.policy: nn.Module = policy
-        self._optimizer = torch.optim.Adam(policy.parameters(), eps=1e-5, foreach=True)
-
-    def update(self, episodes: Sequence[Episode], lr_scale: float) -> None:
-        """Improve the policy on one batch, of any workers and versions."""
-        self._optimizer.param_groups[0]["lr"] = _LEARNING_RATE * lr_scale
-        steps = [step for _, episode in episodes for step in episode]
-        obs = torch.from_numpy(np.array([step.obs for step in steps]))
-        actions = torch.tensor([step.action for step in steps])
-        old_log_probs = torch.tensor([step.log_prob for step in steps])
-        left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
-        returns = (1 - _GAMMA**left) / (1 - _GAMMA)  # each step that is left earns 1, discounted
-        advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
-        for _ in range(_EPOCHS):
-            for rows in torch.randperm(len(obs)).chunk(-(-len(obs) // _MINIBATCH)):
-                log_probs = self.policy(obs[rows]).log_softmax(-1)
-                log_prob = log_probs.gather(-1, actions[rows, None]).squeeze(-1)
-                ratio = (log_prob - old_log_probs[rows]).exp()
-                clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
-                loss = -torch.minimum(ratio * advantages[rows], clipped * advantages[rows]).mean()
-                self._optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch says no types
-                nn.utils.clip_grad_norm_(self.policy.parameters(), 0.5)
-                self._optimizer.step()
+    optimizer.param_groups[0]["lr"] = _LEARNING_RATE * lr_scale
+    steps = [step for _, episode in episodes for step in episode]
+    obs = torch.from_numpy(np.array([step.obs for step in steps]))
+    actions = torch.tensor([step.action for step in steps])
+    old_log_probs = torch.tensor([step.log_prob for step in steps])
+    left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
+    returns = (1 - _GAMMA**left) / (1 - _GAMMA)  # each step that is left earns 1, discounted
+    advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
+    for _ in range(_EPOCHS):
+        for rows in torch.randperm(len(obs)).chunk(-(-len(obs) // _MINIBATCH)):
+            log_probs = policy(obs[rows]).log_softmax(-1)
+            log_prob = log_probs.gather(-1, actions[rows, None]).squeeze(-1)
+            ratio = (log_prob - old_log_probs[rows]).exp()
+            clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
+            loss = -torch.minimum(ratio * advantages[rows], clipped * advantages[rows]).mean()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch says no types
+            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            optimizer.step()
 
 
 # -- collecting ---------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def act(policy: nn.Module, obs: Any, version: int) -> Step:
-    """Choose an action; ``version`` is what the policy holds meanwhile."""
-    log_probs = policy(torch.from_numpy(obs)).log_softmax(-1)
-    action = int(torch.multinomial(log_probs.exp(), 1))
-    return Step(obs, action, float(log_probs[action]), version)
 
 
 def play(env: Any, policy: nn.Module, scheme: Any) -> Iterator[Step]:
@@ -251,9 +243,11 @@ def play(env: Any, policy: nn.Module, scheme: Any) -> Iterator[Step]:
     obs, _ = env.reset()
     ended = False
     while not ended:
-        with scheme.reading():
-            step = act(policy, obs, scheme.version)
-        obs, _, terminated, truncated, _ = env.step(step.action)
+        with scheme.reading(), torch.no_grad():
+            log_probs, version = policy(torch.from_numpy(obs)).log_softmax(-1), scheme.version
+        action = int(torch.multinomial(log_probs.exp(), 1))
+        step = Step(obs, action, float(log_probs[action]), version)
+        obs, _, terminated, truncated, _ = env.step(action)
         ended = terminated or truncated
         yield step
 

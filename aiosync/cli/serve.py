@@ -10,14 +10,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from aiosync.cli._common import (
     INTERRUPTED,
@@ -30,15 +27,15 @@ from aiosync.cli._common import (
     failing,
     plain,
     read_token,
+    show_nbytes,
     tls_of,
 )
-from aiosync.cli.status import models_table, version_line
 from aiosync.cli.top import serve_page
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from rich.console import RenderableType
+    from rich.console import Console
 
     from aiosync.events import SyncStats
     from aiosync.server import WeightServer
@@ -214,39 +211,28 @@ def _signals() -> Iterator[list[int]]:
 
 
 async def _watch(server: WeightServer, errors: Console) -> None:
-    """Show what the server has, until it ends: a table, or one line for each version seen."""
-    console = Console(highlight=False)
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    """Say each version that is seen, in a line, until the server ends."""
     seen: dict[str, tuple[int, int]] = {}
 
-    def show(hint: str = "; Ctrl-C ends it") -> None:
-        status = server.status()
-        if live is not None:
-            live.update(_render(status, hint), refresh=True)
-            return
-        for model in status["models"]:
+    def say() -> None:
+        for model in server.status()["models"]:
             now = model["epoch"], model["version"]
             if seen.get(model["model_id"], (0, 0)) != now:
                 seen[model["model_id"]] = now
-                errors.print(f"{time.strftime('%H:%M:%S')} {version_line(model)}", markup=False)
+                lag = max((worker["lag"] for worker in model["workers"]), default=0)
+                errors.print(
+                    f"{time.strftime('%H:%M:%S')} {plain(model['model_id'])}: version {now[1]} of "
+                    f"epoch {now[0]}, {show_nbytes(model['nbytes'])}, {len(model['workers'])} "
+                    f"workers, lag {lag}",
+                    markup=False,
+                )
 
     ended = asyncio.ensure_future(server.wait_closed())
-    with live or contextlib.nullcontext():
-        try:
-            while not ended.done():
-                show()
-                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-            await ended
-        finally:
-            ended.cancel()
-            show("")
-
-
-def _render(status: Mapping[str, Any], hint: str) -> RenderableType:
-    connections = f"{plain(status['connections'])} connections"
-    if not status["models"]:
-        return Text(f"{connections}, no models yet{hint}")
-    table = models_table(status)
-    table.caption = f"{connections}{hint}"
-    table.caption_justify = "left"
-    return table
+    try:
+        while not ended.done():
+            say()
+            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+        await ended
+    finally:
+        ended.cancel()
+        say()

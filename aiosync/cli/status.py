@@ -33,7 +33,7 @@ from aiosync.cli._common import (
 )
 from aiosync.errors import RemoteProtocolError
 
-__all__ = ["make_table", "models_table", "show_seconds", "status", "version_line"]
+__all__ = ["make_table", "show_seconds", "status"]
 
 Values = Mapping[str, Any]
 
@@ -61,9 +61,9 @@ def status(
     - `aiosync status unix:///tmp/weights --json`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("status", *given) as (server, _, exit_status):
+    with dialling("status", *given) as (client, _, _, exit_status):
         exit_status[0] = 1
-        values = run(server.client().status(timeout=timeout))
+        values = run(client.status(timeout=timeout))
         if as_json:
             typer.echo(json.dumps(values, indent=2, default=str))
             return
@@ -86,11 +86,6 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
 
 
-def models_table(values: Values) -> Table:
-    """Return one row for each model of a status, which ``WeightServer.status()`` returned."""
-    return make_table(map(_model_row, values["models"]), narrow_without=("strategy", "tensors"))
-
-
 def _model_row(model: Values) -> dict[str, Any]:
     has = bool(model["version"])
     return {
@@ -101,7 +96,7 @@ def _model_row(model: Values) -> dict[str, Any]:
         "tensors": model["tensors"] if has else "-",
         "age": show_seconds(time.time() - model["updated_at"]) if has else "-",
         "workers": len(model["workers"]),
-        "lag": _lag(model),
+        "lag": max((worker["lag"] for worker in model["workers"]), default=0),
         "trainer": model["trainer"] or "-",
     }
 
@@ -131,7 +126,9 @@ def _tables(values: Values) -> RenderableType:
             f"connections now, {plain(values['accepted'])} in all"
             f"{', with a store' if values['store'] else ''}"
         ),
-        models_table(values) if models else Text("No models yet."),
+        make_table(map(_model_row, models), narrow_without=("strategy", "tensors"))
+        if models
+        else Text("No models yet."),
     ]
     workers = [_worker_row(model, worker) for model in models for worker in model["workers"]]
     if workers:
@@ -149,18 +146,6 @@ def _tables(values: Values) -> RenderableType:
         if listed:
             parts.append(Text(f"{what}: {listed}"))
     return Group(*parts)
-
-
-def _lag(model: Values) -> int:
-    return max((worker["lag"] for worker in model["workers"]), default=0)
-
-
-def version_line(model: Values) -> str:
-    """Say in one line which version of a model there is, and who has it."""
-    return (
-        f"{plain(model['model_id'])}: version {model['version']} of epoch {model['epoch']}, "
-        f"{show_nbytes(model['nbytes'])}, {len(model['workers'])} workers, lag {_lag(model)}"
-    )
 
 
 def make_table(

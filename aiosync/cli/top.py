@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from http import HTTPStatus
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -32,7 +32,6 @@ from rich.text import Text
 
 from aiosync._run import run
 from aiosync.cli._common import (
-    Connection,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -45,6 +44,9 @@ from aiosync.cli._common import (
 from aiosync.cli.status import make_table, show_seconds
 from aiosync.errors import AiosyncError
 from aiosync.events import SyncStats, WorkerStats
+
+if TYPE_CHECKING:
+    from aiosync.server import WeightClient
 
 __all__ = ["STATES", "Look", "draw", "facts", "look_again", "serve_page", "top"]
 
@@ -94,16 +96,19 @@ def top(
     - `aiosync top unix:///tmp/weights --html 127.0.0.1:8080`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("top", *given) as (server, _, exit_status):
+    with dialling("top", *given) as (client, _, _, exit_status):
         exit_status[0] = 1
-        run(_top(server, interval, once, as_json, html))
+        run(_top(client, url, interval, once, as_json, html))
 
 
 async def _top(
-    server: Connection, interval: float, once: bool, as_json: bool, html: str | None
+    client: WeightClient,
+    url: str,
+    interval: float,
+    once: bool,
+    as_json: bool,
+    html: str | None,
 ) -> None:
-    client = server.client()
-
     async def ask() -> Sequence[SyncStats]:
         return await client.stats(timeout=_ANSWER_SECONDS)
 
@@ -111,11 +116,11 @@ async def _top(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(each) for each in first], indent=2))
     elif html is not None:
-        async with serve_page(html, server.url, ask, interval) as page:
+        async with serve_page(html, url, ask, interval) as page:
             typer.echo(page)
             await asyncio.Event().wait()
     else:
-        await _show(server.url, ask, Look(time.monotonic(), first), interval, once)
+        await _show(url, ask, Look(time.monotonic(), first), interval, once)
 
 
 async def _show(

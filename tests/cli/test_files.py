@@ -22,9 +22,7 @@ from torch import nn
 
 from aiosync.cli.files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
 from aiosync.errors import ConfigError
-from aiosync.tensors import torch_dtype
-from aiosync.wire import DTYPE_NBYTES
-from tests.tensors._models import bits, filled
+from tests.tensors._models import bits
 
 ENDINGS = SAFETENSORS + TORCH
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
@@ -48,13 +46,22 @@ def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
 @every_ending
 def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"weights{ending}"
+    shared = torch.randn(8)
     saved = {
         "a.weight": torch.randn(3, 4),
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 3, dtype=torch.float16),
-        "_extra_state": {"n": [1, 2.5, None, True, "ü"], "b": b"\0\xff"},
-        "count": 3,
+        "turned": torch.randn(3, 4).t(),
+        "tied": shared,
+        "again": shared,
+        "part": shared[2:5],
     }
+    values = {"_extra_state": {"n": [1, 2.5, None, True, "ü"], "b": b"\0\xff"}, "count": 3}
+    if ending in TORCH:
+        saved |= values
+    else:
+        with pytest.raises(ConfigError, match="holds tensors only, not _extra_state, count: use"):
+            save_weights(path, saved | values)
     save_weights(path, saved, metadata={"version": "3"})
     assert_same(load_weights(path), saved)
     save_weights(str(path), {"other": torch.ones(1)})  # replaces it
@@ -62,20 +69,11 @@ def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_dtype(tmp_path: Path, dtype: str) -> None:
-    saved = {f"t{i}": filled(torch_dtype(dtype), shape) for i, shape in enumerate([(), (3, 2)])}
-    save_weights(tmp_path / "x.pt", saved)
-    assert_same(load_weights(tmp_path / "x.pt"), saved)
-    try:
-        save_weights(tmp_path / "x.safetensors", saved)
-    except ConfigError as exc:
-        assert f"cannot hold torch.{dtype} (tensor 't0' and others); write a .pt" in str(exc)
-        assert dtype.startswith(("complex", "float8"))
-        assert os.listdir(tmp_path) == ["x.pt"]
-    else:
-        assert_same(load_weights(tmp_path / "x.safetensors"), saved)
+def test_what_safetensors_cannot_hold_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ConfigError, match=r"x\.safetensors: cannot be written: .*complex128"):
+        save_weights(path, {"a": torch.zeros(2, dtype=torch.complex128)})
+    assert os.listdir(tmp_path) == []
 
 
 def test_other_tools_read_what_is_written(tmp_path: Path) -> None:
@@ -195,7 +193,7 @@ def test_what_is_no_checkpoint_is_not_called_code(tmp_path: Path, seed: int) -> 
 @every_ending
 def test_a_damaged_file_is_refused(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"x{ending}"
-    save_weights(path, {"a": torch.randn(100), "n": 3})
+    save_weights(path, {"a": torch.randn(100)})
     whole = path.read_bytes()
     for content in [whole[: len(whole) * part // 16] for part in range(16)] + [
         b"hello world" * 20,
@@ -208,29 +206,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path, ending: str) -> None:
             load_weights(path)
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        {"aiosync.aliases": "["},
-        {"aiosync.aliases": "[1]"},
-        {"aiosync.aliases": '{"b": "missing"}'},
-        {"aiosync.aliases": '{"b": {}}'},
-        {"aiosync.aliases": "[" * 100_000},
-        {"aiosync.values": "!"},
-        {"aiosync.values": "wQ=="},
-    ],
-)
-def test_damaged_metadata_is_refused(tmp_path: Path, texts: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["format", "aliases", "values"])
+def test_a_file_of_a_store_or_of_an_older_pull_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.safetensors"
-    safetensors.torch.save_file({"a": torch.ones(1)}, path, texts)
-    with pytest.raises(ConfigError, match="damaged: its aliases or values"):
-        load_weights(path)
-
-
-def test_a_file_of_a_store_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"aiosync.format": "1"})
-    with pytest.raises(ConfigError, match="weight server's store"):
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {f"aiosync.{name}": "1"})
+    with pytest.raises(ConfigError, match="weight server's store, or of an older"):
         load_weights(path)
 
 
@@ -242,20 +222,6 @@ def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
             call(tmp_path / name)
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_what_is_not_a_regular_file_is_not_replaced(tmp_path: Path, linked: bool) -> None:
-    path = given = tmp_path / "fifo.pt"
-    os.mkfifo(path)
-    if linked:
-        given = tmp_path / "link.pt"
-        given.symlink_to(path)
-    with pytest.raises(ConfigError, match="this is not a regular file"):
-        check_target(given)
-    with pytest.raises(ConfigError, match="this is not a regular file"):
-        save_weights(given, {"w": torch.ones(2)})
-    assert stat.S_ISFIFO(path.stat().st_mode)
-
-
 @every_ending
 def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path, ending: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
@@ -265,7 +231,7 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path, ending: str) 
         load_weights(tmp_path / f"folder{ending}")
     for path, why in [
         (tmp_path / "nowhere" / f"x{ending}", "there is no folder .*nowhere"),
-        (tmp_path / f"folder{ending}", "this is a folder"),
+        (tmp_path / f"folder{ending}", "this is not a regular file"),
     ]:
         with pytest.raises(ConfigError, match=why):
             check_target(path)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import re
 import signal
 import socket
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +25,9 @@ pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 import torch
-from rich.console import Console
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.status import models_table
 from aiosync.server import StoreError, WeightServer, WeightStore
 from tests._certificates import certificates
 from tests.cli._serving import (
@@ -404,28 +400,6 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_narrow_terminal_cuts_no_number(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    model = {"model_id": "policy", "strategy": "state_dict", "version": 123456, "nbytes": 240_000}
-    worker = {"worker_idx": 0, "lag": 1234}
-    told = {**model, "tensors": 2048, "trainer": "127.0.0.1:31234", "workers": [worker]}
-    told["updated_at"] = time.time() - 5000
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(models_table({"models": [told]}))
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
-    columns = ["".join(column) for column in zip(*rows, strict=True)]
-    wide = width >= 80
-    assert columns == [
-        *("policy", *(["state_dict"] if wide else []), "123456", "240.0 kB"),
-        *(*(["2048"] if wide else []), "83 min", "1", "1234", "127.0.0.1:31234"),
-    ]
-    heads = [word.strip() for word in lines[1].strip("┃").split("┃")]
-    assert [heads[0], heads[-1]] == ["model", "trainer"]
 
 
 # -- metrics ----------------------------------------------------------------------------------

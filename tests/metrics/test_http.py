@@ -60,19 +60,6 @@ async def test_who_asks_is_answered(request_: str, status: int) -> None:
 
 
 @asynchronous
-async def test_a_request_may_come_in_pieces() -> None:
-    async with serve(Metrics(), "localhost:0") as url:
-        reader, writer = await asyncio.open_connection("localhost", int(url.rpartition(":")[2]))
-        for each in b"GET /healthz HTTP/1.1\r\n\r\n":
-            writer.write(bytes([each]))
-            await writer.drain()
-            await asyncio.sleep(0)
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
-        writer.close()
-        await writer.wait_closed()
-
-
-@asynchronous
 async def test_strangers_are_bounded_and_end_with_the_server() -> None:
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:

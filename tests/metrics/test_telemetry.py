@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -217,12 +216,6 @@ async def test_instruments_say_what_prometheus_is_told() -> None:
                 assert point.count <= told[f"{name}_count", labels]
             elif "age" not in name:
                 assert point.value == told[name, labels]
-
-
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
-    with pytest.raises(aiosync.ConfigError, match=r"pip install 'aiosync\[metrics\]'"):
-        Tracing()
 
 
 def test_exporters_make_the_names_of_prometheus_again() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -148,15 +147,13 @@ def test_what_a_terminal_shows_is_true(folder: Path) -> None:
     url = f"unix://{folder / 'tty'}"
     with Terminal(160) as terminal:
         server = terminal.start("serve", "--listen", url)
-        hint = "0 connections, no models yet; Ctrl-C ends it"
-        terminal.read_until(lambda shown: hint in shown)
+        terminal.read_until(lambda shown: f"{url}\r\n" in shown)
         pulling = terminal.start("pull", url, str(folder / "x.pt"), quiet=True)
-        for text in ("pull policy", f"waits for {url}", "│policy"):  # the bar, the server's table
+        for text in ("pull policy", f"waits for {url}"):  # the bar
             terminal.read_until(lambda shown, text=text: text in shown)
         pulling.send_signal(signal.SIGINT)
         assert pulling.wait(PATIENCE) == 130
         server.send_signal(signal.SIGINT)
         terminal.read_until(lambda shown: shown.count("Stopped by Ctrl-C.") == 2)
         assert server.wait(PATIENCE) == 130
-        assert b"Ctrl-C ends it" not in re.split(rb"\d+ connections", terminal.raw)[-1]
         assert b"\x1b[?25h" in terminal.raw  # the cursor is back

@@ -1,0 +1,209 @@
+"""``aiosync push`` and ``aiosync pull``: a file to a weight server, and back.
+
+One file, one version, one server. Imports torch once the options are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aiosync.cli._common import (
+    ModelId,
+    Timeout,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    UseTls,
+    dialling,
+    plain,
+    show_nbytes,
+)
+from aiosync.errors import ConnectError, PartialSyncError, TransportError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from aiosync.server import WeightClient
+
+__all__ = ["pull", "push"]
+
+_LOOK_SECONDS = 0.1
+
+
+def push(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+    ],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
+    model_id: ModelId = "policy",
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Send the weights of a file to a weight server, as a new version.
+
+    Every worker of that model gets it, whatever its strategy. It counts as a restarted trainer:
+    version 1 of a new epoch.
+
+    - `aiosync push policy.pt tcp://10.0.0.5:7000`
+    - `aiosync push critic.pt unix:///tmp/weights --model-id critic`
+    """
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("push", *given, model_id) as (client, options, errors, exit_status):
+        import aiosync
+        from aiosync.cli.files import load_weights
+
+        weights = load_weights(file, note=lambda text: errors.print(f"Note: {text}", markup=False))
+        exit_status[0] = 1
+        done = aiosync.run(_push(weights, client, url, options, model_id, timeout))
+        _say_done("Pushed", model_id, *done)
+
+
+async def _push(
+    weights: dict[str, Any],
+    client: WeightClient,
+    url: str,
+    options: dict[str, Any],
+    model_id: str,
+    timeout: float,
+) -> tuple[int, int, int, float]:
+    """Send; epoch, version, bytes and seconds."""
+    from aiosync.rendezvous.handshake import ANY_STRATEGY
+    from aiosync.schemes import TCPWeightSyncScheme
+    from aiosync.tensors import Layout, collect
+
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+
+    def left() -> float:
+        return max(0.001, timeout - (loop.time() - started))
+
+    # What would otherwise be tried again until the time is up is found out at once.
+    status = await client.status(timeout=timeout)
+    for model in status.get("models") or ():
+        if model.get("model_id") == model_id and model.get("trainer"):
+            raise ConnectError(
+                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
+                "first, or push under another --model-id"
+            )
+    scheme = TCPWeightSyncScheme(
+        url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
+    )
+    scheme.strategy_str = ANY_STRATEGY  # a file says nothing of how its weights were extracted
+    scheme.init_on_sender(model_id, num_workers=1)
+    async with scheme:
+        try:
+            await scheme.connect(timeout=left())
+            await scheme.send(weights, timeout=left())
+        except PartialSyncError as exc:
+            error = exc.failed[0]
+            if scheme.version == 0 or not isinstance(error, TransportError):
+                raise error from exc
+            # The scheme dials again, and the server knows what it has already.
+            await scheme.wait_for_version(scheme.version, timeout=left())
+        nbytes = Layout.plan(collect(weights)).nbytes
+        return scheme.epoch, scheme.version, nbytes, loop.time() - started
+
+
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A weight server, or a trainer.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+    ],
+    model_id: ModelId = "policy",
+    min_version: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**63 - 1,
+            metavar="N",
+            help="Wait until there is at least this version. Each push is version 1.",
+        ),
+    ] = 0,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Get the newest weights of a model and write them to a file.
+
+    Waits for a first version. The file is replaced in one step, once everything is there.
+
+    - `aiosync pull tcp://10.0.0.5:7000 policy.safetensors`
+    - `aiosync pull unix:///tmp/weights policy.pt --timeout 5`
+    """
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("pull", *given, model_id) as (client, _, errors, exit_status):
+        with _transfer_bar(errors, f"pull {model_id}", f"waits for {url}") as show:
+            import aiosync
+            from aiosync.cli.files import check_target, save_weights
+
+            check_target(file)
+            exit_status[0] = 1
+            started = time.monotonic()
+            got = aiosync.run(
+                client.pull(model_id, min_version=min_version, timeout=timeout, progress=show)
+            )
+            seconds = time.monotonic() - started
+        about = {"model_id": model_id, "epoch": str(got.epoch), "version": str(got.version)}
+        save_weights(file, got.mapping(), metadata=about)
+        _say_done("Pulled", model_id, got.epoch, got.version, got.nbytes, seconds, got.reconnects)
+
+
+def _say_done(
+    verb: str, model_id: str, epoch: int, version: int, nbytes: int, seconds: float, again: int = 0
+) -> None:
+    """Say what was transferred, with ``again`` reconnects, in one line."""
+    rate = nbytes / 1e6 / max(seconds, 1e-9)
+    typer.echo(
+        f"{verb} {plain(model_id)}: version {version} of epoch {epoch}, {show_nbytes(nbytes)} "
+        f"({nbytes} bytes) in {seconds:.2f} s, {rate:.1f} MB/s"
+        f"{f', {again} reconnects' if again else ''}"
+    )
+
+
+@contextmanager
+def _transfer_bar(console: Console, title: str, waits: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with bytes and rate on a terminal, and nothing elsewhere. No thread is started.
+
+    Args:
+        console: On stderr.
+        title: What is transferred.
+        waits: What it waits for before the first bytes.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
+
+    amount = TextColumn("{task.fields[amount]}", markup=False)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), amount, TransferSpeedColumn())
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(title, total=None, amount=waits)
+        progress.refresh()
+        next_at = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal next_at
+            if time.monotonic() >= next_at or done >= total:
+                amount = f"{show_nbytes(done)} of {show_nbytes(total)}"
+                progress.update(task, completed=done, total=total, amount=amount)
+                progress.refresh()
+                next_at = time.monotonic() + _LOOK_SECONDS
+
+        yield show
