@@ -22,7 +22,7 @@ from collections.abc import (
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
-from aiosync.protocol import validate_seconds
+from aiosync.protocol import as_count, validate_seconds
 from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
@@ -117,17 +117,12 @@ class WeightsMiddleware:
         if not callable(app) or not hasattr(feed, "gate"):
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
-        if not isinstance(exempt, Collection):
-            raise ConfigError(f"exempt must be a collection of paths, such as (), got {exempt!r}")
         for path in (*exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
                 raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
             validate_seconds(name, value, zero=True, endless=True, none=True)
-        if type(max_early_body) is not int or max_early_body < 0:
-            raise ConfigError(
-                f"max_early_body must be a number of bytes, 0 for none, got {max_early_body!r}"
-            )
+        as_count("max_early_body", max_early_body, 0)
         self.app: _App = app
         self.feed: WeightFeed = feed
         self.readyz = readyz

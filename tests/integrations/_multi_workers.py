@@ -24,7 +24,13 @@ from tests.support.waiting import wait_until as until
 with warnings.catch_warnings():
     # It warns of its own classes while it is being imported.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+    from torchrl.collectors import (
+        BaseCollector,
+        Collector,
+        Evaluator,
+        MultiAsyncCollector,
+        MultiSyncCollector,
+    )
     from torchrl.weight_update import WeightSyncScheme
 
 if TYPE_CHECKING:
@@ -41,6 +47,7 @@ __all__ = [
     "SCHEMES",
     "SHM",
     "TCP",
+    "BaseCollector",
     "Collector",
     "Evaluator",
     "Factory",

@@ -449,7 +449,6 @@ async def test_a_start_that_fails_closes_the_feed(app: Any) -> None:
     "options",
     [
         {"exempt": "/healthz"},
-        {"exempt": None},
         {"exempt": [b"/healthz"]},
         {"readyz": 1},
         {"timeout": -1},

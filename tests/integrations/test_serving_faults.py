@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 from torch import nn
 
 import aiosync
-import aiosync.sync
 from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.serving import WeightFeed
 from aiosync.testing import FaultProxy, Faults, Plan
@@ -49,53 +47,26 @@ def build() -> nn.Module:
 # -- the trainer's process --------------------------------------------------------------------
 
 
-def train(conn: Any, address: str, options: dict[str, Any], value: float) -> None:
-    torch.set_num_threads(1)
-    model = build()
-    fill(model, value)
-    scheme = aiosync.sync.TCPWeightSyncScheme(address, **options)
-    scheme.init_on_sender(model=model)
-    with scheme:
-        scheme.connect(timeout=PATIENCE)
-        while (value := _next(conn)) is not None:
-            fill(model, value)
-            scheme.send_async()
+async def begin(state: harness.State, value: float) -> None:
+    fill(state.model, value)
+    state.scheme.init_on_sender(model=state.model)
+    await state.scheme.connect(timeout=PATIENCE)
 
 
-def _next(conn: Any) -> Any:
-    with contextlib.suppress(EOFError):
-        return conn.recv()
-    return None
-
-
-class Trainer:
-    """A trainer as a process; its first version is there when it is up."""
-
-    def __init__(self, address: str, value: float, **options: Any) -> None:
-        self._conn, theirs = multiprocessing.Pipe()
-        process = harness.context("forkserver").Process(
-            target=train, args=(theirs, address, options, value), daemon=True
-        )
-        process.start()
-        theirs.close()
-        self._process = process
-
-    def send(self, value: float) -> None:
-        self._conn.send(value)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(PATIENCE)
-        self._conn.close()
+def send(state: harness.State, value: float) -> None:
+    fill(state.model, value)
+    state.scheme.send_nowait()
 
 
 @contextlib.contextmanager
-def trainer(address: str, value: float, **options: Any) -> Iterator[Trainer]:
-    process = Trainer(address, value, **options)
+def trainer(address: str, value: float, **options: Any) -> Iterator[harness.Worker]:
+    """A trainer as a process; its first version is there when it is up."""
+    process = harness.start(aiosync.TCPWeightSyncScheme(address, **options), build)
+    process.post(begin, value)
     try:
         yield process
     finally:
-        process.kill()
+        process.end()
 
 
 # -- the server -------------------------------------------------------------------------------
@@ -194,7 +165,7 @@ async def test_a_trainer_is_killed_in_mid_update_and_started_again(address: str)
             async with served(proxy.url) as server:
                 _, epoch, version = await server.until_answered_with(1.0)
                 await server.until_ready(True)
-                first.send(2.0)
+                first.post(send, 2.0)
                 await in_the_middle(proxy)
                 first.kill()
                 status = await server.until_ready(False)
@@ -208,7 +179,7 @@ async def test_a_trainer_is_killed_in_mid_update_and_started_again(address: str)
                     assert other != epoch
                     status = await server.until_ready(True)
                     assert (status["state"], status["reason"]) == ("live", "")
-                    second.send(4.0)
+                    second.post(send, 4.0)
                     await server.until_answered_with(4.0)
                     assert {value for value, *_ in server.seen} == {1.0, 3.0, 4.0}
 
@@ -226,7 +197,7 @@ async def test_a_weight_server_is_killed_in_mid_update(address: str, tmp_path: P
         with serving(tmp_path / "one", "--listen", address) as first:
             _, epoch, version = await server.until_answered_with(1.0)
             await server.until_ready(True)
-            process.send(2.0)
+            process.post(send, 2.0)
             await in_the_middle(proxy)
             first.close()
             status = await server.until_ready(False)

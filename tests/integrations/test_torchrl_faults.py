@@ -6,9 +6,13 @@ are only a hint, models of other names, torn forwards, and no synchronization wi
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -142,3 +146,67 @@ def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int
         assert time.monotonic() - started < 3.0
     finally:
         scheme.shutdown()
+
+
+# -- collectors that have workers of their own -------------------------------------------------
+
+
+class Between(workers.BaseCollector):
+    """A collector with workers, as far as passing weights on to them goes."""
+
+    procs = ()
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.passed: list[float] = []
+
+    def update_policy_weights_(self, policy_or_weights: Any, model_id: str) -> None:
+        assert model_id == "policy"
+        if self.busy:
+            self.busy = False
+            raise TimeoutError("a worker was busy")
+        self.passed.append(policy_or_weights["values", "0"].item())
+
+    def nothing(self, *_: object) -> None:
+        """For what it has to have, and nobody calls."""
+
+    iterator = shutdown = set_seed = state_dict = load_state_dict = nothing
+
+
+@contextmanager
+def passing(between: Between, trained: worlds.Values) -> Iterator[tuple[Any, Any]]:
+    """A connected trainer; and what its connect() raised."""
+    sender = SHM()
+    sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model_id="policy", model=worlds.Values(), context=between)
+    raised: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            sender.connect()
+        except aiosync.PartialSyncError as exc:
+            raised.append(exc)
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    try:
+        receiver.connect()
+        connecting.join(workers.PATIENCE)
+        yield sender, raised
+    finally:
+        receiver.shutdown()
+        sender.shutdown()
+
+
+def test_errors_on_the_way_reach_the_trainer_and_are_made_up_for() -> None:
+    between, trained = Between(), worlds.Values(1.0)
+    between.busy = True
+    with passing(between, trained) as (sender, raised):
+        assert "a worker was busy" in str(raised[0])
+        assert sender.send().acked == {0}
+        assert between.passed == [1.0]
+        between.busy = True
+        with pytest.raises(aiosync.PartialSyncError, match="a worker was busy"):
+            sender.send()
+        assert sender.send().acked == {0}

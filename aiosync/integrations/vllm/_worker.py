@@ -259,10 +259,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
     def _part_from(self, items: list[Item]) -> None:
         """Give parameters that a loader left in received memory some of their own."""
         received = {tensor.untyped_storage().data_ptr() for _, tensor in items if tensor.numel()}
-        for group in (self.model.parameters(), self.model.buffers()):
-            for tensor in group:
-                if tensor.numel() and tensor.untyped_storage().data_ptr() in received:
-                    tensor.data = tensor.data.clone()
+        for tensor in _tensors(self.model):
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in received:
+                tensor.data = tensor.data.clone()
 
     def _roll_back(self) -> None:
         if self._undo is not None and self._undo.noted:
@@ -548,10 +547,4 @@ def _refill(target: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
     """Every parameter and buffer once, whichever modules share it."""
-    found: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for group in (module._parameters, module._buffers):
-            for tensor in group.values():
-                if tensor is not None:
-                    found[id(tensor)] = tensor
-    return list(found.values())
+    return [*model.parameters(), *model.buffers()]
