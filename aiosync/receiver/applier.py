@@ -1,24 +1,23 @@
 """Applying: which model an owner has, what that has, and having it take updates.
 
-Here nothing is known of messages: what became of an update is a :class:`Result`. Everything
-that belongs to the model changes only under the guard, on whatever thread. What a signal's handler
-raises in the middle is no refusal: the update stays noted, and is applied again before the next
-read. Whether an update fits is found out in ``tensors.apply``, and the trainer is told by
-``receiver.receiver``. Must not import the sender.
+Here nothing is known of messages: what became of an update stands in its :class:`Staged`.
+Everything that belongs to the model changes only under the guard, on whatever thread. What a
+signal's handler raises in the middle is no refusal: the update stays noted, and is applied again
+before the next read. Whether an update fits is found out in ``tensors.apply``, and the trainer is
+told by ``receiver.receiver``. Must not import the sender.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import signal
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,27 +33,10 @@ from aiosync.tensors.apply import LoadTarget, Strict
 from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 
-__all__ = ["Applier", "Owner", "Refusal", "Result", "not_applied"]
+__all__ = ["Applier", "Owner", "Refusal", "not_applied"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Result:
-    """What became of an update.
-
-    Attributes:
-        staged: The update.
-        taken: The model has it. If not, and there is no error, something newer came before it.
-        error: Why not; or what its owner said to it.
-        left: What the model had before it.
-    """
-
-    staged: Staged
-    taken: bool = False
-    error: BaseException | None = None
-    left: Staged | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +101,8 @@ class Applier:
         resolve: As given.
         flipped: As given; may be assigned.
         inbox: The versions that are here, and the one that the model has.
-        results: What the owner was not told yet.
+        results: Updates of which the owner was not told yet, each with what the model does not
+            need any more: what it had before, or the update itself.
         current: What the model has, and views unless it was copied: then only the layout is valid.
         waiting: Complete, and not applied.
         owed: Version that a message asked for, and a word names; 0 for none.
@@ -148,7 +131,7 @@ class Applier:
         self.manual: bool = manual
         self.copy = copy
         self.inbox: Inbox = Inbox()
-        self.results: deque[Result] = deque()
+        self.results: deque[tuple[Staged, Staged | None]] = deque()
         self.current: Staged | None = None
         self.waiting: Staged | None = None
         self.owed: int = 0
@@ -170,7 +153,6 @@ class Applier:
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
         self._dropped = False  # None was assigned during a read: the model has to be let go
-        self._assignments = 0  # under way: what _resolve() returns may be refused yet
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -192,9 +174,8 @@ class Applier:
     def lag(self) -> int:
         """How far the applied version is behind the newest one that is here."""
         inbox = self.inbox
-        if inbox.newest_epoch != inbox.epoch:
-            return inbox.lag
-        return max(inbox.lag, self._updates.named_version - inbox.version)
+        newest = max(inbox.newest, self._updates.named_version)
+        return newest - inbox.version if inbox.newest_epoch == inbox.epoch else newest
 
     @property
     def is_quick(self) -> bool:
@@ -288,30 +269,27 @@ class Applier:
         self.guard.refuse_inside_read("apply_pending")
         if not self.has_staged:
             return None
-        result: Result | None = None
-
-        def apply() -> None:
-            nonlocal result
-            result = self.apply(by_hand=True)
-
+        results: list[Staged | None] = []
         advice = "use `await scheme.receive()` there, or call apply_pending() again"
         try:
-            self.guard.between_reads(apply, advice=advice, patience=patience)
+            self.guard.between_reads(
+                lambda: results.append(self.apply(by_hand=True)), advice=advice, patience=patience
+            )
         finally:
             if self._taking is not None:  # it was cut short
                 self.guard.submit(self.apply)
             if asyncio._get_running_loop() is self._loop:
                 self._owner.report()
-        if result is None:
+        [staged] = results
+        if staged is None:
             return None
-        version, error = result.staged.version, result.error
-        if error is not None:
-            raise not_applied(version, error) from error
-        return version if result.taken else None
+        if staged.error is not None:
+            raise not_applied(staged.version, staged.error) from staged.error
+        return staged.version if staged.taken else None
 
     # -- applying ------------------------------------------------------------------------------
 
-    def apply(self, by_hand: bool = False) -> Result | None:
+    def apply(self, by_hand: bool = False) -> Staged | None:
         """Have the model take what there is for it. Runs under the guard, on any thread.
 
         What an interrupt cut short stays noted, and the next read applies it again before it
@@ -326,23 +304,25 @@ class Applier:
                 raised that is no :class:`Exception`.
         """
         if self._unread is not None and self.guard.at_read:
-            self._raise_unread()
-        result = None
+            (want, unread), self._unread = self._unread, None
+            words, self.guard.seen = self.guard.words, want
+            if words is None or words[0] == want:  # else there is something newer
+                raise ApplyError(f"the newest version could not be applied: {unread}") from unread
+        result: Staged | None = None
         while True:
             error: Exception | None = None
             try:
                 model = self.resolve()
-                there = model is not None or self._dropped
-                if there and model is not self._target_of:
-                    if not (self._assignments or self._closed):
+                if model is not self._target_of and (model is not None or self._dropped):
+                    if not self._closed:
                         self._take_over(model)
             except Exception as exc:  # the trainer is told
                 if _is_interrupt(exc):
                     raise
                 error = exc
-            again = self._taking is not None
             if error is None and (model is None or self._target is None):
                 return result
+            again = self._taking is not None
             if not again:
                 if self._closed or (self.manual and not (by_hand or self.askers)):
                     return result
@@ -354,20 +334,20 @@ class Applier:
                 if self._taking is None:
                     return result
             result = self._take(error)
-            if not again and (result.staged.slot is None or self.waiting is None):
+            if not again and (result.slot is None or self.waiting is None):
                 return result
 
-    def _take(self, error: BaseException | None) -> Result:
+    def _take(self, error: BaseException | None) -> Staged:
         """Have the model take what is noted; may be cut short anywhere, and called again."""
         staged, inbox, guard, target = self._taking, self.inbox, self.guard, self._target
         assert staged is not None
+        slot = staged.slot
         began = time.perf_counter() if self._meter.observers else 0.0
-        slot, same = staged.slot, staged.epoch == inbox.epoch
+        same = staged.epoch == inbox.epoch
         if slot is None and same and staged.version < inbox.version:
-            result = Result(staged)  # overtaken by what a word named
-            self._tell(result)
+            self._tell(staged, None)  # overtaken by what a word named
             self._taking = None
-            return result
+            return staged
         done = same and staged.version == inbox.version
         if not done:
             try:
@@ -386,7 +366,7 @@ class Applier:
                 error = exc
         # Nobody waits for an answer: the read has to say it.
         looked = slot is not None and guard.words is not None and not self.owed
-        taken = error is None
+        taken = staged.taken = error is None
         if taken:
             if self.current is not staged:
                 self._before, self.current = self.current, staged
@@ -398,18 +378,18 @@ class Applier:
                     raise
                 error = exc
             # Readers see the version together with the weights, and not before all of them.
-            if slot is not None:
-                inbox.found(staged.epoch, staged.version)
-            elif not done:
-                inbox.applied(staged.epoch, staged.version)
+            registers = inbox.applied if slot is None else inbox.found
+            registers(staged.epoch, staged.version)
             guard.held = staged.epoch, staged.version
-        before = self._before if taken else None
-        if slot is None and before is not None and before.slot is not None:
-            before.give_back()  # now, and not without a copy of what still views it
-        result = Result(staged, taken, error, before)
-        silent = slot is not None and not self._took(result, looked and not guard.at_read)
+        staged.error = error
+        gone = self._before if taken and not self.copy else staged
+        silent = False
+        if slot is not None:
+            silent = not self._took(staged, gone, looked and not guard.at_read)
+        elif gone is not None and gone.slot is not None:
+            gone.give_back()  # now, and not without a copy of what still views it
         if not silent or (taken and error is not None):
-            self._tell(result)
+            self._tell(staged, gone)
         self._taking = self._before = None
         if error is None:
             self.note("ok", staged, began)
@@ -420,7 +400,7 @@ class Applier:
             raise error
         if error is not None and looked and guard.at_read:
             raise not_applied(staged.version, error) from error
-        return result
+        return staged
 
     def note(self, outcome: SyncOutcome, staged: Staged, closed_at: float = 0.0) -> None:
         """Count what became of an update, and have the loop tell who wants to know. Any thread.
@@ -450,30 +430,28 @@ class Applier:
             staged.trace if staged.slot is None else staged.slot.trace,
         )
 
-    def _took(self, result: Result, unread: bool) -> bool:
+    def _took(self, staged: Staged, gone: Staged | None, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.
 
         Returns:
             Whether the owner has to be told.
         """
-        slots, staged, left, error = self._updates.slots, result.staged, result.left, result.error
-        slot = staged.slot
+        slots, slot = self._updates.slots, staged.slot
         if slots is None or slot is None or staged.slots is not slots:  # it was of a link before
             return True
-        if not result.taken:
+        if not staged.taken:
             slots.refuse(slot)
             staged.give_back()
-            if unread and error is not None:
-                self._unread = slot.want, error
+            if unread and staged.error is not None:
+                self._unread = slot.want, staged.error
             else:
                 self.guard.seen, self._unread = slot.want, None
             return True
         slots.hold(slot)
         self.guard.seen, self._unread = slot.want, None
-        if self.copy:
-            self._updates.retire(staged)
-        elif left is not None and left.slot is not None and left.slot.key != slot.key:
-            left.give_back()
+        if gone is not None and gone.slot is not None:
+            if gone is staged or gone.slot.key != slot.key:
+                gone.give_back()
         if len(slot.view.locked) > 1 or len(slots.segments) > 1:  # an interrupt left them
             slots.leave_others()
         return self.owed > 0 or self._owner.hears_of(staged.layout.digest)
@@ -509,18 +487,11 @@ class Applier:
             time.sleep(_PAUSE_SECONDS)
         return None
 
-    def _raise_unread(self) -> None:
-        assert self._unread is not None
-        (want, error), self._unread = self._unread, None
-        words, self.guard.seen = self.guard.words, want
-        if words is None or words[0] == want:  # else there is something newer
-            raise ApplyError(f"the newest version could not be applied: {error}") from error
-
-    def _tell(self, result: Result) -> None:
+    def _tell(self, staged: Staged, gone: Staged | None) -> None:
         # In the order in which they were applied, whichever threads did it.
-        self.results.append(result)
+        self.results.append((staged, gone))
         here = asyncio._get_running_loop() is self._loop
-        if here and result.error is not None:
+        if here and staged.error is not None:
             self._owner.report()  # at once: the next thing that runs here may be a send
         elif not here or self.guard.at_read:  # else whoever called does it
             self.call_soon(self._owner.report)
@@ -534,36 +505,32 @@ class Applier:
 
     # -- the model -----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def assigning(self) -> Iterator[None]:
-        """While another model is assigned, which may not fit: others go on with the old one."""
-        with self._lock:  # any thread may assign
-            self._assignments += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._assignments -= 1
-        self.call_soon(self.submit)  # those that came meanwhile, and what waits for it
+    def use_model(self, model: Any, chosen: Callable[[], object]) -> None:
+        """Guard another model from now on, and give it the weights of this version.
 
-    def model_changed(self) -> None:
-        """The model was given or replaced: guard it, and give it the weights of this version.
+        On the loop. With a forward running in another thread, it gets them when that ends.
 
-        Called on the loop. With a forward running in another thread, it happens when that ends.
+        Args:
+            model: The model; ``None`` for none.
+            chosen: Called when that is certain; :attr:`resolve` returns the model from then on.
 
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
+
+        def change() -> None:
+            self._adopt(model)
+            chosen()
+
         self._owner.withdraw_promise()  # until the new one has taken an update
-        model = self.resolve()
-        if model is self._target_of:  # back to it, before it was replaced
+        same = model is self._target_of  # as yet, if another one was to replace it
+        if same or not self.guard.exclusively(change, timeout=0.0):
+            if not same:
+                self._check_fits(model)
             self._guard_forwards(model)
-            self._dropped = False
-        elif not self.guard.exclusively(functools.partial(self._adopt, model), timeout=0.0):
-            self._check_fits(model)
-            self._guard_forwards(model)
-            self._dropped = model is None  # the rest follows, as what is found is another model
-        self.apply_soon()
+            self._dropped = model is None and not same  # the rest follows, as another one is found
+            chosen()
+        self.submit()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
         return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)

@@ -70,10 +70,6 @@ _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
 _Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
 
 
-def _nothing() -> None:
-    return None
-
-
 @contextlib.contextmanager
 def _outside_transform() -> Iterator[None]:
     """Have torch operations of this thread do what they say meanwhile."""
@@ -130,47 +126,50 @@ class Guard:
         self._waiters: list[threading.Lock] = []
         # Open reads of each thread: the frame of a forward; of a block its task, or None.
         self._open: dict[int, list[_Read]] = {}
-        # Thread and frame that apply, and what they took from _pending.
-        self._applying: tuple[int, FrameType, Callable[[], object] | None] | None = None
-        self._pending: Callable[[], object] | None = None
+        # Thread and frame that apply, and whether to apply again if they are interrupted.
+        self._applying: tuple[int, FrameType, bool] | None = None
+        self._pending = False
         self._claims = 0  # calls that wait for the readers
         self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
+        # Of what waits and of a word. No longer than it takes: the hooks of a model know the guard,
+        # and would keep whoever applies.
+        self._apply: Callable[[], object] = _no_guard
         self.at_read: bool = False
         self.before_next_read: Callable[[], object] | None = None
         self.words: memoryview | None = None
-        self._on_word: Callable[[], object] = _nothing
-        self._on_overlap: Callable[[], object] = _nothing
+        self._on_overlap: Callable[[], object] = _no_guard
         self.seen: int = 0
         self.held: tuple[int, int] = (0, 0)
-        self._log: _SpanLog | None = None  # once somebody has asked for spans
+        # Epoch and runs of (version, reads) of each thread or task in which reads ended, until it
+        # takes them; ``None`` until somebody has asked for spans.
+        self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
+        self._runs = None
 
-    # -- a word that others write --------------------------------------------------------------
+    # -- readers -------------------------------------------------------------------------------
 
     def watch_word(
-        self, words: memoryview, on_word: Callable[[], object], on_overlap: Callable[[], object]
+        self, words: memoryview, apply: Callable[[], object], on_overlap: Callable[[], object]
     ) -> None:
         """Look at a word whenever an outermost read begins or ends while no other is open.
 
         Args:
-            words: The first of these is the word.
-            on_word: Runs, as what :meth:`submit` is given does, if it is not :attr:`seen`; what
+            words: The first of these is the word, which others write.
+            apply: Runs, as what :meth:`submit` is given does, if the word is not :attr:`seen`; what
                 it raises ends the read that is about to begin.
             on_overlap: Called when reads overlap, which then all use what the first one has.
         """
         with self._lock:
-            self._on_word, self._on_overlap, self.words = on_word, on_overlap, words
+            self._apply, self._on_overlap, self.words = apply, on_overlap, words
 
     def ignore_word(self) -> None:
         """Do not look at a word any more. Idempotent."""
         with self._lock:
-            self.words, self._on_word, self._on_overlap = None, _nothing, _nothing
+            self.words, self._on_overlap = None, _no_guard
 
     def note_overlap(self) -> None:
         """Another task of this thread is about to begin a read while one of them is in one."""
         if self._open.get(threading.get_ident()):
             self._on_overlap()
-
-    # -- readers -------------------------------------------------------------------------------
 
     @never_traced
     def enter(self, read: _Read = None) -> None:
@@ -185,24 +184,24 @@ class Guard:
         """
         thread = threading.get_ident()
         while True:
-            pause, todo = 0.0, None
+            pause, applies = 0.0, False
             with self._lock:
                 reads, words = self._open.get(thread), self.words
                 if reads:
                     reads = self._drop_ended(thread)
                 elif words is not None and self._open:
                     self._sweep()
-                waits = self._pending is not None or self._claims
+                waits = self._pending or self._claims
                 if not reads and (waits or self._applying is not None):
                     pause = self._pause_before(thread, forward=isinstance(read, FrameType))
                 if pause > 0:
                     waiter = self._new_waiter()
                 elif not self._open and self._applying is None:
-                    if self._pending is not None or (words and words[0] != self.seen):
-                        todo = self._begin(sys._getframe())
+                    if self._pending or (words and words[0] != self.seen):
+                        applies = self._begin(sys._getframe(), at_read=True)
                     elif not waits:
                         self._waits_since = 0.0
-                if todo is None and pause <= 0:
+                if not applies and pause <= 0:
                     if self.before_next_read is not None:
                         call, self.before_next_read = self.before_next_read, None
                         call()
@@ -210,8 +209,8 @@ class Guard:
                         self._on_overlap()
                     self._open.setdefault(thread, []).append(read)
                     return
-            if todo is not None:
-                self._run(todo, at_read=True)
+            if applies:
+                self._run()
             else:
                 waiter.acquire(timeout=pause)
 
@@ -225,22 +224,22 @@ class Guard:
         """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
-            reads, todo, words = self._open.get(thread), None, self.words
+            reads, applies, words = self._open.get(thread), False, self.words
             if reads and len(reads) == 1 and reads[0] is read:
                 del self._open[thread]
             else:
                 self._end_read(thread, read)
-            if self._log is not None and reads and not self._is_inside(thread):
-                self._log.add(*self.held)  # before something newer is applied
+            if self._runs is not None and reads and not self._is_inside(thread):
+                self._count_read(*self.held)  # before something newer is applied
             if not self._open and self._applying is None:
-                if self._pending is not None or (words and words[0] != self.seen):
+                if self._pending or (words and words[0] != self.seen):
                     # A transform may go on with what this forward computed with.
                     if not _num_modes() and _interpreter() is None:
-                        todo = self._begin(sys._getframe())
+                        applies = self._begin(sys._getframe(), at_read=True)
             if self._waiters:
                 self._wake()
-        if todo is not None:
-            self._run(todo, at_read=True)
+        if applies:
+            self._run()
 
     def _end_read(self, thread: int, read: _Read) -> None:
         num_reads = len(self._open.get(thread, ()))
@@ -262,12 +261,31 @@ class Guard:
         reads = self._open.get(thread, ())
         return any(read is task or isinstance(read, FrameType) for read in reads)
 
+    def _count_read(self, epoch: int, version: int) -> None:
+        """A read of this thread or task has ended, which had this version.
+
+        Memory is bounded: where nobody asks, the two oldest of many runs become one of the older
+        version. What was read in another epoch before counts as version 0, which is no version.
+        """
+        assert self._runs is not None
+        here = current_task() or threading.current_thread()
+        known, runs = self._runs.get(here, (epoch, []))
+        if known != epoch:
+            runs[:] = [(0, sum(count for _, count in runs))]
+        count = runs.pop()[1] if runs and runs[-1][0] == version else 0
+        runs.append((version, count + 1))
+        if len(runs) > _MOST_RUNS:
+            runs[:2] = [(min(runs[0][0], runs[1][0]), runs[0][1] + runs[1][1])]
+        self._runs[here] = epoch, runs
+
     def span(self) -> VersionSpan | None:
         """The versions of the reads that ended here since the last call; counts from the first."""
         with self._lock:
-            if self._log is None:
-                self._log = _SpanLog()
-            return self._log.take()
+            if self._runs is None:
+                self._runs = weakref.WeakKeyDictionary()
+            here = current_task() or threading.current_thread()
+            epoch, runs = self._runs.pop(here, (0, []))
+        return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
 
     def _pause_before(self, thread: int, *, forward: bool) -> float:
         """Seconds for which an outermost read should wait now, and look again then; 0 for none."""
@@ -288,7 +306,7 @@ class Guard:
 
     def _turn_left(self) -> float:
         """Seconds that a new reader should let an update go first."""
-        if self._pending is None and not self._claims:
+        if not (self._pending or self._claims):
             return 0.0
         now = time.monotonic()
         self._waits_since = self._waits_since or now
@@ -330,47 +348,42 @@ class Guard:
         for thread in list(self._open):
             self._drop_ended(thread)
         if self._applying is not None:
-            _, frame, todo = self._applying
+            _, frame, again = self._applying
             if _has_ended(frame):
-                self._applying, self._pending = None, self._pending or todo
+                self._applying, self._pending = None, self._pending or again
 
     # -- applying ------------------------------------------------------------------------------
 
-    def submit(self, apply: Callable[[], object]) -> bool:
+    def submit(self, apply: Callable[[], object] | None = None) -> bool:
         """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
 
         A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
         a signal's handler interrupts runs again, at the latest before the next read.
 
-        Returns:
-            Whether it has run. If not, call :meth:`retry` now and then.
-        """
-        with self._lock:
-            self._pending = apply
-        return not self.retry()
-
-    def retry(self) -> bool:
-        """Run what waits if the readers that it waited for have ended without a word.
+        Args:
+            apply: What to run; ``None`` for what waits, if the readers that it waited for have
+                ended without a word.
 
         Returns:
-            Whether it still waits, or is being applied by another thread.
+            Whether nothing waits any more, nor is applied by another thread. If not, call this
+            without arguments now and then.
         """
         with self._lock:
-            if self._pending is None and self._applying is None:
-                return False
+            if apply is not None:
+                self._apply, self._pending = apply, True
             if self._open or self._applying is not None:
                 self._sweep()
                 if self._open or self._applying is not None:
-                    return True
-            todo = self._begin(sys._getframe())
-        if todo is not None:
-            self._run(todo)
-        return False
+                    return not self._pending and self._applying is None
+            applies = self._pending and self._begin(sys._getframe())
+        if applies:
+            self._run()
+        return True
 
     def withdraw(self) -> None:
         """Take back what waits, unless it is being applied already."""
         with self._lock:
-            self._pending = None
+            self._pending = False
             self._wake()
 
     def exclusively(self, action: Callable[[], object], *, timeout: float) -> bool:
@@ -390,8 +403,7 @@ class Guard:
             while True:
                 with self._lock:
                     if self.is_free():
-                        self._applying = (thread, sys._getframe(), None)
-                        self.at_read = False
+                        self._applying, self.at_read = (thread, sys._getframe(), False), False
                         break
                     left = deadline - time.monotonic()
                     if left <= 0 or (self._applying is not None and self._applying[0] == thread):
@@ -405,7 +417,8 @@ class Guard:
         try:
             action()
         finally:
-            self._run(None)
+            if self._end(sys._getframe()):
+                self._run()
         return True
 
     def between_reads(
@@ -479,35 +492,37 @@ class Guard:
                 "between two of them"
             )
 
-    def _begin(self, frame: FrameType) -> Callable[[], object] | None:
+    def _begin(self, frame: FrameType, *, at_read: bool = False) -> bool:
         """Claim what is to be applied, for the method of ``frame`` to run."""
-        todo = self._pending
-        if todo is None and self.words is not None and self.words[0] != self.seen:
-            todo = self._on_word
-        if todo is not None:
-            self._waits_since = 0.0
-            self._applying = (threading.get_ident(), frame, todo)
-            self._pending = None  # an interrupt may come in between: so no earlier
-        return todo
+        self._waits_since, self.at_read = 0.0, at_read
+        self._applying = (threading.get_ident(), frame, True)
+        self._pending = False  # an interrupt may come in between: so no earlier
+        return True
 
-    def _run(self, todo: Callable[[], object] | None, *, at_read: bool = False) -> None:
-        """Run what was claimed, and what waits then; ``None`` for what has been run."""
+    def _end(self, frame: FrameType) -> bool:
+        """What was claimed is done; whether ``frame`` has claimed what waits now."""
+        with self._lock:
+            self._applying = None
+            if self._waiters:
+                self._wake()
+            if self._pending and not self._open:
+                return self._begin(frame, at_read=self.at_read)
+            self.at_read = False
+            if self.words is None and not self._pending:
+                self._apply = _no_guard
+            return False
+
+    def _run(self) -> None:
+        """Apply what was claimed, and what waits then."""
         while True:
-            if todo is not None:
-                # Ctrl-C may end this anywhere: _sweep() then puts back what was not applied.
-                self.at_read = at_read
-                if _num_modes() or _interpreter() is not None:
-                    with _outside_transform():
-                        todo()
-                else:
-                    todo()
-            with self._lock:
-                self._applying, self.at_read = None, False
-                if self._waiters:
-                    self._wake()
-                if self._pending is None or self._open:
-                    return
-                todo = self._begin(sys._getframe())  # in no variable: it would be a cycle
+            # Ctrl-C may end this anywhere: _sweep() then has it applied again.
+            if _num_modes() or _interpreter() is not None:
+                with _outside_transform():
+                    self._apply()
+            else:
+                self._apply()
+            if not self._end(sys._getframe()):  # in no variable: it would be a cycle
+                return
 
     # -- forward hooks -------------------------------------------------------------------------
 
@@ -545,37 +560,6 @@ class Guard:
         if self._watch is not None:
             self._watch.end()
         self._parts, self._module, self._watch = [], None, None
-
-
-class _SpanLog:
-    """Runs of (version, reads) for each thread or task in which reads ended, until it takes them.
-
-    Its owner has a lock.
-    Memory is bounded: where nobody does, the two oldest of many runs become one of the older
-    version. What was read in another epoch before counts as version 0, which is no version.
-    """
-
-    def __init__(self) -> None:
-        self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def add(self, epoch: int, version: int) -> None:
-        """A read of this thread or task has ended, which had this version."""
-        here = current_task() or threading.current_thread()
-        known, runs = self._runs.get(here, (epoch, []))
-        if known != epoch:
-            runs[:] = [(0, sum(count for _, count in runs))]
-        count = runs.pop()[1] if runs and runs[-1][0] == version else 0
-        runs.append((version, count + 1))
-        if len(runs) > _MOST_RUNS:
-            runs[:2] = [(min(runs[0][0], runs[1][0]), runs[0][1] + runs[1][1])]
-        self._runs[here] = epoch, runs
-
-    def take(self) -> VersionSpan | None:
-        """What this thread or task has read since the last time; ``None`` for nothing."""
-        epoch, runs = self._runs.pop(current_task() or threading.current_thread(), (0, []))
-        return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -31,7 +31,6 @@ from aiosync._meter import Meter
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
-    ConnectTimeout,
     LocalProtocolError,
     PeerClosed,
     RecvTimeout,
@@ -42,17 +41,16 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
-from aiosync.receiver.applier import Applier, Refusal, Result, not_applied
+from aiosync.receiver.applier import Applier, Refusal, not_applied
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import Relay, Transform, Transformer
-from aiosync.receiver.outgoing import Outgoing, PullRequests
 from aiosync.receiver.reading import is_held_by_caller
-from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.apply import Strict
-from aiosync.transports.base import Received, Transport, without_frames
+from aiosync.transports.base import Received, Transport, make_ack, without_frames
 from aiosync.types import AckStatus
-from aiosync.wire import Current, Leave, ManifestMessage, Promise, Take, Update, Welcome
+from aiosync.wire import Current, Fetch, Leave, ManifestMessage, Promise, Take, Update, Welcome
 
 __all__ = ["WeightReceiver"]
 
@@ -76,12 +74,10 @@ class WeightReceiver:
         relay: Passes on what was applied before the trainer is told; asked for at each update.
         before_apply: Called on the loop before an update is applied; refuses it by what it raises.
         transform: Makes of an update, in a thread, what the model wants.
-        trainer: What the link is of, and the next one if it is lost; ``None`` where that is the
-            end.
+        trainer: What the link is of, and the next one; ``None`` where a lost one is the end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
-        log: Told what happened, in one word and in a sentence, to which version, and how much it
-            matters.
+        log: Told what happened, in a word and a sentence, to which version, and at which level.
 
     Attributes:
         updates: Reads what comes over the link.
@@ -122,9 +118,17 @@ class WeightReceiver:
         self._tasks = TaskOwner(self.fail)
         self.updates: UpdateReader = UpdateReader(transport)
         self._outgoing = Outgoing(transport, self._tasks)
-        self.pulls: PullRequests = PullRequests(self._outgoing)
+        # What the trainer was told last of the newest version.
+        self._told: tuple[int, int, AckStatus, BaseException | None] = (
+            0,
+            0,
+            AckStatus.SKIPPED,
+            None,
+        )
+        self._wanted: list[int] = []  # least versions that pull() asked for and that have not come
+        self._coming: tuple[int, int] | None = None  # epoch and version that the trainer promised
+        self._num_answers = 0  # to pull()
         self._transformer: Transformer | None = None
-        self._transforming: tuple[int, int] | None = None  # the newest one that it was given
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(
                 transform, before_apply, self._tasks, self.updates, self._transformed
@@ -168,7 +172,8 @@ class WeightReceiver:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to receive in the background."""
+        """Guard the model, and begin to receive in the background."""
+        self.applier.submit()
         self._tasks.start(self._run(), "aiosync receiver")
 
     def fail(self, error: BaseException) -> None:
@@ -216,19 +221,15 @@ class WeightReceiver:
                 # What the last link named before it was lost: its trainer counts on that.
                 await self.guard.wait_free(_CLOSE_SECONDS)
                 self.applier.submit()
-            self.use_link(link)
+            self.lost = self._promised = self._coming = None
+            self.applier.keep_memory()
+            self._may_promise = self._promises
+            self.guard.ignore_word()
+            self.transport = link
+            self.updates.use_link(link)
+            self._outgoing.use_link(link)
             self.reconnects += 1
-            self.pulls.ask_again()
-
-    def use_link(self, transport: Transport) -> None:
-        """Go on with another link, after its handshake."""
-        self.lost = self._promised = None
-        self.applier.keep_memory()
-        self._may_promise = self._promises
-        self.guard.ignore_word()
-        self.transport = transport
-        self.updates.use_link(transport)
-        self._outgoing.use_link(transport)
+            self._fetch()
 
     def _on_message(self, received: Received) -> None:
         if self._closed:  # and the link is about to be
@@ -248,24 +249,18 @@ class WeightReceiver:
             if self._promised is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
-            self._on_current(message)
+            self.progress += 1
+            inbox, newest = self.inbox, (message.epoch, message.version)
+            if self.guard.words is not None:
+                self.applier.apply_soon()
+            if newest[1] and (newest[0] != inbox.newest_epoch or newest[1] > inbox.newest):
+                # The word overtook the update, which pull() waits for; a lost link may swallow it.
+                self._coming = newest
+            else:
+                self._coming = self.cut_off = None  # the latest word counts
+                self._has_come(*newest)
         else:
             raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
-
-    def _on_current(self, message: Current) -> None:
-        """The trainer said what its newest version is."""
-        self.progress += 1
-        inbox = self.inbox
-        if self.guard.words is not None:
-            self.applier.apply_soon()
-        if message.version and (
-            message.epoch != inbox.newest_epoch or message.version > inbox.newest
-        ):
-            # The word overtook the update, which pull() waits for; a lost link may swallow it.
-            self.pulls.promised = (message.epoch, message.version)
-            return
-        self.pulls.promised = self.cut_off = None  # the latest word counts
-        self._has_come(message.epoch, message.version)
 
     def _on_take(self, message: Take) -> None:
         """The trainer has named a slot, and waits for an answer unless the version is 0."""
@@ -289,7 +284,7 @@ class WeightReceiver:
         elif self._is_news(epoch, version):
             older = self.applier.owe(version)
             if older:
-                self._outgoing.answer(epoch, older, AckStatus.SKIPPED)
+                self._answer(epoch, older, AckStatus.SKIPPED)
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
@@ -303,7 +298,7 @@ class WeightReceiver:
             self._answer_stale(epoch, version, exc)
             self._has_come(epoch, version)
             return False
-        if self.pulls.wanted or self.pulls.promised:
+        if self._wanted:
             self._has_come(epoch, version)
         return True
 
@@ -312,7 +307,6 @@ class WeightReceiver:
         if not self._is_news(staged.epoch, staged.version):
             staged.give_back()
         elif self._transformer is not None:
-            self._transforming = (staged.epoch, staged.version)
             old = self._transformer.begin(staged)
             if old is not None:
                 self.applier.note("skipped", old)
@@ -328,9 +322,9 @@ class WeightReceiver:
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
         self.applier.apply_soon()
-        if not self._outgoing.has_answered(epoch, version):
+        if self._told[:2] != (epoch, version):
             # It has to wait; APPLIED or NACK at once would have said that it was received.
-            self._outgoing.answer(epoch, version, AckStatus.RECEIVED)
+            self._answer(epoch, version, AckStatus.RECEIVED)
         self._changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
@@ -346,27 +340,36 @@ class WeightReceiver:
 
     # -- answers -------------------------------------------------------------------------------
 
+    def _answer(
+        self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
+    ) -> None:
+        """Tell the trainer what became of a version."""
+        if self._told[0] != epoch or self._told[1] <= version:
+            self._told = epoch, version, status, error
+        self._outgoing.say(make_ack(epoch, version, status, error))
+
     def _answer_stale(self, epoch: int, version: int, error: StaleVersion) -> None:
         # After a lost link the trainer may not know that the update had arrived.
         inbox = self.inbox
-        if self._outgoing.has_answered(epoch, version, again=True):
-            return
-        if self.held == (epoch, version) or (
+        newest = inbox.newest_epoch, inbox.newest
+        if self._told[:2] == (epoch, version):
+            self._answer(*self._told)
+        elif self.held == (epoch, version) or (
             # its word named something newer
             epoch == inbox.epoch and version < inbox.version and self.updates.slots is not None
         ):
-            self._outgoing.answer(epoch, version, AckStatus.APPLIED)
-        elif self._transforming == (epoch, version):
-            self._outgoing.answer(epoch, version, AckStatus.RECEIVED)
+            self._answer(epoch, version, AckStatus.APPLIED)
+        elif self._transformer is not None and newest == (epoch, version):  # it works at that
+            self._answer(epoch, version, AckStatus.RECEIVED)
         else:
-            self._outgoing.answer(epoch, version, AckStatus.NACK, error)
+            self._answer(epoch, version, AckStatus.NACK, error)
 
     def _skip(self, staged: Staged) -> None:
         staged.give_back()
         self.applier.note("skipped", staged)
         # Before anything is said of the newer one. The trainer would keep it otherwise until
         # something is applied, which may be never.
-        self._outgoing.answer(staged.epoch, staged.version, AckStatus.SKIPPED)
+        self._answer(staged.epoch, staged.version, AckStatus.SKIPPED)
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         since = time.monotonic() if self.refusing is None else self.refusing.since
@@ -374,52 +377,46 @@ class WeightReceiver:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
         self.withdraw_promise()
-        self._outgoing.answer(epoch, version, AckStatus.NACK, error)
+        self._answer(epoch, version, AckStatus.NACK, error)
 
     def report(self) -> None:
         """Tell the trainer and whoever waits what became of updates. On the loop."""
         results = self.applier.results
         while results:
-            result = results.popleft()
-            if result.staged.reported:  # an interrupt had it repeated
+            staged, gone = results.popleft()
+            if staged.reported:  # an interrupt had it repeated
                 continue
-            result.staged.reported = True
-            if result.taken or result.error is not None:
-                self._report(result)
+            staged.reported = True
+            if staged.taken or staged.error is not None:
+                self._report(staged)
+                # What loads may have kept it, and Ctrl-C may have come once the model had changed.
+                # The trainer does not wait while memory is looked at and unmapped.
+                if gone is not None and gone.slot is None:
+                    self._loop.call_soon(self.updates.retire, gone)
             else:
-                self._skip(result.staged)
+                self._skip(staged)
             self._changed.notify()
 
-    def _report(self, result: Result) -> None:
-        staged, old, applier = result.staged, result.left, self.applier
-        epoch, version = staged.epoch, staged.version
+    def _report(self, staged: Staged) -> None:
+        epoch, version, applier = staged.epoch, staged.version, self.applier
         if version >= applier.owed:
             applier.owed = 0
-        if result.error is not None:
-            self._refuse(epoch, version, result.error)
+        if staged.error is not None:
+            self._refuse(epoch, version, staged.error)
             applier.note("refused", staged)
-        else:
-            if LOGGER.isEnabledFor(logging.DEBUG):
-                self._log("applied", f"the model has version {version}", version, logging.DEBUG)
-            self._applied(epoch, version)
-        if not result.taken:
-            # What loads may have kept it, and Ctrl-C may have come once the model had changed.
-            if staged.slot is None:
-                self.updates.retire(staged)
             return
-        # The trainer does not wait while the old memory is looked at and unmapped.
-        old = staged if applier.copy else old
-        if old is not None and old.slot is None:
-            self._loop.call_soon(self.updates.retire, old)
-        if staged.slot is not None and result.error is None:
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            self._log("applied", f"the model has version {version}", version, logging.DEBUG)
+        self._applied(epoch, version)
+        if staged.slot is not None:
             self._promise(staged)
-            if self.pulls.wanted or self.pulls.promised:
+            if self._wanted:
                 self._has_come(epoch, version)
 
     def _applied(self, epoch: int, version: int) -> None:
         relay = self._relay()
         if relay is None:
-            self._outgoing.answer(epoch, version, AckStatus.APPLIED)
+            self._answer(epoch, version, AckStatus.APPLIED)
             return
         busy, self._to_pass_on = self._to_pass_on is not None, (relay, epoch, version)
         if not busy:
@@ -436,7 +433,7 @@ class WeightReceiver:
                 self.meter.ended("refused", epoch, version, time.perf_counter())
             else:
                 self._passed_on = (epoch, version)
-                self._outgoing.answer(epoch, version, AckStatus.APPLIED)
+                self._answer(epoch, version, AckStatus.APPLIED)
             if self._to_pass_on is now:
                 self._to_pass_on = None
             self._changed.notify()
@@ -481,8 +478,7 @@ class WeightReceiver:
 
     def hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
-        pulls = self.pulls
-        return bool(self._promised != digest or self._num_waiting or pulls.wanted or pulls.promised)
+        return bool(self._promised != digest or self._num_waiting or self._wanted)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -551,10 +547,21 @@ class WeightReceiver:
         if refused is not None and refused is not beside and refused.version >= at_least:
             raise not_applied(refused.version, refused.error) from refused.error
 
+    def _fetch(self) -> None:
+        """Ask for what :meth:`pull` wants; the trainer knows of one request at a time."""
+        if self._wanted:
+            self._outgoing.say(Fetch(min(self._wanted)))
+
     def _has_come(self, epoch: int, version: int) -> None:
         """What pull() may have asked for is here, or the model refused it before."""
-        self.pulls.has_come(epoch, version)
-        refused = self.refused
+        refused, coming, wanted = self.refused, self._coming, self._wanted
+        # Else it is not the newest, or a part of what was asked for.
+        if coming is None or epoch != coming[0] or version >= coming[1]:
+            self._coming = None
+            self._num_answers += 1
+            self._wanted = [each for each in wanted if each > version]
+            if len(self._wanted) < len(wanted):
+                self._fetch()
         if refused is not None and (refused.epoch, refused.version) == (epoch, version):
             self.refused = dataclasses.replace(refused)  # news to who asked
         self._changed.notify()
@@ -622,9 +629,11 @@ class WeightReceiver:
         finally:
             applier.askers -= applied
 
-    def _check_not_inside(self, method: str, timeout: float | None = None) -> None:
-        """Raise if the caller waits for an update that its own read holds back."""
-        if (timeout is None or timeout > 0) and is_held_by_caller(self.guard):
+    def _check_not_inside(
+        self, method: str, timeout: float | None, unless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Raise if the caller is about to wait for an update that its own read holds back."""
+        if timeout != 0 and is_held_by_caller(self.guard) and not unless():
             self.check()
             raise LocalProtocolError(
                 f"{method}() was called inside a reading() block or a forward pass, which keeps "
@@ -632,7 +641,7 @@ class WeightReceiver:
             )
 
     async def wait_for_first(
-        self, welcome: Welcome, *, timeout: float | None, late: ConnectTimeout
+        self, welcome: Welcome, *, timeout: float | None, late: SyncTimeout
     ) -> None:
         """Wait for the initial weights, or for a place to put them."""
         inbox = self.inbox
@@ -656,11 +665,9 @@ class WeightReceiver:
         def arrived() -> bool:
             if self.applier.manual:
                 self.check_refused(beside=refused)
-            if inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported:
-                return True
-            self._check_not_inside("receive", timeout)
-            return False
+            return inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported
 
+        self._check_not_inside("receive", timeout, arrived)
         try:
             await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
         except RecvTimeout:
@@ -685,20 +692,21 @@ class WeightReceiver:
         Raises:
             ApplyError: It was refused.
         """
-        inbox, applied = self.inbox, not staged
+        inbox = self.inbox
 
         def newest() -> int:
-            applied = inbox.version if inbox.epoch == inbox.newest_epoch else 0
-            return max(applied, self.applier.staged_version if staged else 0)
+            version = inbox.version if inbox.epoch == inbox.newest_epoch else 0
+            return max(version, self.applier.staged_version if staged else 0)
 
         def reached() -> bool:
             if newest() >= version:
                 return True
             self.check_refused(version)
-            if applied:
-                self._check_not_inside("wait_for_version", timeout)
             return False
 
+        applied = not staged
+        if applied:
+            self._check_not_inside("wait_for_version", timeout, reached)
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=applied)
         return max(version, newest())
 
@@ -718,9 +726,9 @@ class WeightReceiver:
             if self.lag < limit:
                 return True
             self.check_refused(self.inbox.newest)
-            self._check_not_inside("wait_lag_below", timeout)
             return False
 
+        self._check_not_inside("wait_lag_below", timeout, reached)
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=True)
         return self.lag
 
@@ -732,19 +740,20 @@ class WeightReceiver:
         Raises:
             ApplyError: It was refused.
         """
-        inbox, pulls, refused = self.inbox, self.pulls, self.refused
-        before, answers = (inbox.epoch, inbox.version), pulls.answers
+        inbox, refused = self.inbox, self.refused
+        before = inbox.epoch, inbox.version, self._num_answers
         if least > inbox.version:
-            self._check_not_inside("pull")
-        pulls.add(least)
+            self._check_not_inside("pull", None)
+        self._wanted.append(least)
+        self._fetch()
 
         def arrived() -> bool:
             self.check_refused(beside=refused)
             if self.applier.has_staged:
-                self._check_not_inside("pull")
-            if inbox.version < least or self.applier.has_staged or self.lag or pulls.promised:
+                self._check_not_inside("pull", None)
+            if inbox.version < least or self.applier.has_staged or self.lag or self._coming:
                 return False
-            return pulls.answers != answers or (inbox.epoch, inbox.version) != before
+            return (inbox.epoch, inbox.version, self._num_answers) != before
 
         await self.wait_until(arrived, timeout=timeout, late=late, waiting=waiting, applied=True)
         return inbox.version

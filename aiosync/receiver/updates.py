@@ -2,33 +2,44 @@
 
 Links that carry bytes land in private buffers; shared memory is read in place. Either way a
 module may be flipped to views of the buffer, so it is used again only once no tensor of this
-process uses it any more. Must not import asyncio.
+process uses it any more. Whoever reads updates also has something to say to their sender. Must not
+import asyncio.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from aiosync.errors import RemoteProtocolError, TransportBroken
+from aiosync._tasks import TaskOwner
+from aiosync.errors import RemoteProtocolError, TransportBroken, TransportError
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import NamedSlot, SlotReader
 from aiosync.wire import ManifestMessage, Message, RunningChecksum, Update
 
-__all__ = ["Buffers", "Staged", "UpdateReader"]
+__all__ = ["Buffers", "Outgoing", "Staged", "UpdateReader"]
 
 _KNOWN_LAYOUTS = 4
+_MAX_WAITING = 1024  # messages that the peer does not read; it is owed few at a time
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """One complete update that waits to be applied, or that the module views."""
+    """One complete update that waits to be applied, or that the module views.
+
+    Attributes:
+        taken: The model has it, or had it. If not, and there is no error, something newer came
+            before it.
+        error: Why not; or what its owner said to it.
+        reported: The receiver knows what became of it.
+    """
 
     epoch: int
     version: int
@@ -41,7 +52,9 @@ class Staged:
     slot: NamedSlot | None = None  # whose memory it is, if it is shared, and who read it
     slots: SlotReader | None = None
     lent: bool = False  # it is that of the link
-    reported: bool = False  # the receiver knows what became of it
+    taken: bool = False
+    error: BaseException | None = None
+    reported: bool = False
     sent_at: int = 0  # of what came in a slot, in nanoseconds since the Unix epoch
     # When its first byte came, 0.0 where nobody knows, and when all of it was here; on
     # time.perf_counter()'s clock.
@@ -310,6 +323,67 @@ class UpdateReader:
         if self.slots is not None:
             self.slots.close()
             self.slots = None
+
+
+class Outgoing:
+    """What one end has to say on its link, and on the next one after it: in order, never waiting.
+
+    A link that has ended loses what was to be said; whoever reads from it reports the end.
+
+    Args:
+        transport: The link.
+        tasks: Owner of the task that writes where the link is busy.
+    """
+
+    def __init__(self, transport: Transport, tasks: TaskOwner) -> None:
+        self._transport = transport
+        self._tasks = tasks
+        self._waiting: deque[Message] = deque()
+        self._writing = False
+
+    def use_link(self, transport: Transport) -> None:
+        """Go on with another link."""
+        self._waiting.clear()
+        self._transport = transport
+
+    def check(self) -> None:
+        """Refuse a peer that makes answers necessary and does not read them.
+
+        Raises:
+            RemoteProtocolError: Too many wait.
+        """
+        if len(self._waiting) > _MAX_WAITING:
+            raise RemoteProtocolError(
+                "the other end keeps sending updates without reading the replies"
+            )
+
+    def say(self, message: Message) -> None:
+        """Send a message as soon as the link takes it."""
+        waiting = self._waiting
+        waiting.append(message)
+        if self._writing:
+            return  # it goes with the others
+        try:
+            while waiting and self._transport.send_batch_nowait(list(waiting)):
+                waiting.clear()
+        except TransportError:
+            waiting.clear()
+            return
+        if waiting:
+            self._writing = True  # from now on: more may come before the task begins
+            self._tasks.start(self._write(), "aiosync answers")
+
+    async def _write(self) -> None:
+        try:
+            while self._waiting:
+                transport = self._transport
+                try:
+                    await transport.send(self._waiting.popleft())
+                except TransportError:
+                    if transport is self._transport:  # else what came meanwhile is for the next
+                        self._waiting.clear()
+        finally:
+            self._writing = False
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ Must not import a concrete scheme.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import inspect
@@ -522,14 +523,11 @@ class Worker:
         if receiver is None or life.closed or life.inherited:
             setattr(given, name, value)
             return
-        before = getattr(given, name)
-        with receiver.applier.assigning():
-            setattr(given, name, value)
-            try:
-                run_on_loop(life.loop, receiver.applier.model_changed)
-            except BaseException:  # raised again: the caller sees it
-                setattr(given, name, before)
-                raise
+        changed = copy.copy(given)
+        setattr(changed, name, value)
+        chosen = functools.partial(setattr, given, name, value)
+        use = functools.partial(receiver.applier.use_model, changed.target(), chosen)
+        run_on_loop(life.loop, use)
 
     # -- the trainer ---------------------------------------------------------------------------
 
@@ -578,7 +576,6 @@ class Worker:
             meter=scheme._life.meter,
             log=scheme._log,
         )
-        receiver.applier.submit()  # guards the model
         receiver.start()
         # Only a weight server has a note: there will be weights.
         if initial and scheme._subscribes and (welcome.version or welcome.note):

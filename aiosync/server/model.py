@@ -26,8 +26,7 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import VersionClock
-from aiosync.receiver.outgoing import Outgoing
-from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server.store import StoredUpdate, WeightStore

@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "a forward inside of a block counts beside it",
         "receiver/guard.py",
-        "if self._log is not None and reads and not self._is_inside(thread):",
-        "if self._log is not None and reads:",
+        "if self._runs is not None and reads and not self._is_inside(thread):",
+        "if self._runs is not None and reads:",
         contract("spans"),
     ),
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "memory of an update that was reported late is given back twice",
         "receiver/receiver.py",
-        "            if result.staged.reported:  # an interrupt had it repeated",
+        "            if staged.reported:  # an interrupt had it repeated",
         "            if False:",
         "tests/sync/test_interrupts.py -k splits_no_update",
     ),
@@ -228,8 +228,8 @@ MUTANTS = [
     Mutant(
         "a forward does not look at the word",
         "receiver/guard.py",
-        "        if todo is None and self.words is not None and self.words[0] != self.seen:",
-        "        if False:",
+        "                    if self._pending or (words and words[0] != self.seen):",
+        "                    if self._pending:",
         "tests/schemes/test_publishing.py -k stopped_worker",
     ),
     Mutant(

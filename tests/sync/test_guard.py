@@ -122,7 +122,7 @@ def test_threads_neither_deadlock_nor_tear() -> None:
 
     def withdraws() -> None:
         guard.withdraw()
-        guard.retry()
+        guard.submit()
 
     async def one() -> None:
         async with Reading(guard):
