@@ -30,7 +30,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportClosed,
 )
-from aiosync.protocol import VersionClock
+from aiosync.protocol import draw_epoch
 from aiosync.receiver.updates import Buffers, UpdateReader
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.apply import named_views
@@ -138,7 +138,7 @@ class Endpoint:
         self.tasks: TaskOwner = TaskOwner(self._fail)
         self._transport: aio.MPTransport | None = None
         self._updates = UpdateReader()
-        self._clock = VersionClock()
+        self._epoch, self._version = draw_epoch(), 0
         self._leaving: deque[tuple[Ack | Update, Weights | None]] = deque()
         self._writes = False
         self._acks: dict[int, Ack] = {}
@@ -200,9 +200,10 @@ class Endpoint:
             raise SendTimeout(f"the other end of the pipe took nothing for {timeout or 0:g} s")
         if self.patient:  # it overtakes others
             self._leaving = deque(each for each in self._leaving if each[1] is None)
-        version, digest = self._clock.next(), weights.layout.digest
+        self._version = version = self._version + 1
+        digest = weights.layout.digest
         named = {"model_id": model_id, "form": weights.form, "values": weights.values}
-        self._leave(Update(self._clock.epoch, version, digest, values=named), weights)
+        self._leave(Update(self._epoch, version, digest, values=named), weights)
         return version
 
     def _leave(self, message: Ack | Update, weights: Weights | None = None) -> None:

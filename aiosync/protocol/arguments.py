@@ -5,6 +5,7 @@ This module must never import asyncio, anyio or torch, and reads no clock.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable
@@ -13,9 +14,10 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 from aiosync.types import Require
-from aiosync.wire import MAX_WORKER_IDX
+from aiosync.wire import ALIGNMENT, MAX_WORKER_IDX
 
 __all__ = [
+    "as_chunk_nbytes",
     "as_count",
     "as_index",
     "as_indices",
@@ -80,13 +82,6 @@ def validate_require(require: Require) -> None:
         )
 
 
-def _as_int(value: Any) -> int:
-    """An int, or an integer of numpy or torch; ``worker_ids=True`` never means worker 1."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
-        raise TypeError("a bool is not accepted as a number")
-    return operator.index(value)
-
-
 def as_index(name: str, value: Any) -> int:
     """A count, or the index of a worker: also one of numpy's or torch's integers.
 
@@ -105,13 +100,25 @@ def as_count(name: str, value: Any, least: int) -> int:
     Raises:
         ConfigError: It is not an integer of at least ``least``.
     """
-    try:
-        count = _as_int(value)
-    except (TypeError, RuntimeError):  # torch has a type of its own for what is no integer
-        count = least - 1
+    count = least - 1
+    # Also an integer of numpy or torch, but ``worker_ids=True`` never means worker 1.
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
+        with contextlib.suppress(TypeError, RuntimeError):  # torch's, for what is no integer
+            count = operator.index(value)
     if count < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
     return count
+
+
+def as_chunk_nbytes(name: str, value: Any) -> int:
+    """Bytes of a chunk.
+
+    Raises:
+        ConfigError: It is not a positive multiple of 64.
+    """
+    if type(value) is not int or value <= 0 or value % ALIGNMENT:
+        raise ConfigError(f"{name} is {value!r}; it must be a positive multiple of {ALIGNMENT}")
+    return value
 
 
 def as_indices(name: str, value: int | Iterable[int]) -> set[int]:

@@ -6,61 +6,10 @@ and reads no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
+from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.wire import ALIGNMENT, Update, state_checksum
 
-__all__ = ["Assembly", "ChunkPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """How a sender cuts one payload: equal chunks, of which the last may be shorter.
-
-    Attributes:
-        nbytes: Bytes of the payload, 0 or more.
-        chunk_nbytes: Bytes of every chunk but the last, a positive multiple of 64.
-        count: How many chunks there are. An empty payload has one, which is empty.
-
-    Raises:
-        ConfigError: ``chunk_nbytes`` is not what it has to be.
-    """
-
-    nbytes: int
-    chunk_nbytes: int
-    count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.chunk_nbytes
-        if type(size) is not int or size <= 0 or size % ALIGNMENT:
-            raise ConfigError(
-                f"chunk_nbytes is {size!r}; it must be a positive multiple of {ALIGNMENT}"
-            )
-        object.__setattr__(self, "count", max(1, -(-self.nbytes // size)))
-
-    def span(self, index: int) -> tuple[int, int]:
-        """Return where a chunk starts and stops in the payload, in bytes."""
-        start = index * self.chunk_nbytes
-        return start, min(start + self.chunk_nbytes, self.nbytes)
-
-    def index_at(self, nbytes: int) -> int:
-        """Return how many chunks a receiver has that has a prefix of the payload.
-
-        Args:
-            nbytes: Bytes of the prefix, as in ``Hello.partial_nbytes``. Anything may come from
-                a peer here.
-
-        Returns:
-            Index of the chunk to go on with; :attr:`count` when the prefix is everything, and
-            0 when it is larger than the payload or does not end where a chunk ends.
-        """
-        if not 0 < nbytes <= self.nbytes:
-            return 0
-        if nbytes == self.nbytes:
-            return self.count
-        index, rest = divmod(nbytes, self.chunk_nbytes)
-        return 0 if rest else index
+__all__ = ["Assembly"]
 
 
 class Assembly:

@@ -1,6 +1,6 @@
 """Identity and order of updates, on both sides of a link.
 
-What is on its way at the trainer compares in ``outbox``.
+What is on its way at the trainer compares in ``sender.outbox``.
 Pure bookkeeping. This module must never import asyncio, anyio or torch, and reads no clock.
 """
 
@@ -10,36 +10,15 @@ import secrets
 
 from aiosync.errors import StaleVersion
 
-__all__ = ["MAX_VERSION", "Inbox", "VersionClock"]
+__all__ = ["MAX_VERSION", "Inbox", "draw_epoch"]
 
 MAX_VERSION = 2**63 - 1
 """Largest epoch and largest version."""
 
 
-class VersionClock:
-    """Hands out the versions of one sender, each greater than the one before.
-
-    Args:
-        epoch: Epoch of the sender, 1 to 2**63 - 1; drawn when ``None``. Two senders draw the same
-            one with a probability of about 1e-19.
-        first: The first version, which continues the count of another sender.
-
-    Attributes:
-        epoch: Epoch of the sender.
-        current: The version that was handed out last; 0 before the first.
-    """
-
-    __slots__ = ("_first", "current", "epoch")
-
-    def __init__(self, epoch: int | None = None, first: int = 1) -> None:
-        self.epoch: int = epoch or secrets.randbelow(MAX_VERSION) + 1
-        self.current: int = 0
-        self._first = first
-
-    def next(self) -> int:
-        """Hand out the next version."""
-        self.current = self.current + 1 if self.current else self._first
-        return self.current
+def draw_epoch() -> int:
+    """An epoch, 1 to 2**63 - 1. Two senders draw the same one with a probability of about 1e-19."""
+    return secrets.randbelow(MAX_VERSION) + 1
 
 
 class Inbox:
@@ -64,9 +43,6 @@ class Inbox:
         self.version: int = 0
         self.newest_epoch: int | None = None
         self.newest: int = 0
-
-    def __repr__(self) -> str:
-        return f"Inbox(epoch={self.epoch}, version={self.version}, newest={self.newest})"
 
     @property
     def lag(self) -> int:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from aiosync.errors import ConfigError
-from aiosync.protocol import MAX_VERSION, ChunkPlan, as_count, validate_require, validate_seconds
+from aiosync.protocol import (
+    MAX_VERSION,
+    as_chunk_nbytes,
+    as_count,
+    validate_require,
+    validate_seconds,
+)
 from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.types import Limits, Require
 
@@ -211,9 +217,7 @@ class TCPOptions(StreamOptions):
     stall_timeout: Option[float | None] = Option(
         seconds(endless=True, none=True), "Seconds without progress until a drop."
     )
-    chunk_nbytes: Option[int] = Option(
-        lambda _, value: ChunkPlan(0, value).chunk_nbytes, "Bytes that share one checksum."
-    )
+    chunk_nbytes: Option[int] = Option(as_chunk_nbytes, "Bytes that share one checksum.")
     keepalive: Option[float | None] = Option(
         seconds(none=True), "Seconds after which a silent peer is probed."
     )

@@ -394,8 +394,11 @@ class Trainer:
         if sources.device_map or sources.per_worker or max_lag is not None:
             return None, None  # a map is asked once a send
         validate_timeout(timeout)
-        report = sender.publish(self.plan(scheme, weights), named(weights, worker_ids), started)
-        return report, sender.tell if report is not None and sender.has_to_tell() else None
+        planned, meant = self.plan(scheme, weights), named(weights, worker_ids)
+        sent = sender.start(planned, meant, None, started, alone=True)
+        if not isinstance(sent, SendReport):
+            return None, None
+        return sent, sender.tell if sender.has_to_tell() else None
 
     def abort_links(self) -> None:
         """End the links that were given, if nothing has taken them."""

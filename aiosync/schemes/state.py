@@ -137,7 +137,7 @@ class SchemeState(SchemeOptions):
     def epoch(self) -> int:
         """Which run of a trainer :attr:`version` is of; 0 before any version."""
         if self._life.sender is not None:
-            return self._life.sender.clock.epoch if self._life.sender.version else 0
+            return self._life.sender.workers.epoch if self._life.sender.version else 0
         return 0 if self._life.receiver is None else self._life.receiver.inbox.epoch or 0
 
     @property

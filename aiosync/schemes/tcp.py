@@ -410,8 +410,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 model_id=self.model_id or "policy",
                 pid=os.getpid(),
                 strategy=self.strategy_str,
-                epoch=sender.clock.epoch,
-                version=sender.clock.current,
+                epoch=workers.epoch,
+                version=workers.version,
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 

@@ -28,12 +28,14 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
-from aiosync.protocol import Outcome, SendTracker, VersionClock
+from aiosync.sender.outbox import Outcome
+from aiosync.sender.sends import Send
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import STEPS
-from aiosync.sender.worker_link import Streaming, WorkerLink
+from aiosync.sender.worker_link import Streaming
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.tensors import Prepared
+from aiosync.transports.shared_memory import Slot
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
@@ -44,7 +46,7 @@ _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 _AWAKE_SECONDS = (50e-6, 250e-6)
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _EARLY_SECONDS = 0.002  # that a loop's timer may be
-_RING_SECONDS = 0.005  # until a worker that does nothing is rung
+_RING_SECONDS = (0.005, 0.1)  # until a worker that does nothing is rung, and rung again at most
 # First and longest pause between two looks how far workers are behind that tell nobody.
 _LOOK_SECONDS = (0.001, 0.01)
 
@@ -72,7 +74,6 @@ class WeightSender:
     Attributes:
         require: As given; may change.
         workers: Who is there, and who is not.
-        clock: Draws the versions.
         copier: As given.
         meter: As given.
     """
@@ -93,7 +94,6 @@ class WeightSender:
         first_version: int = 1,
     ) -> None:
         self.require: Require = require
-        self.clock: VersionClock = VersionClock(first=first_version)
         self.copier: SnapshotCopier = copier
         self.meter: Meter = meter
         self.workers: WorkerRegistry = WorkerRegistry(
@@ -101,7 +101,6 @@ class WeightSender:
             strategy=strategy,
             num_workers=num_workers,
             expected=expected,
-            clock=self.clock,
             parts=parts,
             on_outcome=self._on_outcome,
             on_crash=self._on_crash,
@@ -109,21 +108,22 @@ class WeightSender:
         )
         copier.ring, self.workers.on_forget = self._ring, copier.forget
         self._how: How = how
+        self._first_version = first_version
         self._loop = asyncio.get_running_loop()
-        self._sends: dict[int, SendTracker] = {}  # by version; their waiters are futures
+        self._sends: dict[int, Send] = {}  # by version; their waiters are futures
         self._copying = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None  # for all sends
         self._looks_at = math.inf  # when it is due
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
         self._recent = 0.0  # seconds that answers took lately
-        self._poll: select.epoll | None = None  # for what workers that read slots say
+        self._poll: Any = None  # select.poll(), for what workers that read slots say
         self._polled = -1  # changes among the workers until then
 
     @property
     def version(self) -> int:
         """Newest version drawn; 0 before any."""
-        return self.clock.current
+        return self.workers.version
 
     @property
     def lag(self) -> int:
@@ -136,16 +136,13 @@ class WeightSender:
         version, meter, workers = self.version, self.meter, self.workers
         return meter.stats(
             under_way=lambda: len(self._sends),
-            epoch=self.clock.epoch if version else 0,
+            epoch=workers.epoch if version else 0,
             version=version,
             newest_version=version,
             lag=max(0, self.lag),  # some may have been named a newer one since
             age=meter.age(version),
-            wire_nbytes=workers.wire_nbytes,
-            skipped=workers.num_skipped,
-            refused=workers.num_refused,
-            reconnects=workers.num_again,
             workers=workers.stats(version, meter.age),
+            **workers.counts,
         )
 
     def is_ready(self) -> bool:
@@ -169,9 +166,9 @@ class WeightSender:
             PartialSyncError: A worker came, but could not apply the initial weights or died.
         """
         workers = self.workers
-        version = self.clock.next() if planned else 0
-        workers.initial = set(planned)
+        version, workers.initial = 0, set(planned)
         if planned:
+            workers.version = version = self._first_version
             self.meter.mark(version, time.perf_counter())
         async with self._copying:  # a send that comes meanwhile has newer weights
             for idx, plan in planned.items():
@@ -228,22 +225,17 @@ class WeightSender:
             # is looked at in the first turn, and what that means in the second.
             for _ in range(3):
                 await asyncio.sleep(0)
-        report = self.publish(planned, worker_ids, started)
-        if report is not None:
+        sent = self.start(planned, worker_ids, timeout, started)
+        if isinstance(sent, SendReport):
             self.tell()
             if not self._asked_at:
                 self._asked_at = started
                 self._loop.call_soon(self._note_turn)
-            return report
-        addressed = self._address(planned, worker_ids)
-        # The usual case, small weights and memory that is free, without any await.
+            return sent
+        early: Snapshot | None = None
+        future: asyncio.Future[SendReport] | None = None
         snapshots: dict[int | None, Snapshot] = {}
-        if len(planned) == 1 and not self._copying.locked():
-            [(key, plan)] = planned.items()
-            snapshot = self.copier.take_free(plan)
-            if snapshot is not None:
-                snapshots[key] = snapshot
-        if not snapshots:
+        if sent is None:
             model = self.workers.model_id
             with Waiting("send()", timeout, _not_copied, model=model), self._preparing(started):
                 async with self._copying:
@@ -251,16 +243,20 @@ class WeightSender:
                     snapshots = await self._take(planned, timeout)
             self.workers.check()
             addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
-        early = next((each.retain() for each in snapshots.values() if each.filling), None)
-        future: asyncio.Future[SendReport] | None = None
+            early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
-            tracker = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
-            future = tracker.waiter
-            if tracker.nbytes > _AWAKE_NBYTES:
+            if sent is None:
+                sent = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
+            self.tell()
+            if sent.nbytes > _AWAKE_NBYTES:
                 self._ring()  # what they leave is wanted soon, and waking them costs little here
-            if future.done():
+            if isinstance(sent, SendReport):
                 await asyncio.sleep(0)  # workers come on this loop, also where it only sends
-            elif tracker.nbytes <= _AWAKE_NBYTES:
+                return sent
+            future = sent.waiter
+            if future.done():
+                await asyncio.sleep(0)
+            elif sent.nbytes <= _AWAKE_NBYTES:
                 quick = self._recent < 2 * _AWAKE_SECONDS[1]
                 self._stay_awake(future, time.perf_counter() + _AWAKE_SECONDS[quick])
             report = await future
@@ -289,11 +285,7 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
     ) -> tuple[int, asyncio.Future[SendReport]]:
-        """Snapshot now and send in the background. See ``WeightSyncScheme.send_nowait``.
-
-        Returns:
-            The version, and what becomes of it.
-        """
+        """Snapshot now and send in the background: the version, and what becomes of it."""
         started = time.perf_counter()
         self.workers.check()
         if self.workers.initial:
@@ -301,18 +293,21 @@ class WeightSender:
                 "send_nowait(): connect() is still copying the initial weights: use `await "
                 "send()`, or call it after connect()"
             )
-        report = self.publish(planned, worker_ids, started)
-        if report is not None:
-            self.tell()
-            seen = self._loop.create_future()
-            seen.set_result(report)
-            return report.version, seen
-        addressed = self._address(planned, worker_ids)
-        patience = STEP_SECONDS if timeout is None else timeout
-        with self._preparing(started):
-            snapshots = {key: self.copier.take_now(plan, patience) for key, plan in planned.items()}
-        tracker = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
-        return tracker.version, tracker.waiter
+        sent = self.start(planned, worker_ids, timeout, started)
+        if sent is None:
+            addressed = self._address(planned, worker_ids)
+            patience = STEP_SECONDS if timeout is None else timeout
+            with self._preparing(started):
+                snapshots = {
+                    key: self.copier.take_now(plan, patience) for key, plan in planned.items()
+                }
+            sent = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
+        self.tell()
+        if isinstance(sent, Send):
+            return sent.version, sent.waiter
+        seen = self._loop.create_future()
+        seen.set_result(sent)
+        return sent.version, seen
 
     async def _take(
         self, planned: Mapping[int | None, Prepared], timeout: float | None
@@ -332,73 +327,53 @@ class WeightSender:
             raise
         return snapshots
 
-    def publish(
+    def start(
         self,
         planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
+        timeout: float | None,
         started: float,
-    ) -> SendReport | None:
-        """Name an update to workers that look for themselves, which is all that they need.
+        *,
+        alone: bool = False,
+    ) -> SendReport | Send | None:
+        """Send small weights where memory for them is free; else ``None``, with nothing done.
 
-        :meth:`tell` has to follow. Waits for nobody, and does nothing with the loop. A signal's
-        handler may raise at any step: then some workers may have the version, and nothing else is
-        wrong.
-
-        Returns:
-            ``None``, with nothing done, if any worker has to be told, or something else to be said.
+        :meth:`tell` has to follow. ``alone`` does nothing with the loop, and nothing of which
+        somebody has to be told: naming the update has to be enough. A signal's handler may raise at
+        any step: then some workers may have the version, and nothing else is wrong.
         """
-        workers, plan = self.workers, planned.get(None)
-        if workers.has_ended:
-            workers.check()
-        if self.copier.arena is None or plan is None or plan.values:
+        if self.workers.has_ended:
+            self.workers.check()
+        addressed = self._address(planned, worker_ids)
+        if len(planned) != 1 or self._copying.locked():
             return None
-        if workers.initial or self._copying.locked():
+        [plan] = planned.values()
+        if alone and not self._all_look(plan, addressed[0], worker_ids):
             return None
-        targets, lost = self._address(planned, worker_ids)
-        require = self.require if worker_ids is None else "all"
-        if not targets or (require != "all" and require > len(targets)):
-            return None
-        digest = plan.layout.digest
-        links: list[WorkerLink] = []
-        for idx in targets:
-            record = workers.records[idx]
-            if record.link is None or not record.reported or not record.link.looks_for(digest):
-                return None
-            links.append(record.link)
         snapshot = self.copier.take_free(plan)
         if snapshot is None:
             return None
-        slot = snapshot.slot
-        for link in links:
-            publisher = link.publisher
-            if not slot or not publisher or slot.segment.segment_id not in publisher.announced:
-                snapshot.release()
-                return None
-        meter, copied = self.meter, 0.0
-        if meter.observers:
-            copied, snapshot.trace = time.perf_counter(), meter.trace(started)
-        snapshot.version = version = self.clock.next()
-        for link in links:
-            link.see(snapshot)
-        if LOGGER.isEnabledFor(logging.DEBUG):
-            self._log_send(version, targets)
-        if worker_ids is None:
-            workers.history.add(None, snapshot)
-        else:
-            for idx in targets:
-                workers.history.add(idx, snapshot.retain())
+        if alone and not self._all_look(plan, addressed[0], worker_ids, snapshot.slot):
             snapshot.release()
-        epoch, nbytes, elapsed = self.clock.epoch, snapshot.nbytes, time.perf_counter() - started
-        meter.finished["ok"] += 1  # the short way, as this is what a small send costs
-        meter.nbytes += nbytes
-        if started >= meter.mark_due:
-            meter.mark(version, started)
-        if copied:
-            seconds, trace = _phases(started, copied), snapshot.trace
-            meter.tell("ok", epoch, version, started, seconds, nbytes, 0, trace)
-        return SendReport(
-            epoch, version, frozenset(targets), lost=lost, elapsed=elapsed, nbytes=nbytes
+            return None
+        return self._dispatch(
+            dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started
         )
+
+    def _all_look(
+        self,
+        plan: Prepared,
+        targets: Collection[int],
+        worker_ids: set[int] | None,
+        slot: Slot | None = None,
+    ) -> bool:
+        """Whether an update has only to be named, and nothing else is to be said."""
+        for idx in targets:
+            link = self.workers.records[idx].link
+            if link is None or not link.looks_for(plan.layout.digest, slot):
+                return False
+        enough = worker_ids is not None or self.require == "all" or self.require <= len(targets)
+        return enough and bool(targets) and not plan.values
 
     def _dispatch(
         self,
@@ -407,133 +382,159 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
         started: float,
-    ) -> SendTracker:
-        """Hand snapshots to their workers, and to those who come later; takes them over."""
-        workers, (targets, lost), meter = self.workers, addressed, self.meter
-        about = (
-            (time.perf_counter(), meter.trace(started), workers.wire_nbytes)
-            if meter.observers
-            else None
-        )
-        version, nbytes = self.clock.next(), 0
+    ) -> SendReport | Send:
+        """Hand snapshots to their workers, and to those who come later; takes them over.
+
+        :meth:`tell` has to follow. Returns the report where naming the update was enough.
+        """
+        workers, meter, about = self.workers, self.meter, None
+        targets, lost = addressed
+        if meter.observers:
+            about = time.perf_counter(), meter.trace(started), workers.counts["wire_nbytes"]
+        workers.version = version = max(workers.version + 1, self._first_version)
         if started >= meter.mark_due:
             meter.mark(version, started)
+        nbytes = 0
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, about and about[1]
             nbytes += snapshot.nbytes
-        tracker = self._sends[version] = SendTracker(
-            version,
-            targets,
-            self.require,
-            started=started,
-            nbytes=nbytes,
-            lost=lost,
-            named=worker_ids is not None,
-            waiter=self._loop.create_future(),
-            about=about,
-        )
+        seen = set[int]()
         for idx in sorted(targets):
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = record.link
-            if link is None or mine is None:
-                error = record.error or ConfigError(f"no weights were given for worker {idx}")
-                tracker.resolve(idx, Outcome(version, error=error))
-            elif mine.slot is not None and link.can_see(mine):
-                link.see(mine)
-                record.recover()
-                tracker.resolve(idx, Outcome(version))
-            else:
-                link.offer(mine)
-            if worker_ids is not None and mine is not None:
-                workers.history.add(idx, mine.retain())  # also for one that is to come again
+            if link is not None and mine is not None and link.see(mine):
+                seen.add(idx)
+                if record.error is not None:
+                    record.recover()
+        send, require = None, self.require
+        enough = worker_ids is not None or require == "all" or require <= len(seen)
+        if not seen or not enough or len(seen) < len(targets):
+            send = self._sends[version] = Send(
+                version,
+                {*targets},
+                require,
+                started=started,
+                nbytes=nbytes,
+                lost=lost,
+                named=worker_ids is not None,
+                waiter=self._loop.create_future(),
+                about=about,
+                timeout=math.inf if timeout is None else timeout,
+                acked=seen,
+            )
+            for idx in sorted(send.waiting):
+                record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
+                if record.link is not None and mine is not None:
+                    record.link.offer(mine)
+                else:
+                    error = record.error or ConfigError(f"no weights were given for worker {idx}")
+                    send.resolve(idx, Outcome(version, error=error))
         # Workers are busy with it from here on: the rest costs the sender no time.
         for key, snapshot in snapshots.items():
             if worker_ids is None:
                 workers.history.add(key, snapshot)
-            else:
-                snapshot.release()
-        self.tell()
+                continue
+            for idx in targets:  # also one that is to come again
+                if (snapshots.get(idx) or snapshots.get(None)) is snapshot:
+                    workers.history.add(idx, snapshot.retain())
+            snapshot.release()
         if LOGGER.isEnabledFor(logging.DEBUG):
-            self._log_send(version, targets)
-        if not tracker.waiting:
-            self._settle(tracker)
+            text = f"version {version} is sent to workers {sorted(targets)}"
+            log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
+        if send is None:
+            elapsed, acked = time.perf_counter() - started, frozenset(seen)
+            meter.finished["ok"] += 1  # the short way, as this is what a small send costs
+            meter.nbytes += nbytes
+            if about is not None:
+                self._tell("ok", version, started, nbytes, about)
+            return SendReport(
+                workers.epoch, version, acked, lost=lost, elapsed=elapsed, nbytes=nbytes
+            )
+        if not send.waiting:
+            self._settle(send)
         else:
-            tracker.timeout = math.inf if timeout is None else timeout
-            first = time.perf_counter() + FIRST_SECONDS
-            tracker.look_at = min(first, started + tracker.timeout)
-            self._look_by(tracker.look_at)
-        return tracker
-
-    def _log_send(self, version: int, targets: set[int]) -> None:
-        text = f"version {version} is sent to workers {sorted(targets)}"
-        log(logging.DEBUG, "send", text, model=self.workers.model_id, version=version)
+            send.look_at = min(time.perf_counter() + FIRST_SECONDS, started + send.timeout)
+            self._look_by(send.look_at)
+        return send
 
     # -- what becomes of sends -----------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
-        tracker = self._sends.get(outcome.version)
-        if tracker is not None and tracker.resolve(idx, outcome):
-            if not tracker.waiting or tracker.settled:
-                self._settle(tracker)
-        return tracker is not None
+        send = self._sends.get(outcome.version)
+        if send is not None and send.resolve(idx, outcome):
+            if not send.waiting or send.settled:
+                self._settle(send)
+        return send is not None
 
-    def _settle(self, tracker: SendTracker) -> None:
+    def _settle(self, send: Send) -> None:
         """Tell who waits for a send what became of it; the first time."""
-        workers, future = self.workers, tracker.waiter
-        if self._sends.pop(tracker.version, None) is None:
+        workers, future = self.workers, send.waiter
+        if self._sends.pop(send.version, None) is None:
             return
-        nobody = (
-            not (tracker.workers or workers.links)
-            and bool(tracker.lost)
-            and not any(each.has_left for each in workers.records.values())
-        )
-        self._count(tracker, "error" if nobody else tracker.outcome)
+        records = workers.records
+        outcome, error = send.result()
+        if send.lost and not (send.workers or workers.links):  # nobody is there
+            if not any(each.has_left for each in records.values()):
+                outcome = "error"
+                error = PartialSyncError(failed=send.lost, version=send.version)
+        self._count(send, outcome)
         if future.done():
             return  # cancelled: nobody was told who failed, so the next send says it
-        untold = {}
-        for idx, record in workers.records.items():
-            if idx in tracker.failed:
+        left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
+        late = {}  # what an earlier send did not wait for is told, too
+        for idx, record in records.items():
+            if idx in send.failed:
                 record.reported = True
-            elif record.error is not None and not record.reported and record.link is not None:
-                untold[idx] = record.error
-        if tracker.left and not tracker.named:
-            tracker.left = {idx for idx in tracker.left if not workers.record(idx).reported}
-        try:
-            if nobody:
-                raise PartialSyncError(failed=tracker.lost, version=tracker.version)
-            report = tracker.result(time.perf_counter() - tracker.started, self.clock.epoch, untold)
-        except PartialSyncError as exc:
-            if not workers.closed:
-                future.set_exception(exc)
-                return
-            closed = TransportClosed(
-                f"this scheme was closed while version {tracker.version} was under way"
-            )
-            closed.__cause__ = exc
-            future.set_exception(closed)
-            future.exception()  # whoever closed this knows it, where nobody waits
+            elif idx in send.waiting and record.error is not None and not record.reported:
+                if record.link is not None:
+                    late[idx] = record.error
+        if error is not None:
+            raised: AiosyncError = error
+            if workers.closed:
+                raised = TransportClosed(
+                    f"this scheme was closed while version {send.version} was under way"
+                )
+                raised.__cause__ = error
+            future.set_exception(raised)
+            if workers.closed:
+                future.exception()  # whoever closed this knows it, where nobody waits
             return
-        for idx in report.left | (report.failed.keys() & untold.keys()):
+        for idx in left | late.keys():
             workers.record(idx).reported = True
-        future.set_result(report)
-
-    def _count(self, tracker: SendTracker, outcome: SyncOutcome) -> None:
-        meter, started = self.meter, tracker.started
-        meter.finished[outcome] += 1
-        if outcome == "ok":
-            meter.nbytes += tracker.nbytes
-        if tracker.about is not None:
-            copied, trace, before = tracker.about
-            meter.tell(
-                outcome,
-                self.clock.epoch,
-                tracker.version,
-                started,
-                _phases(started, copied),
-                tracker.nbytes,
-                self.workers.wire_nbytes - before,
-                trace,
+        future.set_result(
+            SendReport(
+                epoch=workers.epoch,
+                version=send.version,
+                acked=frozenset(send.acked),
+                skipped=send.skipped,
+                failed={**late, **send.failed},
+                lost=dict(send.lost),
+                left=frozenset(left),
+                waiting=frozenset(send.waiting),
+                elapsed=time.perf_counter() - send.started,
+                nbytes=send.nbytes,
             )
+        )
+
+    def _count(self, send: Send, outcome: SyncOutcome) -> None:
+        self.meter.finished[outcome] += 1
+        if outcome == "ok":
+            self.meter.nbytes += send.nbytes
+        if send.about is not None:
+            self._tell(outcome, send.version, send.started, send.nbytes, send.about)
+
+    def _tell(
+        self,
+        outcome: SyncOutcome,
+        version: int,
+        started: float,
+        nbytes: int,
+        about: tuple[float, str | None, int],
+    ) -> None:
+        copied, trace, before = about
+        seconds = {"snapshot": copied - started, "wire": time.perf_counter() - copied}
+        travelled, epoch = self.workers.counts["wire_nbytes"] - before, self.workers.epoch
+        self.meter.tell(outcome, epoch, version, started, seconds, nbytes, travelled, trace)
 
     @contextlib.contextmanager
     def _preparing(self, started: float) -> Iterator[None]:
@@ -546,10 +547,10 @@ class WeightSender:
 
     def _on_crash(self, error: BaseException) -> None:
         sends, self._sends = self._sends, {}
-        for tracker in sends.values():
-            self._count(tracker, "error")
-            if not tracker.waiter.done():
-                tracker.waiter.set_exception(error)
+        for send in sends.values():
+            self._count(send, "error")
+            if not send.waiter.done():
+                send.waiter.set_exception(error)
 
     def _look_by(self, when: float) -> None:
         # The timer is left to run when a send ends: making one is as dear as a small send.
@@ -562,22 +563,22 @@ class WeightSender:
     def _look(self) -> None:
         """Some sends are still under way: their time is over, or somebody wants to know."""
         self._looks_at, now = math.inf, time.perf_counter() + _EARLY_SECONDS
-        for tracker in list(self._sends.values()):
-            ends = tracker.started + tracker.timeout
+        for send in list(self._sends.values()):
+            ends = send.started + send.timeout
             if ends <= now:
-                tracker.time_out()
-                self._settle(tracker)
-            elif tracker.look_at <= now:
-                tracker.look_at = min(now + NEXT_SECONDS, ends)
-                workers, version = self.workers, tracker.version
+                send.time_out()
+                self._settle(send)
+            elif send.look_at <= now:
+                send.look_at = min(now + NEXT_SECONDS, ends)
+                workers, version = self.workers, send.version
                 idle = [
                     f"worker {idx} (process {workers.record(idx).pid})"
-                    for idx in sorted(tracker.waiting)
+                    for idx in sorted(send.waiting)
                 ]
                 say_waiting(
                     f"send() of version {version}",
-                    now - tracker.started,
-                    tracker.timeout,
+                    now - send.started,
+                    send.timeout,
                     f"{', '.join(idle)} did not answer",
                     model=workers.model_id,
                     version=version,
@@ -593,12 +594,9 @@ class WeightSender:
         if self._polled != self.workers.num_changes:
             self._polled = self.workers.num_changes
             fds = [fd for link in self.workers.links.values() for fd in link.watched]
-            if self._poll is not None:
-                self._poll.close()
-            self._poll = poll = select.epoll() if fds else None
-            if poll is not None:
-                for fd in fds:
-                    poll.register(fd, select.EPOLLIN)
+            self._poll = select.poll() if fds else None
+            for fd in fds:
+                self._poll.register(fd, select.POLLIN)
         return self._poll is not None and not self._poll.poll(0)
 
     def has_to_tell(self) -> bool:
@@ -625,26 +623,27 @@ class WeightSender:
                 if link.publisher is not None and link.publisher.bell and link.is_behind:
                     link.ring()
         if self._bell is None and self.copier.arena is not None:
-            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
+            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late, _RING_SECONDS[0])
 
     def _note_turn(self) -> None:
         self._asked_at = 0.0
 
-    def _ring(self) -> None:
-        """Ring workers that have not taken what they were named."""
-        for link in self.workers.links.values():
-            if link.is_behind:
-                link.ring()
+    def _ring(self) -> bool:
+        """Ring workers that have not taken what they were named: whether there were any."""
+        late = [link for link in self.workers.links.values() if link.is_behind]
+        for link in late:
+            link.ring()
+        return bool(late)
 
-    def _ring_late(self) -> None:
-        """Ring workers that have not looked since they were named an update.
+    def _ring_late(self, pause: float) -> None:
+        """Ring workers that have not looked since they were named an update, ever more seldom.
 
         One that does not compute follows all the same, and gives its slot back.
         """
         self._bell = None
-        late = [link.ring_if_behind() for link in self.workers.links.values()]
-        if any(late):
-            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
+        if self._ring():
+            pause = min(2 * pause, _RING_SECONDS[1])
+            self._bell = self._loop.call_later(pause, self._ring_late, pause)
 
     # -- waiting for workers -------------------------------------------------------------------
 
@@ -761,8 +760,6 @@ class WeightSender:
         for timer in (self._timer, self._bell):
             if timer is not None:
                 timer.cancel()
-        if self._poll is not None:
-            self._poll.close()
 
     async def aclose(self) -> None:
         """Close every link; sends under way fail with ``TransportClosed``. Bounded."""
@@ -781,10 +778,6 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
-
-
-def _phases(started: float, copied: float) -> dict[str, float]:
-    return {"snapshot": copied - started, "wire": time.perf_counter() - copied}
 
 
 def _not_copied() -> str:

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -45,7 +46,7 @@ _INLINE_NBYTES = 4 * 2**20
 _AHEAD_NBYTES = 2 * 2**20  # between two words of how far a copy is
 # How long a send waits for a slot that its readers are about to leave, before it takes another.
 _LEAVING_SECONDS = 0.02
-_PAUSE_SECONDS = (0.0002, 0.01)  # the first one and the longest between two looks
+_PAUSE_SECONDS = 0.0005  # between two looks
 _SMALL_NBYTES = 16 * 2**20  # of all slots together
 
 
@@ -66,7 +67,7 @@ class Snapshot:
         filling: Until the bytes are in the memory; ``None`` where they are.
         live: The tensors where they are until then, and which must not change yet.
         kept: Brings them from where only a data plane has them.
-        checksums: Of the payload's chunks, where a link needs them.
+        checksums: Of the payload's first chunks, as far as links needed them.
         memo: What carriers made of the payload, for all links.
         trace: The traceparent of the span of its send, if that has one.
     """
@@ -105,7 +106,7 @@ class Snapshot:
         self.filling: asyncio.Future[None] | None = None
         self.live: LiveBytes | None = None
         self.kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
-        self.checksums: list[bytes | None] = []
+        self.checksums: list[bytes] = []
         self.memo: dict[Any, Any] = {}
         self.trace: str | None = None
         self.slot: Slot | None = None
@@ -143,10 +144,12 @@ class Snapshot:
     async def fetched(self) -> None:
         """The same, also where only a data plane has them by now."""
         await self.filled()
-        kept, at, target = self.kept, 0, self.buffer.memoryview()
-        for piece in () if kept is None else await kept():
-            copy_bytes(target[at : at + piece.nbytes], piece)
-            at += piece.nbytes
+        if self.kept is not None:
+            at, target, pieces = 0, self.buffer.memoryview(), await self.kept()
+            for piece in pieces:
+                copy_bytes(target[at : at + piece.nbytes], piece)
+                at += piece.nbytes
+            self.kept = None
 
     @property
     def names(self) -> set[str]:
@@ -212,11 +215,9 @@ class SnapshotCopier:
         limits: Limits | None = None,
     ) -> None:
         self.arena: Arena | None = arena
-        self.ring: Callable[[], None] = _nothing
-        self._extract_as = extract_as
-        self._wire_dtype = wire_dtype
-        self._limits = limits or DEFAULT_LIMITS
-        self._flatteners: dict[int, Flattener] = {}
+        self.ring: Callable[[], object] = _nothing
+        flattener = functools.partial(Flattener, extract_as, limits or DEFAULT_LIMITS, wire_dtype)
+        self._flatteners = defaultdict[int, Flattener](flattener)
         self._idle: list[FlatBuffer] = []
         self._closed = False
         STEPS.watch()
@@ -234,11 +235,7 @@ class SnapshotCopier:
         Raises:
             ConfigError: Something in the source cannot travel.
         """
-        flattener = self._flatteners.get(key)
-        if flattener is None:
-            flattener = Flattener(self._extract_as, self._limits, self._wire_dtype)
-            self._flatteners[key] = flattener
-        return flattener.prepare(source)
+        return self._flatteners[key].prepare(source)
 
     def forget(self, key: int) -> None:
         """There are no more sources for a worker; what was planned refers to the last one."""
@@ -283,7 +280,7 @@ class SnapshotCopier:
         nbytes = prepared.layout.nbytes
         if self._growing is not None:  # of a call that was cancelled
             await asyncio.wait({self._growing})
-        pause, until = _PAUSE_SECONDS[0], time.monotonic() + _LEAVING_SECONDS
+        until = time.monotonic() + _LEAVING_SECONDS
         while (slot := arena.take_slot(nbytes)) is None:
             late = time.monotonic() >= until
             if self._may_grow(arena, nbytes, at_once=not late):
@@ -298,8 +295,7 @@ class SnapshotCopier:
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
             self.ring()
-            await asyncio.sleep(pause)  # the kernel tells nobody of a lock that was given back
-            pause = min(2 * pause, _PAUSE_SECONDS[1])
+            await asyncio.sleep(_PAUSE_SECONDS)  # the kernel tells nobody of a lock given back
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     async def _grow(self, grow: Callable[[], Slot]) -> Slot:
@@ -396,11 +392,9 @@ class SnapshotCopier:
         Cancellation: safe; the memory is kept until a copy on a thread has ended.
         """
         source = None
-
-        def steady(start: Callable[..., asyncio.Future[_T]], call: Callable[[], _T]) -> Any:
-            layout, tensors = prepared.layout, prepared.tensors
-            return steadily(start, call, layout, tensors, timeout, lambda: self._closed)
-
+        steady = functools.partial(
+            steadily, prepared=prepared, timeout=timeout, gave_up=lambda: self._closed
+        )
         large = prepared.layout.nbytes > _INLINE_NBYTES
         if large and how != "copy" and prepared.signature is not None:
             source = LiveBytes.of(prepared.layout, prepared.tensors)

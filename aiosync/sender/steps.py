@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from aiosync.errors import SendTimeout, WeightsChanged
-from aiosync.tensors.buffer import Layout
+from aiosync.tensors import Prepared
 
 __all__ = ["STEPS", "STILL_STEPPING", "steadily"]
 
@@ -169,8 +169,8 @@ os.register_at_fork(after_in_child=STEPS.reset)
 def steadily(
     start: Callable[[Callable[[], _T]], asyncio.Future[_T]],
     call: Callable[[], _T],
-    layout: Layout,
-    tensors: Sequence[torch.Tensor],
+    *,
+    prepared: Prepared,
     timeout: float,
     gave_up: Callable[[], bool],
 ) -> asyncio.Future[_T]:
@@ -181,8 +181,7 @@ def steadily(
     Args:
         start: Makes a call in another thread.
         call: Copies.
-        layout: Names the tensors.
-        tensors: What it copies.
+        prepared: What it copies.
         timeout: Seconds that it waits for a step which is open now.
         gave_up: Ends that wait.
 
@@ -190,6 +189,7 @@ def steadily(
         What the call returns, for the loop of the caller; or :class:`SendTimeout`, as the step did
         not end, or :class:`WeightsChanged`.
     """
+    layout, tensors = prepared.layout, prepared.tensors
     copy, calm, before = object(), False, list[tuple[int, int]]()
     stepped = set[int]()
 

@@ -13,25 +13,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
+    ConfigError,
     LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import ChunkPlan, Outbox, WorkerLeft, validate_seconds
-from aiosync.sender.history import Chain, Group, names_of, together
+from aiosync.protocol import as_chunk_nbytes, validate_seconds
+from aiosync.sender.outbox import Group, Outbox, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
+from aiosync.tensors.buffer import merged
 from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.transports.data_plane import SharedPayload
-from aiosync.transports.shared_memory import SlotPublisher
-from aiosync.types import AckStatus
+from aiosync.transports.shared_memory import Slot, SlotPublisher
+from aiosync.types import AckStatus, Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
     Ack,
@@ -56,6 +58,12 @@ __all__ = ["Streaming", "WorkerLink"]
 
 _NOWAIT_NBYTES = 65536
 
+_Steps: TypeAlias = "Generator[tuple[Message, Sequence[memoryview]] | None]"
+"""What an update consists of on a link, with ``None`` where others may have a turn.
+
+What is asked for next was sent. May be given up before any step, and begun again.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
@@ -74,124 +82,8 @@ class Streaming:
     stall_timeout: float | None = 60.0
 
     def __post_init__(self) -> None:
-        ChunkPlan(0, self.chunk_nbytes)
+        as_chunk_nbytes("chunk_nbytes", self.chunk_nbytes)
         validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
-
-
-class ChunkWriter:
-    """Writes updates to one worker's link, one at a time.
-
-    Args:
-        transport: The link.
-        streaming: How.
-        hello: What the worker said; it may have a part of an update already.
-        owes: To which version it owes an answer, if it does.
-        on_stall: Called with the error when the worker does not answer.
-
-    Attributes:
-        sent_nbytes: Bytes of payloads that the link took.
-        resumed_nbytes: Those that did not have to be sent again.
-        most_at_once: Bytes of an update that is one small chunk.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        streaming: Streaming,
-        hello: Hello,
-        *,
-        owes: Callable[[], int | None],
-        on_stall: Callable[[AiosyncError], None],
-    ) -> None:
-        self.sent_nbytes: int = 0
-        self.resumed_nbytes: int = 0
-        self._transport = transport
-        self._streaming = streaming
-        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
-        self._owes = owes
-        self._on_stall = on_stall
-        self.most_at_once: int = min(_NOWAIT_NBYTES, streaming.chunk_nbytes)
-        self._timer: asyncio.TimerHandle | None = None
-        self._progress: tuple[int, int | None] = (0, None)  # as it was seen last
-
-    def steps(
-        self, epoch: int, snapshot: Snapshot
-    ) -> Iterator[tuple[Message, Sequence[memoryview]] | None]:
-        """The messages of an update, from where the worker's part of it ends.
-
-        What is asked for next was sent; ``None`` stands for a moment in which others have a turn.
-        """
-        plan, first = ChunkPlan(snapshot.nbytes, self._streaming.chunk_nbytes), 0
-        if len(snapshot.checksums) != plan.count:
-            snapshot.checksums = [None] * plan.count
-        if self._partial[:2] == (epoch, snapshot.version):
-            # The last chunk always travels: the values are with it.
-            first = min(plan.index_at(self._partial[2]), plan.count - 1)
-            self.resumed_nbytes += plan.span(first)[0]
-        self._partial = (None, None, 0)
-        for index in range(plan.count):
-            start, stop = plan.span(index)
-            views = snapshot.views(start, stop)
-            checksum = snapshot.checksums[index]  # computed once for all workers
-            if checksum is None:
-                running = RunningChecksum()
-                for view in views:
-                    running.update(view)
-                checksum = snapshot.checksums[index] = running.digest()
-            if index < first:
-                yield None  # looking at much memory must not hold the loop
-                continue
-            digest, is_last, state = snapshot.layout.digest, index == plan.count - 1, None
-            if is_last and index:
-                state = state_checksum(digest, [each for each in snapshot.checksums if each])
-            yield (
-                Update(
-                    epoch,
-                    snapshot.version,
-                    digest,
-                    values=snapshot.values if is_last else {},
-                    chunk=(index, plan.count) if plan.count > 1 else None,
-                    checksum=checksum,
-                    state=state,
-                    trace=snapshot.trace if is_last else None,
-                ),
-                views,
-            )
-            self.sent_nbytes += stop - start
-
-    # -- the worker's answer -------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """From now on the worker owes an answer; its deadline runs."""
-        if self._timer is None:
-            self._look()
-
-    def close(self) -> None:
-        """The link is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        """Drop a worker that has to answer, and of which nothing came or went since the last look.
-
-        The timer is left to run when the answer comes: making one is as dear as a small send.
-        """
-        self._timer, timeout, channel = None, self._streaming.stall_timeout, self._transport.channel
-        owed = self._owes()
-        if owed is None or timeout is None:
-            return
-        progress = (0 if channel is None else channel.written_nbytes, owed)
-        if progress != self._progress:
-            self._progress = progress
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
-            return
-        self._on_stall(
-            AckTimeout(
-                f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
-                "was dropped and may connect again",
-                version=owed,
-            )
-        )
 
 
 class WorkerLink:
@@ -210,7 +102,9 @@ class WorkerLink:
         wanted: The least version that it asked for, until that is answered.
         outbox: What is on its way, in the epoch of the sender now.
         received_version: Newest version that is complete there, applied or not.
-        stream: Writes payloads in chunks; ``None`` where they go whole.
+        since: Time of the handshake, on ``time.monotonic()``'s clock.
+        sent_nbytes: Bytes of payloads that the link took.
+        resumed_nbytes: Those that did not have to be sent again.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
     """
 
@@ -225,10 +119,11 @@ class WorkerLink:
         self.transport: Transport = transport
         self.hello: Hello = hello
         self.wanted: int | None = None
-        epoch = registry.clock.epoch
+        epoch = registry.epoch
         self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
         self.received_version: int = self.outbox.applied
-        self.stream: ChunkWriter | None = None
+        self.sent_nbytes: int = 0
+        self.resumed_nbytes: int = 0
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
         if channel is not None:
@@ -236,22 +131,16 @@ class WorkerLink:
         transport.take_segments(False)
         if hello.slots:
             self.publisher = transport.publisher
-        if registry.streaming is not None and transport.slots is None:
-            self.stream = ChunkWriter(
-                transport,
-                registry.streaming,
-                hello,
-                owes=lambda: self.outbox.unreceived,
-                on_stall=self.lose,
-            )
-        self._since = time.monotonic()
+        # ``None`` where payloads go whole.
+        self._streaming = registry.streaming if transport.slots is None else None
+        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        self._timer: asyncio.TimerHandle | None = None  # for the worker's answer
+        self._progress: tuple[int, int] | None = None  # as it was seen last
+        self.since: float = time.monotonic()
         self._registry = registry
-        self._queue = Chain()  # what waits for the link
-        self._covers: Group = ()  # holds every name of what the link took
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
         self._writing = False
-        self._looks = (0, 0)  # the version that it held, and how often it was found behind so
 
     def start(self) -> None:
         """Begin to read acknowledgements."""
@@ -271,11 +160,6 @@ class WorkerLink:
         if self.publisher is None or channel is None or channel.ended:
             return []
         return [fd for fd in (channel.io.fd, channel.pidfd) if fd >= 0]
-
-    @property
-    def age(self) -> float:
-        """Seconds since its handshake."""
-        return time.monotonic() - self._since
 
     @property
     def applied(self) -> int:
@@ -298,51 +182,18 @@ class WorkerLink:
         """Whether the worker has not taken yet what it was named without a message."""
         return self.publisher is not None and self.publisher.holds < self.outbox.visible
 
-    def has(self, version: int) -> bool:
-        """Whether the worker has this version, or it is on its way."""
-        return self.outbox.newest >= version
-
     # -- updates by message --------------------------------------------------------------------
 
     def offer(self, *group: Snapshot) -> None:
-        """Make ``group`` the next update of this worker; the newest wins.
-
-        One that lacks a part of what is under way comes after that instead.
-        """
-        outbox, covers, queue = self.outbox, self._covers, self._queue
-        needed: list[Snapshot] = []
-        kept: list[int] = []
-        overtakes = outbox.is_idle or (
-            len(group) == 1 == len(covers)
-            and queue.groups in ([], [covers])
-            and covers[0].holds_same(group[0])
-        )
-        if not overtakes:
-            names = names_of(group)
-            needed = queue.lacking(names)
-            overtakes = not needed and names_of(covers) <= names
-        for each in group:
-            each.retain()
-        if queue.groups:
-            kept = queue.add(group, needed, parts=self._registry.history.parts)
-        else:
-            queue.groups.append(group)
-        if overtakes:
-            self._covers = group
-        replaced = outbox.offer(group[-1].version, None if overtakes else kept)
+        """Make ``group`` the next update of this worker; the newest wins."""
+        replaced = self.outbox.offer(group, parts=self._registry.history.parts)
         if replaced:
             self._registry.on_outcomes(self, replaced)
         self._pump()
 
     def say(self, message: Current) -> None:
-        """Send a word between two updates, in the background where the link is busy."""
-        try:
-            if self.outbox.error or self.transport.send_nowait(message):
-                return
-        except AiosyncError as exc:
-            self.lose(exc)
-            return
-        self._word = message  # the newest says it all, however often a worker asks
+        """Send a word between two updates; the newest says it all, however often a worker asks."""
+        self._word = message
         self._pump()
 
     def _pump(self) -> None:
@@ -351,16 +202,15 @@ class WorkerLink:
             if self._word is not None:
                 self._write_soon(())
                 return
-            version = self.outbox.take()
-            if version is None:
+            group = self.outbox.take()
+            if group is None:
                 return
-            self._covers = group = self._queue.groups.pop(0)
             try:
                 if len(group) > 1 or not self._write_now(group[0]):
                     self._write_soon(tuple(each.retain() for each in group))
                 return
             except AiosyncError as exc:
-                self._failed(version, exc, self.outbox.epoch)  # what waited for it is next
+                self._failed(group, exc, self.outbox.epoch)  # what waited for it is next
             finally:
                 for each in group:
                     each.release()
@@ -368,7 +218,8 @@ class WorkerLink:
     def _write_now(self, snapshot: Snapshot) -> bool:
         if snapshot.filling is not None or snapshot.kept is not None:
             return False
-        if self.stream is not None and snapshot.nbytes > self.stream.most_at_once:
+        streaming = self._streaming
+        if streaming and snapshot.nbytes > min(_NOWAIT_NBYTES, streaming.chunk_nbytes):
             return False
         with contextlib.closing(self._steps(snapshot, self.outbox.epoch)) as steps:
             for step in steps:
@@ -391,11 +242,11 @@ class WorkerLink:
                 await self.transport.send(word)
             if len(group) > 1:
                 limits = DEFAULT_LIMITS if self._channel is None else self._channel.limits
-                await self._write_update(await together(group, limits), epoch)
+                await self._write_update(await _together(group, limits), epoch)
             elif group:
                 await self._write_update(group[0], epoch)
         except AiosyncError as exc:
-            self._failed(group[-1].version if group else 0, exc, epoch)
+            self._failed(group, exc, epoch)
         finally:
             for each in group:
                 each.release()
@@ -405,92 +256,142 @@ class WorkerLink:
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
         above = self.transport.follows_copies_above
         early = snapshot.live is not None or (above is not None and snapshot.nbytes > above)
-        if self.publisher is not None or not early:
+        if self.publisher is not None:
+            await snapshot.fetched()
+        elif not early:
             await snapshot.filled()
-        kept = None
-        if snapshot.kept is not None and self.publisher is not None:
-            kept = await snapshot.kept()
-        with contextlib.closing(self._steps(snapshot, epoch, kept)) as steps:
+        with contextlib.closing(self._steps(snapshot, epoch)) as steps:
             for step in steps:
                 if step is None:
                     await asyncio.sleep(0)
                 else:
                     await self.transport.send(*step)
 
-    def _steps(
-        self, snapshot: Snapshot, epoch: int, kept: Sequence[memoryview] | None = None
-    ) -> Generator[tuple[Message, Sequence[memoryview]] | None]:
-        """What an update consists of on this link, with ``None`` where others may have a turn.
-
-        What is asked for next was sent. May be given up before any step, and begun again.
-        """
+    def _steps(self, snapshot: Snapshot, epoch: int) -> _Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
-        if self.stream is not None:
-            self.stream.watch()  # the manifest may be stuck, too
+        if self._streaming is not None and self._timer is None:
+            self._look()  # the worker owes an answer; the manifest may be stuck, too
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
-        if self.stream is not None:
-            before = self.stream.sent_nbytes
-            yield from self.stream.steps(epoch, snapshot)
-            self._registry.wire_nbytes += self.stream.sent_nbytes - before
+        if self._streaming is not None:
+            yield from self._chunks(snapshot, epoch, self._streaming.chunk_nbytes)
         elif publisher is not None and snapshot.slot is not None and not snapshot.values:
             yield from publisher.announcements(snapshot.slot)
             snapshot.slot.seal(version, digest, snapshot.nbytes, snapshot.trace)
             publisher.store(snapshot.slot, version)
             yield Take(epoch, version), ()
         else:
-            views = snapshot.views(0, snapshot.nbytes) if kept is None else kept
-            payload = SharedPayload(views, snapshot.memo)
+            payload = SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.memo)
             yield (
                 Update(epoch, version, digest, values=snapshot.values, trace=snapshot.trace),
                 payload,
             )
-            self._registry.wire_nbytes += snapshot.nbytes
+            self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
-    def _failed(self, version: int, error: AiosyncError, epoch: int) -> None:
+    def _chunks(self, snapshot: Snapshot, epoch: int, size: int) -> _Steps:
+        """The chunks of an update, from where the worker's part of it ends."""
+        nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
+        count, first = max(1, -(-nbytes // size)), 0
+        *of, has = self._partial
+        self._partial = (None, None, 0)
+        fits = has == nbytes or (0 < has < nbytes and has % size == 0)
+        if of == [epoch, snapshot.version] and fits:
+            # The last chunk always travels: the values are with it.
+            first = min(has // size, count - 1)
+            self.resumed_nbytes += first * size
+        for index in range(count):
+            start, stop = index * size, min(index * size + size, nbytes)
+            views = snapshot.views(start, stop)
+            if index == len(sums):  # computed once for all workers
+                running = RunningChecksum()
+                for view in views:
+                    running.update(view)
+                sums.append(running.digest())
+            if index < first:
+                yield None  # looking at much memory must not hold the loop
+                continue
+            is_last = index == count - 1
+            yield (
+                Update(
+                    epoch,
+                    snapshot.version,
+                    digest,
+                    values=snapshot.values if is_last else {},
+                    chunk=(index, count) if count > 1 else None,
+                    checksum=sums[index],
+                    state=state_checksum(digest, sums) if is_last and index else None,
+                    trace=snapshot.trace if is_last else None,
+                ),
+                views,
+            )
+            self.sent_nbytes += stop - start
+            self._registry.counts["wire_nbytes"] += stop - start
+
+    def _look(self) -> None:
+        """Drop a worker that has to answer, and of which nothing came or went since the last look.
+
+        The timer is left to run when the answer comes: making one is as dear as a small send.
+        """
+        assert self._streaming is not None
+        owed, timeout, channel = (
+            self.outbox.unreceived,
+            self._streaming.stall_timeout,
+            self._channel,
+        )
+        self._timer = None
+        if owed is None or timeout is None:
+            return
+        progress = (0 if channel is None else channel.written_nbytes, owed)
+        if progress != self._progress:
+            self._progress = progress
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
+            return
+        self.lose(
+            AckTimeout(
+                f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
+                "was dropped and may connect again",
+                version=owed,
+            )
+        )
+
+    def _failed(self, group: Group, error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
-        elif epoch == self.outbox.epoch:  # it cannot be said, and the link is as it was
-            self._registry.on_outcomes(self, self.outbox.give_up(version, without_frames(error)))
+        elif group and epoch == self.outbox.epoch:  # it cannot be said, and the link is as it was
+            outcomes = self.outbox.give_up(group[-1].version, without_frames(error))
+            self._registry.on_outcomes(self, outcomes)
 
     # -- what the worker sees without being told -----------------------------------------------
 
-    def looks_for(self, digest: bytes) -> bool:
+    def looks_for(self, digest: bytes, slot: Slot | None = None) -> bool:
         """Whether the worker takes updates of this manifest, once named, before it computes again.
 
-        Not while others are on their way to it: their answers come in order.
+        Not while others are on their way to it: their answers come in order. Nor from a slot that
+        it does not know yet.
         """
         publisher = self.publisher
         return (
             publisher is not None
             and publisher.promised == digest
+            and (slot is None or slot.segment.segment_id in publisher.announced)
             and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
-            and not (self.outbox.queue or self.outbox.in_flight)
+            and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
-    def can_see(self, snapshot: Snapshot) -> bool:
-        """Whether nothing but naming this update is needed: it is in a slot that is known there."""
-        slot, publisher = snapshot.slot, self.publisher
-        return (
-            slot is not None
-            and publisher is not None
-            and slot.segment.segment_id in publisher.announced
-            and snapshot.filling is None
-            and not snapshot.values
-            and self.looks_for(snapshot.layout.digest)
-        )
-
-    def see(self, snapshot: Snapshot) -> None:
-        """Name an update to the worker, which promised to look: it counts as applied."""
-        publisher, slot = self.publisher, snapshot.slot
-        assert publisher is not None
-        assert slot is not None
+    def see(self, snapshot: Snapshot) -> bool:
+        """Name an update to the worker if that is enough, and count it as applied: whether."""
+        publisher, slot, digest = self.publisher, snapshot.slot, snapshot.layout.digest
+        if publisher is None or slot is None or snapshot.filling is not None or snapshot.values:
+            return False
+        if not self.looks_for(digest, slot):
+            return False
         if slot.locked:
-            slot.seal(snapshot.version, snapshot.layout.digest, snapshot.nbytes, snapshot.trace)
+            slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
         publisher.store(slot, snapshot.version)
         self.outbox.newest = self.outbox.visible = self.received_version = snapshot.version
+        return True
 
     def ring(self) -> None:
         """Have the worker look now. What the link does not take is not said."""
@@ -498,18 +399,6 @@ class WorkerLink:
             self.transport.send_nowait(Take(self.outbox.epoch, 0))
         except AiosyncError as exc:
             self.lose(exc)
-
-    def ring_if_behind(self) -> bool:
-        """Ring the worker if it is behind, but ever more seldom while it does nothing: whether."""
-        publisher, before = self.publisher, self._looks
-        self._looks = (0, 0)
-        if publisher is None or not self.is_behind or self.outbox.error:
-            return False
-        looks = before[1] + 1 if before[0] == publisher.holds else 1
-        self._looks = (publisher.holds, looks)
-        if looks & (looks - 1) == 0 or looks % 200 == 0:
-            self.ring()
-        return True
 
     # -- what the worker says, and the end -----------------------------------------------------
 
@@ -528,7 +417,7 @@ class WorkerLink:
                 self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
             self._registry.on_outcomes(self, outcomes)  # some wait for no more than that it arrived
-            if self.outbox.queue:
+            if self.outbox.queue.groups:
                 self._pump()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
@@ -550,12 +439,11 @@ class WorkerLink:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another sender takes over: versions start again. The link stays."""
-        if self._queue.groups and not self.hello.subscribe:
+        if self.outbox.queue.groups and not self.hello.subscribe:
             self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.outbox = Outbox(epoch, self.idx)
-        self._queue.clear()
-        self._covers, self.received_version = (), 0
+        self.received_version = 0
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
@@ -563,10 +451,26 @@ class WorkerLink:
         if self.outbox.error is not None:
             return
         outcomes = self.outbox.close(without_frames(error))
-        self._queue.clear()
-        if self.stream is not None:
-            self.stream.close()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.publisher is not None:
             self.publisher.end()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)
+
+
+async def _together(group: Group, limits: Limits) -> Snapshot:
+    """One update that holds the newest of each name, in memory of its own.
+
+    Raises:
+        LocalProtocolError: Together they are beyond the limits.
+    """
+    for each in group:
+        await each.fetched()
+    try:
+        layout, buffer, values = await asyncio.to_thread(merged, group, limits)
+    except ConfigError as exc:
+        raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
+    snapshot = Snapshot(layout, buffer, lambda: None, values, group[-1].version)
+    snapshot.trace = group[-1].trace
+    return snapshot

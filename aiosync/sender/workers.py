@@ -28,10 +28,10 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import WorkerState, WorkerStats
-from aiosync.protocol import Outcome, VersionClock, WorkerLeft
+from aiosync.protocol import draw_epoch
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
-from aiosync.sender.history import History
+from aiosync.sender.outbox import History, Outcome, WorkerLeft
 from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.transports._processes import has_ended, open_pidfd
 from aiosync.transports.base import Transport
@@ -93,7 +93,6 @@ class WorkerRegistry:
         strategy: Name of the strategy, compared in the handshake.
         num_workers: How many workers are expected; ``None`` for any number.
         expected: Indices of those that are waited for.
-        clock: Draws the versions.
         on_outcome: Told what became of a version at a worker; says whether a send counts it.
             ``None`` where nobody waits for workers, and nothing is to be reported.
         on_crash: Told when a background task ends with an exception.
@@ -101,6 +100,8 @@ class WorkerRegistry:
         streaming: How payloads travel over links that may damage or lose them.
 
     Attributes:
+        epoch: Of the versions.
+        version: The one that was drawn last; 0 before any.
         records: What is known of each worker, by index.
         num_changes: How often a worker came or went.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
@@ -110,10 +111,8 @@ class WorkerRegistry:
         changed: Wakes those who wait for anything of this.
         on_empty: Called when the last worker's link was lost.
         on_forget: Called with the index of a worker of which nothing is known any more.
-        wire_nbytes: Bytes of payloads that links took.
-        num_again: How often a worker came again.
-        num_skipped: How often one skipped a version.
-        num_refused: How often one refused a version.
+        counts: For :class:`SyncStats`: bytes of payloads that links took, and how often a worker
+            skipped or refused a version, or came again.
         note: What a worker is told while there is nothing to send.
     """
 
@@ -124,7 +123,6 @@ class WorkerRegistry:
         strategy: str,
         num_workers: int | None,
         expected: Sequence[int] = (),
-        clock: VersionClock,
         on_outcome: Callable[[int, Outcome], bool] | None,
         on_crash: Callable[[BaseException], None],
         parts: bool = False,
@@ -134,7 +132,8 @@ class WorkerRegistry:
         self.strategy = strategy
         self.num_workers = num_workers
         self.expected = expected
-        self.clock = clock
+        self.epoch: int = draw_epoch()
+        self.version: int = 0
         self.streaming = streaming
         self._on_outcome = on_outcome
         self._on_crash = on_crash
@@ -150,10 +149,7 @@ class WorkerRegistry:
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], None] = lambda idx: None
-        self.wire_nbytes: int = 0
-        self.num_again: int = 0
-        self.num_skipped: int = 0
-        self.num_refused: int = 0
+        self.counts = dict.fromkeys(("wire_nbytes", "skipped", "refused", "reconnects"), 0)
         self.note: Callable[[], str] = str
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
@@ -244,7 +240,7 @@ class WorkerRegistry:
                 transport,
                 model_id=self.model_id,
                 strategy=self.strategy,
-                epoch=self.clock.epoch,
+                epoch=self.epoch,
                 num_workers=self.num_workers,
                 worker_idx=expected_idx,
                 holder=self._holder,
@@ -280,8 +276,8 @@ class WorkerRegistry:
         if old is not None:  # it has ended, though nobody noticed; the worker started again
             old.lose(TransportClosed(f"worker {idx} opened a newer link"))
             old.transport.abort()
-        newest = max(self.clock.current, self.history.for_worker(idx).version)
-        if hello.epoch == self.clock.epoch and (hello.version or 0) > newest:
+        newest = max(self.version, self.history.for_worker(idx).version)
+        if hello.epoch == self.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
         record.recover()
@@ -314,10 +310,10 @@ class WorkerRegistry:
             link.abort()
         self.arriving[transport] = idx
         record = self.record(idx)
-        self.num_again += hello.session is not None and hello.session == record.session
+        self.counts["reconnects"] += hello.session is not None and hello.session == record.session
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
-            return self.clock.current
+            return self.version
         return self.history.for_worker(idx).version
 
     def not_let_in(self, error: OSError | str) -> None:
@@ -344,7 +340,7 @@ class WorkerRegistry:
 
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
-        missing = [group for group in chain.groups if not link.has(group[-1].version)]
+        missing = [group for group in chain.groups if group[-1].version > link.outbox.newest]
         if missing and not link.hello.subscribe:  # who asks gets one answer
             missing = [tuple(each for group in missing for each in group)]
         for group in missing:
@@ -358,8 +354,8 @@ class WorkerRegistry:
         if version < link.wanted:
             return  # a later send answers
         link.wanted = None
-        if not version or link.has(version):
-            link.say(Current(self.clock.epoch, version))
+        if not version or link.outbox.newest >= version:
+            link.say(Current(self.epoch, version))
         else:
             self._offer_history(link)
 
@@ -373,18 +369,16 @@ class WorkerRegistry:
         record = self.records.get(link.idx)
         for outcome in outcomes:
             error, by = outcome.error, outcome.by
-            self.num_skipped += by is not None
+            self.counts["skipped"] += by is not None
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
-            if error is not None and isinstance(error, ApplyError):
-                self.num_refused += 1
+            if isinstance(error, ApplyError):
+                self.counts["refused"] += 1
                 first = str(error).partition("\n")[0]  # who says more fills no log
                 self._log("refused", first, link.idx, outcome.version)
-            if record is None:
+            if record is None or isinstance(error, WorkerLeft):
                 continue
             if error is not None and record.link is link:
                 record.fail(error, outcome.version, reported=counted)
-            elif error is not None and isinstance(error, WorkerLeft):
-                continue
             elif error is not None and record.link is None:
                 record.version = outcome.version  # it went with this on its way
             elif record.error is not None and error is None and by is None:

@@ -25,7 +25,6 @@ from aiosync.errors import (
     StaleVersion,
 )
 from aiosync.events import SyncOutcome, SyncStats
-from aiosync.protocol import VersionClock
 from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
@@ -83,7 +82,6 @@ class ServedModel:
             model_id=model_id,
             strategy=ANY_STRATEGY,
             num_workers=None,
-            clock=VersionClock(),
             on_outcome=None,
             on_crash=on_crash,
             streaming=streaming,
@@ -131,14 +129,14 @@ class ServedModel:
         workers = self.workers
         self._epoch, self.version = epoch, snapshot.version
         workers.strategy = strategy
-        if epoch != workers.clock.epoch:
-            workers.clock = VersionClock(epoch)
+        if epoch != workers.epoch:
+            workers.epoch, workers.version = epoch, 0
             workers.history.clear()
             for link in workers.links.values():
                 link.begin_epoch(epoch)
         workers.history.add(None, snapshot)
         for link in workers.links.values():
-            if link.hello.subscribe and not link.has(snapshot.version):
+            if link.hello.subscribe and link.outbox.newest < snapshot.version:
                 link.offer(snapshot)
         workers.answer_all()
         self._meter.mark(snapshot.version, time.perf_counter())
@@ -336,11 +334,8 @@ class ServedModel:
             newest_version=version,
             lag=max((each.lag for each in found if each.state in ("ready", "lagging")), default=0),
             age=0.0 if updated_at is None else max(0.0, time.time() - updated_at),
-            wire_nbytes=workers.wire_nbytes,
-            skipped=workers.num_skipped,
-            refused=workers.num_refused,
-            reconnects=workers.num_again,
             workers=found,
+            **workers.counts,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -367,8 +362,8 @@ class ServedModel:
                     "lag": max(0, self.version - link.applied),
                     "subscribes": link.hello.subscribe,
                     "skipped": link.outbox.skipped,
-                    "sent_nbytes": 0 if link.stream is None else link.stream.sent_nbytes,
-                    "connected_seconds": round(link.age, 3),
+                    "sent_nbytes": link.sent_nbytes,
+                    "connected_seconds": round(time.monotonic() - link.since, 3),
                 }
                 for idx, link in self.workers.links.items()
             ],

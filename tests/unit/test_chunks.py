@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiosync.errors import AiosyncError, RemoteProtocolError, TransportBroken
-from aiosync.protocol import Assembly, ChunkPlan
+from aiosync.protocol import Assembly
 from aiosync.wire import Update, checksum, state_checksum
 
 EPOCH, VERSION = 7, 3
@@ -22,20 +22,18 @@ class Sender:
 
     def __init__(self, payload: bytes, chunk_nbytes: int = 64) -> None:
         self.payload = payload
-        self.plan = ChunkPlan(len(payload), chunk_nbytes)
-        self.sums = [checksum(self.data(index)) for index in range(self.plan.count)]
-
-    def data(self, index: int) -> bytes:
-        return self.payload[slice(*self.plan.span(index))]
+        starts = range(0, max(1, len(payload)), chunk_nbytes)
+        self.chunks = [payload[start : start + chunk_nbytes] for start in starts]
+        self.sums = [checksum(each) for each in self.chunks]
 
     def update(self, index: int, **changes: Any) -> Update:
-        last = index == self.plan.count - 1
+        last = index == len(self.chunks) - 1
         message = Update(
             EPOCH,
             VERSION,
             DIGEST,
             values={"step": 12} if last else {},
-            chunk=(index, self.plan.count),
+            chunk=(index, len(self.chunks)),
             checksum=self.sums[index],
             state=state_checksum(DIGEST, self.sums) if last else None,
         )
@@ -53,7 +51,7 @@ class Receiver(Assembly):
 
     def put(self, sender: Sender, index: int, *, damage: bool = False, **changes: Any) -> bool:
         """Let one chunk arrive, as a transport does it."""
-        update, data = sender.update(index, **changes), sender.data(index)
+        update, data = sender.update(index, **changes), sender.chunks[index]
         start, stop = self.place(update, len(data))
         assert stop - start == len(data)
         self.memory[start:stop] = data
@@ -161,7 +159,7 @@ def test_another_link_goes_on_or_begins_anew(first: int, chunk_nbytes: int, fits
             target.put(other, first)
         assert target.good_nbytes == 0
         first = 0
-    assert [target.put(other, index) for index in range(first, other.plan.count)][-1]
+    assert [target.put(other, index) for index in range(first, len(other.chunks))][-1]
     assert target.memory == sender.payload
 
 
@@ -173,8 +171,8 @@ def test_a_transfer_over_links_that_are_lost(nbytes: int, units: int, draw: st.D
     complete, faults = False, draw.draw(st.lists(st.integers(0, 9), max_size=12))
     while not complete:
         good = target.good_nbytes
-        first = sender.plan.index_at(good) if good else 0
-        for index in range(first, sender.plan.count):
+        first = min(-(-good // (64 * units)), len(sender.chunks) - 1)
+        for index in range(first, len(sender.chunks)):
             fault = faults.pop() if faults else 9
             if fault == 0:
                 break

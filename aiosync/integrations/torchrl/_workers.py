@@ -251,7 +251,7 @@ class Cascade:
             below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
             sender = life_of(core_of(below)).sender if isinstance(below, WeightSyncScheme) else None
             if sender is not None:  # the version that comes below is that of here, as frames show
-                sender.clock.current = max(sender.clock.current, scheme.version - 1)
+                sender.workers.version = max(sender.version, scheme.version - 1)
             collector.update_policy_weights_(
                 policy_or_weights=scheme.weights, model_id=scheme.model_id
             )
