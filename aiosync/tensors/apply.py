@@ -11,9 +11,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -73,10 +73,15 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass(slots=True, eq=False)
 class Spot:
-    """One tensor of the target, with every place where it is found."""
+    """One tensor of the target, with every place where it is found, and the leaves that it gets.
+
+    What was sent separately for names that are one tensor here must have the same bytes: of such
+    leaves the first counts.
+    """
 
     tensor: torch.Tensor
     places: list[Place]
+    leaves: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -96,9 +101,8 @@ class Plan:
         found: All tensors of the target, with their places, and where values are.
         tree: Of a module; ``None`` otherwise.
         spots: The tensors of the target, each object once.
-        assigned: What gets which leaf.
-        equal: Tensors whose leaf must have the same bytes as others: these were sent
-            separately for names that are tied here.
+        assigned: Those of them that get weights.
+        equal: Those that get leaves which were sent separately.
         values: Where the values go; those of modules may be bare tensors.
         stateless: Extra state that was not sent, and stays.
         flips: Parameters that become views, and ``flip_leaves`` what they become views of.
@@ -140,11 +144,11 @@ class Plan:
         self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
         self._refuse_kinds()
         self._signature = Signature(self.tensors)
-        self.assigned: list[tuple[Spot, int]] = []
-        self.equal: list[tuple[Spot, int, list[int]]] = []
         self.values: list[Place] = []
         self.stateless: list[str] = []
         self._match(layout, values, strict=strict)
+        self.assigned: list[Spot] = [spot for spot in self.spots if spot.leaves]
+        self.equal: list[Spot] = [spot for spot in self.assigned if len(spot.leaves) > 1]
         self._refuse_overlapping()
         self.flips: list[torch.Tensor] = []
         self.flip_leaves: list[int] = []
@@ -211,10 +215,7 @@ class Plan:
                 why = _difference(spot, leaves[position].shape, layout.dtypes[position], strict)
                 if why:
                     mismatched[name] = why
-            first, *others = sorted(sent)
-            self.assigned.append((spot, first))
-            if others:
-                self.equal.append((spot, first, others))
+            spot.leaves = sorted(sent)
         for name, place in self.found.values.items():
             if name in values or (name in index and self.tree is not None):
                 self.values.append(place)
@@ -241,7 +242,6 @@ class Plan:
 
     def _refuse_overlapping(self) -> None:
         """Raise if a tensor that gets weights has memory in common with one that gets others."""
-        leaves = {id(spot): leaf for spot, leaf in self.assigned}
         extents = []
         for spot in self.spots:
             tensor = spot.tensor
@@ -249,7 +249,7 @@ class Plan:
                 steps = zip(tensor.shape, tensor.stride(), strict=True)
                 nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
                 start = (str(tensor.device), tensor.data_ptr())
-                content = (leaves.get(id(spot)), memory_key(tensor))
+                content = (spot.leaves[:1], memory_key(tensor))
                 extents.append((start, start[1] + nbytes, spot.name, content))
         extents.sort(key=lambda extent: extent[0])
         mismatched = {
@@ -265,16 +265,16 @@ class Plan:
     def _sort(self, layout: Layout, mode: Mode) -> None:
         """Decide how each tensor gets its value."""
         views: dict[int, Any] = {}  # leaf -> the tensor that becomes a view of it
-        for spot, leaf in self.assigned:
-            tensor = spot.tensor
+        for spot in self.assigned:
+            tensor, leaf = spot.tensor, spot.leaves[0]
             same_dtype = tensor.dtype is layout.dtypes[leaf]
             may_view = mode == "flip" and type(tensor) is nn.Parameter and same_dtype
-            shared = mode == "flip" and is_shared(tensor)
+            shared = mode == "flip" and _is_shared(tensor)
             key = memory_key(tensor)
             split = any(  # only one of the tables of a TensorDictParams has it
                 is_tensordict_params(owner)
-                and tensor is not owner._parameters.get(key, owner._buffers.get(key))
-                for _, owner, key, *_ in spot.places
+                and tensor is not owner._parameters.get(name, owner._buffers.get(name))
+                for _, owner, name, *_ in spot.places
             )
             if tensor.is_meta or mode == "replace" or split:
                 view = may_view and views.setdefault(leaf, key) == key
@@ -339,9 +339,9 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
-def is_shared(tensor: Any) -> bool:
+def _is_shared(tensor: Any) -> bool:
     """Whether a CPU tensor is in memory that torch shares between processes."""
-    return tensor.device.type == "cpu" and bool(tensor.is_shared())
+    return tensor.is_cpu and bool(tensor.is_shared())
 
 
 class Target:
@@ -453,7 +453,7 @@ class Target:
         with torch.inference_mode(False), torch.no_grad():
             _check_equal(plan, layout, sources)
             if mode != "flip":  # an earlier copy may write where a later one reads
-                written = {_storage_of(spot.tensor) for spot, _ in plan.assigned} - {0}
+                written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
                 self._change(plan, sources, undo)
@@ -626,11 +626,11 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
     """Refuse leaves that differ although they are one tensor here."""
     leaves = layout.manifest.leaves
     mismatched = {
-        leaves[other].name: f"tied to {leaves[leaf].name} here, but sent with other values"
-        for spot, leaf, others in plan.equal
-        for other in others
+        leaves[other].name: f"tied to {leaves[first].name} here, but sent with other values"
+        for spot in plan.equal
+        for first, other in product(spot.leaves[:1], spot.leaves[1:])
         if not torch.equal(
-            _bits(sources[leaf], spot.tensor.dtype), _bits(sources[other], spot.tensor.dtype)
+            _bits(sources[first], spot.tensor.dtype), _bits(sources[other], spot.tensor.dtype)
         )
     }
     if mismatched:

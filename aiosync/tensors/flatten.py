@@ -171,13 +171,14 @@ class Prepared:
 class _Plan:
     """How one source was laid out, and what must hold for that to be still true."""
 
-    def __init__(self, found: Found, leaves: Leaves, layout: Layout) -> None:
+    def __init__(self, found: Found, layout: Layout) -> None:
         self.layout: Layout = layout
         self.names: list[tuple[str, str, bool]] = _names(found)
         groups = group_tied(found.tensors)
         self.firsts: list[int] = [group[0] for group in groups]
         self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
-        self.tensors: list[torch.Tensor] = [leaf.tensor for leaf in leaves.leaves]
+        self.in_all_places: Sequence[torch.Tensor] = found.tensors  # of the last source
+        self.tensors: list[torch.Tensor] = [found.tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
@@ -186,7 +187,7 @@ class _Plan:
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
         """What is copied by this plan: the first of each group of tied tensors, and values."""
-        self.tensors = [tensors[first] for first in self.firsts]
+        self.in_all_places, self.tensors = tensors, [tensors[first] for first in self.firsts]
         signature = None if self.is_cast else self.signature
         return Prepared(self, self.layout, self.tensors, values, signature)
 
@@ -240,10 +241,8 @@ class Flattener:
         self._rule = None if dtype is None else DtypeRule(dtype)
         self._persistence = extract_as == "state_dict" or isinstance(dtype, torch.dtype)
         self._tree: ModuleTree | None = None
-        self._is_steady = False  # nothing of the tree has to be asked for anew
-        self._tensors: list[torch.Tensor] = []  # of the last source, in all places
         self._plan: _Plan | None = None
-        self._prepared: Prepared | None = None
+        self._steady: Prepared | None = None  # of the tree; nothing has to be asked for anew
 
     def prepare(self, source: Source) -> Prepared:
         """Find what there is to send; nothing is copied yet.
@@ -258,18 +257,16 @@ class Flattener:
             ConfigError: Something in the source cannot travel, or a pattern for dtypes fits no
                 name.
         """
-        tree, plan, prepared = self._tree, self._plan, self._prepared
+        tree, steady = self._tree, self._steady
         if tree is None or tree.source is not source or not tree.unchanged(self._persistence):
             tree = None
         elif (
-            self._is_steady
-            and plan is not None
-            and prepared is not None
-            and plan.signature.same(prepared.tensors)
-            and (not plan.tied or plan.still_tied(self._tensors))
+            steady is not None
+            and steady.plan.signature.same(steady.tensors)
+            and (not steady.plan.tied or steady.plan.still_tied(steady.plan.in_all_places))
             and (self.extract_as == "tensordict" or tree.standard_state_dict())
         ):
-            return prepared
+            return steady
         return self._prepare_anew(source, tree)
 
     def _prepare_anew(self, source: Source, tree: ModuleTree | None) -> Prepared:
@@ -287,14 +284,14 @@ class Flattener:
             layout = Layout.plan(self._cast(found, leaves), self._limits)
             if plan is not None and plan.layout.digest == layout.digest:
                 layout = plan.layout
-            plan = self._plan = _Plan(found, leaves, layout)
+            plan = self._plan = _Plan(found, layout)
         plan.outline = keys
-        self._tree, self._tensors = tree, found.tensors
-        self._is_steady = not found.values and (
+        prepared = plan.prepared(found.tensors, values)
+        is_steady = not found.values and (
             self.extract_as == "tensordict" or tree is None or tree.standard_state_dict()
         )
-        self._prepared = plan.prepared(found.tensors, values)
-        return self._prepared
+        self._tree, self._steady = tree, prepared if is_steady else None
+        return prepared
 
     def _cast(self, found: Found, leaves: Leaves) -> Leaves:
         """The leaves, with others in the place of those that have another dtype on the way."""

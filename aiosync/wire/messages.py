@@ -375,7 +375,7 @@ _NAME = -1  # as many bytes as the limits allow for a name
 _MAX_FEW = 16
 _EXT_TYPES = frozenset({int, str, bytes, bool})
 
-_Spec: TypeAlias = "tuple[type, int, int]"
+_Spec: TypeAlias = "tuple[Any, int, int]"
 """Type of a field, and the least and the most of its value, or of its bytes."""
 
 _BOOL: _Spec = (bool, 0, 1)
@@ -468,17 +468,14 @@ def is_traceparent(value: object) -> TypeGuard[str]:
 
 
 def _check(value: Any, spec: _Spec, limits: Limits) -> None:
-    kind: Any
     kind, low, high = spec
     if type(value) is not kind:
         raise InvalidData(f"a {type(value).__name__} instead of a {kind.__name__}")
-    size: int = value
-    if kind is not int and kind is not bool:
-        size = len(value.encode() if kind is str else value)
-    if high == _NAME:
-        high = limits.max_name_nbytes
-    if not low <= size <= high:
-        raise InvalidData(f"{size} is not from {low} to {high}")
+    is_number = kind is int or kind is bool
+    size = value if is_number else len(value.encode() if kind is str else value)
+    most = limits.max_name_nbytes if high == _NAME else high
+    if not low <= size <= most:
+        raise InvalidData(f"{size} is not from {low} to {most}")
 
 
 def _check_ext(ext: Any) -> dict[str, ExtValue]:
@@ -497,16 +494,16 @@ def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
         status = _STATUS[message.status]
         return _ACK_HEADER.pack(_ACK, status, 0, epoch, version, rest_nbytes)
     index, count = message.chunk or (0, 0)
-    digest, checksum, state = message.digest, message.checksum, message.state
-    flags = _HAS_CHECKSUM * (checksum is not None) | _HAS_STATE * (state is not None)
-    checksum = _NO_SUM if checksum is None else checksum
-    state = _NO_SUM if state is None else state
-    if len(digest) != 16 or len(checksum) != 16 or len(state) != 16:
+    flags = _HAS_CHECKSUM * (message.checksum is not None) | _HAS_STATE * (
+        message.state is not None
+    )
+    sums = [_NO_SUM if each is None else each for each in (message.checksum, message.state)]
+    if any(len(each) != 16 for each in (message.digest, *sums)):
         raise InvalidData("digest and checksums have 16 bytes")
     if message.chunk is not None and not 0 <= index < count:
         raise InvalidData("a chunk is (index, count) with 0 <= index < count < 2**32")
     return _UPDATE_HEADER.pack(
-        _UPDATE, flags, 0, index, count, epoch, version, digest, checksum, state, rest_nbytes
+        _UPDATE, flags, 0, index, count, epoch, version, message.digest, *sums, rest_nbytes
     )
 
 
@@ -647,16 +644,12 @@ def _read_fixed(number: int, data: bytes | bytearray | memoryview, found: dict[s
         if has > _HAS_CHECKSUM | _HAS_STATE or index >= (count or 1):
             raise InvalidData("unknown flags, or an index that is not below its count")
         found["digest"] = digest
-        if count:
-            found["chunk"] = index, count
-        if has & _HAS_CHECKSUM:
-            found["checksum"] = checksum
-        if has & _HAS_STATE:
-            found["state"] = state
+        found["chunk"] = (index, count) if count else None
+        found["checksum"] = checksum if has & _HAS_CHECKSUM else None
+        found["state"] = state if has & _HAS_STATE else None
     if flags or not (0 < epoch <= _INT and 0 < version <= _INT) or size + nbytes != len(data):
         raise InvalidData("an epoch, a version or a length that cannot be")
-    found["epoch"] = epoch
-    found["version"] = version
+    found.update(epoch=epoch, version=version)
     return size
 
 
