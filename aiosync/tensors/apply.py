@@ -37,8 +37,6 @@ from aiosync.tensors.values import (
 )
 from aiosync.tensors.walk import (
     PLAIN,
-    Found,
-    ModuleTree,
     Place,
     find_nested,
     memory_key,
@@ -134,8 +132,6 @@ class Plan:
             ConfigError: The target is of an unsupported type, or has parameters that are not
                 initialised yet.
         """
-        self.found: Found
-        self.tree: ModuleTree | None
         self.found, self.tree = walk(target)
         by_object: dict[int, Spot] = {}
         for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
@@ -185,10 +181,8 @@ class Plan:
 
     def is_valid(self, target: Any) -> bool:
         """Whether the target is still what it was when the plan was made. Cheap for a module."""
-        if self.tree is None:
-            same = find_nested(target).same_as(self.found)
-        else:
-            same = self.tree.unchanged()
+        tree = self.tree
+        same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
         return same and self._signature.same(self.tensors)
 
     def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: Strict) -> None:
@@ -538,21 +532,19 @@ class Target:
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
         owned = [
-            (tensor, torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf]))
+            torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
             for tensor, leaf in plan.owns
         ]
         if plan.values:
             _back_up(plan, undo)
         for place, tensor in new:
             _put(self.target, place, tensor, undo)
-        for tensor, data in owned:
-            undo.append(partial(_set_data, tensor, tensor.data))
-            tensor.data = data
         if plan.copies:
             copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies))
             torch.autograd.graph.increment_version(plan.copied)
-        if plan.flips:
-            _flip(plan.flips, [sources[leaf] for leaf in plan.flip_leaves])
+        moved = [*plan.flips, *(tensor for tensor, _ in plan.owns)]
+        if moved:
+            _flip(moved, [*(sources[leaf] for leaf in plan.flip_leaves), *owned])
 
     def _change_values(
         self,
@@ -670,11 +662,11 @@ def _put_params(owner: Any, table: Any, key: str, path: Any, inner: Any, own: An
 
 
 def _store(root: Any, owner: Any, key: str, value: Any) -> None:
-    if not is_tensor_collection(owner):
+    if is_tensor_collection(owner):
+        with _unlocked(root):
+            set_item(owner, key, value)
+    else:
         owner[key] = value
-        return
-    with _unlocked(root):
-        set_item(owner, key, value)
 
 
 def _unlocked(td: Any) -> AbstractContextManager[Any]:

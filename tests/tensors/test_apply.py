@@ -174,25 +174,37 @@ def test_meta_targets_get_memory(partly: bool, copy: bool) -> None:
     assert list(dict(target.named_parameters())) == list(dict(source.named_parameters()))
 
 
-@pytest.mark.parametrize("build", [Tied, lambda: Tied("meta"), lambda: Tied().to("meta")])
-def test_tied_stay_tied(build: Callable[[], Tied], copy: bool) -> None:
-    source, target = Tied(), build()  # to() unties them
-    send(source, target, copy=copy)
-    assert target.head.weight is target.embed.weight
-    assert all_bits(target) == all_bits(source)
-
-
 # -- ties -------------------------------------------------------------------------------------
 
 
-def test_sent_tied_but_not_tied_here(copy: bool) -> None:
-    source, target = Tied(), Tied()
-    target.head.weight = nn.Parameter(torch.zeros(5, 3))
+def _with_head(weight: Callable[[Tied], torch.Tensor]) -> Tied:
+    target = Tied()
+    target.head.weight = nn.Parameter(weight(target))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("build", "one", "shared"),
+    [
+        (Tied, True, True),
+        (lambda: Tied("meta"), True, True),
+        (lambda: Tied().to("meta"), True, True),  # which unties them
+        (lambda: _with_head(lambda _: torch.zeros(5, 3)), False, False),
+        (lambda: _with_head(lambda tied: tied.embed.weight.data), False, True),
+    ],
+    ids=["tied", "meta", "to meta", "not tied here", "by memory"],
+)
+def test_ties_stay_what_they_are_here(
+    build: Callable[[], Tied], one: bool, shared: bool, copy: bool
+) -> None:
+    source, target = Tied(), build()
     receiver = Target(target)
     for _ in range(2):
         send(source, receiver, copy=copy)
+        head, embed = target.head.weight, target.embed.weight
         assert all_bits(target) == all_bits(source)
-    assert target.head.weight.data_ptr() != target.embed.weight.data_ptr()
+        assert (head is embed, head.data_ptr() == embed.data_ptr()) == (one, shared)
+        add_one(source)
 
 
 def test_tied_here_but_sent_separately(copy: bool) -> None:
@@ -203,15 +215,6 @@ def test_tied_here_but_sent_separately(copy: bool) -> None:
     with pytest.raises(ManifestMismatch, match=r"head\.weight: tied to embed\.weight here"):
         send({"embed.weight": value, "head.weight": torch.zeros(5, 3)}, target, copy=copy)
     assert all_bits(target) == before
-
-
-def test_tied_by_memory_stays_so(copy: bool) -> None:
-    target = Tied()
-    target.head.weight = nn.Parameter(target.embed.weight.data)
-    receiver = Target(target)
-    for _ in range(2):
-        send(Tied(), receiver, copy=copy)
-        assert target.head.weight.data_ptr() == target.embed.weight.data_ptr()
 
 
 # -- containers and formats -------------------------------------------------------------------
