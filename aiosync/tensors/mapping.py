@@ -8,8 +8,8 @@ asyncio or a transport.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -203,7 +203,8 @@ class WeightMap:
         used: set[Pattern] = set()
         made: set[str] = set()
         given = iter(weights.items() if isinstance(weights, Mapping) else weights)
-        for name, parts, dim in self._merged(self._split(self._renamed(given, used), used), used):
+        split = self._split(self._renamed(given, used), used)
+        for name, parts, dim in self._merged(split, used, made):
             if name in made:
                 raise _twice(name)
             made.add(name)
@@ -253,10 +254,10 @@ class WeightMap:
                 yield name, tensor
 
     def _merged(
-        self, weights: _Items, used: set[Pattern]
+        self, weights: _Items, used: set[Pattern], made: Container[str]
     ) -> Iterator[tuple[str, list[torch.Tensor], int]]:
         """Names and what each is made of: one tensor, or parts along a dimension."""
-        waiting: dict[str, tuple[_Fused, tuple[str, ...], dict[int, Any]]] = {}
+        waiting: dict[tuple[_Fused, str], tuple[tuple[str, ...], dict[int, Any]]] = {}
         for name, tensor in weights:
             spec, index, captured = next(
                 (
@@ -272,24 +273,25 @@ class WeightMap:
                 continue
             used.add(spec.fused)
             fused = spec.fused.fill(captured)
-            parts = waiting.setdefault(fused, (spec, captured, {}))[2]
-            if index in parts:
+            parts = waiting.setdefault((spec, fused), (captured, {}))[1]
+            if index in parts or fused in made:
                 raise _twice(name)
             parts[index] = name, tensor
             if len(parts) == len(spec.parts):
+                del waiting[spec, fused]
                 ordered = dict(parts[index] for index in range(len(parts)))
-                parts.update(dict.fromkeys(parts))  # the tensors are not kept any longer
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
-        missing = {
-            fused: [part.fill(captured) for at, part in enumerate(spec.parts) if at not in parts]
-            for fused, (spec, captured, parts) in waiting.items()
-        }
-        missing = {fused: names for fused, names in missing.items() if names}
+        missing = [
+            part.fill(captured)
+            for (spec, _), (captured, parts) in waiting.items()
+            for index, part in enumerate(spec.parts)
+            if index not in parts
+        ]
         if missing:
             raise ManifestMismatch(
-                missing=list(chain.from_iterable(missing.values())),
-                hint=f"They are parts of {', '.join(missing)}. Have the trainer send them, "
-                "or correct merge.",
+                missing=missing,
+                hint=f"They are parts of {', '.join(fused for _, fused in waiting)}. "
+                "Have the trainer send them, or correct merge.",
             )
 
 

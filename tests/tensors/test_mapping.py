@@ -193,6 +193,7 @@ def test_a_missing_part_is_named() -> None:
         ({"merge": {"m": ("a", "b")}, "rename": {"c": "a"}}, ["a", "c", "b"]),
         ({"merge": {"m": ("a", "b")}, "rename": {"c": "a"}}, ["a", "b", "c"]),
         ({"split": {"a": {"b": 1, "c": 1}}}, ["a", "b"]),
+        ({"merge": {"m": ("a", "b"), "*": ("*.1", "*.2", "*.3")}}, ["m.3", "a", "b", "m.1"]),
     ],
 )
 def test_a_name_made_twice(options: Any, given_: list[str]) -> None:
