@@ -24,6 +24,10 @@ from aiosync.sync._schemes import twin_of
 __all__ = ["owner_of", "register"]
 
 _DEFAULT_BACKEND = "shared"
+_OWNERS = (
+    ("torchrl.collectors._base", "BaseCollector", CollectorOwner),
+    ("torchrl.modules.inference_server._server", "InferenceServer", ServerOwner),
+)
 
 
 def register() -> None:
@@ -43,17 +47,12 @@ def register() -> None:
 
 def owner_of(context: Any, scheme: WeightSyncScheme) -> CollectorOwner | ServerOwner | None:
     """The owner for a collector or an inference server; ``None`` for anything else of TorchRL."""
-    if _is_a(context, "torchrl.collectors._base", "BaseCollector"):
-        return CollectorOwner(context, scheme)
-    if _is_a(context, "torchrl.modules.inference_server._server", "InferenceServer"):
-        return ServerOwner(context, scheme)
+    for module, name, owner in _OWNERS:
+        # Its class was imported, or there would be no such object.
+        cls = getattr(sys.modules.get(module), name, None)
+        if cls is not None and isinstance(context, cls):
+            return owner(context, scheme)
     return None
-
-
-def _is_a(value: object, module: str, name: str) -> bool:
-    # Its class was imported, or there would be no such object.
-    cls = getattr(sys.modules.get(module), name, None)
-    return cls is not None and isinstance(value, cls)
 
 
 register()

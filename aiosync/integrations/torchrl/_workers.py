@@ -110,14 +110,14 @@ class Labels:
         for name in _ROLLOUTS:
             rollout = getattr(type(collector), name, None)
             if inspect.isfunction(rollout):
-                setattr(collector, name, self._watched(rollout, weakref.ref(collector)))
+                setattr(collector, name, self._watched(rollout))
 
-    def _watched(self, rollout: Any, of: weakref.ref[Any]) -> Callable[..., Any]:
+    def _watched(self, rollout: Any) -> Callable[..., Any]:
         stamps = self._stamps and rollout.__name__ == "rollout"  # others call the policy themselves
 
         @functools.wraps(rollout)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            collector = of()
+            collector = self._collector()
             with self._lock:
                 self._rollouts += 1
             try:
