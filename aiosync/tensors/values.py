@@ -62,9 +62,7 @@ def pack_value(name: str, value: Any, add_tensor: AddTensor, depth: int = _MAX_D
         add_tensor(name, value)
         return {_MARK: "tensor", "name": name}
     if type(value) in _SCALARS:
-        if type(value) is not int or -(2**63) <= value < 2**64:
-            return value
-        raise ConfigError(f"value {name!r} cannot travel: the int does not fit into 64 bits")
+        return value
     if depth <= 0:
         raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
 

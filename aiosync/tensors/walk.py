@@ -153,19 +153,12 @@ _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers that only add a prefix to every name.
-
-    ``torch.compile`` and the data-parallel wrappers do so; without this, a wrapped trainer's
-    names would not match those of a plain worker.
-    """
-    while (key := _wrapped(module)) is not None:
-        module = getattr(module, key)
-    return module
-
-
 def _wrapped(module: nn.Module) -> str | None:
-    """Under which key a wrapper has the module that it wraps."""
+    """Under which key a wrapper has the module that it wraps.
+
+    ``torch.compile`` and the data-parallel wrappers only add a prefix to every name; with it, a
+    wrapped trainer's names would not match those of a plain worker.
+    """
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     compiled = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
@@ -184,7 +177,9 @@ class ModuleTree:
 
     def __init__(self, source: nn.Module) -> None:
         self.source: nn.Module = source
-        self.root: nn.Module = unwrap(source)
+        self.root: nn.Module = source
+        while (key := _wrapped(self.root)) is not None:
+            self.root = getattr(self.root, key)
         self.found: Found = Found()
         self.modules: list[tuple[nn.Module, str]] = []
         self._seen: set[int] = set()
@@ -197,28 +192,26 @@ class ModuleTree:
             for name in _TABLES
         )
         if self._plain:
-            self._save()
-
-    def _save(self) -> None:
-        # Comparing whole dicts is by far the quickest way; what is the same object is not
-        # compared any further.
-        rows = list(map(_tables, self._dicts))
-        self._saved = [tuple(map(dict, row)) for row in rows]
-        self._hidden = list(map(set, map(_non_persistent, self._dicts)))
-        # What takes the place of a child may say that it is equal to it, a tensor of one element
-        # may equal another, and comparing large ones takes long: there the objects are compared.
-        # Of the others, `==` of a value with any other object is false or raises, and does so soon.
-        self._exact = [
-            table
-            for row in rows
-            for table in row
-            if any(
-                value is not None
-                and not (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
-                for value in table.values()
-            )
-        ]
-        self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
+            # Comparing whole dicts is by far the quickest way; what is the same object is not
+            # compared any further.
+            rows = list(map(_tables, self._dicts))
+            self._saved = [tuple(map(dict, row)) for row in rows]
+            self._hidden = list(map(set, map(_non_persistent, self._dicts)))
+            # What takes the place of a child may say that it is equal to it, a tensor of one
+            # element may equal another, and comparing large ones takes long: there the objects are
+            # compared. Of the others, `==` of a value with any other object is false or raises, and
+            # does so soon.
+            self._exact = [
+                table
+                for row in rows
+                for table in row
+                if any(
+                    value is not None
+                    and not (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
+                    for value in table.values()
+                )
+            ]
+            self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
     def _visit(self, module: nn.Module, prefix: str) -> None:
         if id(module) not in self._seen:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
 
 from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
@@ -39,7 +38,7 @@ from aiosync.wire import (
     encode_header,
     encode_values,
 )
-from tests.unit._frames import DIGEST, MANIFEST, exts, messages, raw_header
+from tests.unit._frames import DIGEST, MANIFEST, raw_header
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -84,14 +83,6 @@ def nested(depth: int, kind: str = "list") -> Any:
     for _ in range(depth):
         value = [value] if kind == "list" else {"k": value}
     return value
-
-
-@pytest.mark.slow
-@given(messages, exts)
-def test_round_trip_of_any_message(message: Message, ext: dict[str, int]) -> None:
-    decoded = decode_header(encode_header(message, ext=ext))
-    assert decoded == (message, ext or None)
-    assert type(decoded[0]) is type(message)
 
 
 @pytest.mark.parametrize(
