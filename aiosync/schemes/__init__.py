@@ -6,7 +6,6 @@ from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
@@ -22,6 +21,7 @@ from aiosync.schemes.registry import (
     scheme_from_backend,
 )
 from aiosync.schemes.sources import DeviceMap
+from aiosync.schemes.state import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender import WeightSender
 

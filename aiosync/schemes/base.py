@@ -12,14 +12,12 @@ import abc
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
-from aiosync._log import Waiting, log
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -33,7 +31,6 @@ from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import new_address
-from aiosync.schemes.handles import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.roles import Life, Trainer, Worker, named
 from aiosync.schemes.sources import (
     DeviceMap,
@@ -41,7 +38,7 @@ from aiosync.schemes.sources import (
     as_model_id,
     resolve_sources,
 )
-from aiosync.schemes.state import SchemeState
+from aiosync.schemes.state import AppliedUpdate, Ready, SchemeState, SendHandle
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -74,34 +71,21 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         sync: Kept for TorchRL's signature: ``send()`` always waits for the workers, and
             ``send_nowait()`` never does.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
-        apply: ``"auto"`` applies each update as soon as no forward pass is running;
-            ``"manual"`` only in :meth:`apply_pending`, and while a call waits for an update:
-            :meth:`receive`, :meth:`wait_for_version`, :meth:`pull`, and :meth:`connect` for the
-            initial weights.
-        apply_copy: Copy updates into the parameters' memory instead of pointing the parameters
-            at the received memory. Slower, but addresses stay the same.
+        apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
+        apply_copy: Copy updates into the parameters' memory.
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
-        strict: Every name and dtype must match, and a module's extra state be there; otherwise the
-            declared subset is applied and floating dtypes are cast. Buffers that are not persistent
-            may be missing, or be rounded, in any case. A subset never replaces, on its way to a
-            slow worker, an update that holds other names: it comes after it, or together with it. A
-            worker that joins later gets the newest of each name. Neither has what the trainer never
-            had.
+        strict: Every name and dtype must match; see :attr:`strict`.
         require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
-            a number, or a fraction of them. With less than ``"all"``, ``send()`` returns as
-            soon as that many have. Like ``timeout`` it may be assigned between two sends; the
-            other options count as they are when ``connect()`` is called. An option that is
+            a number, or a fraction of them. Like ``timeout`` it may be assigned between two sends;
+            the other options count as they are when ``connect()`` is called. An option that is
             assigned is checked as here.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
             ``None`` waits for ever. The start of a collector's workers counts as ``connect()``; for
             a long start and short sends see ``docs/topics/cancellation.md``.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
             one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
-            A single dtype does not round buffers that are not persistent.
-        first_version: What a sender counts from. A trainer that resumes from a checkpoint passes
-            the :attr:`version` that it saved there plus one: samples that were made up to then
-            stay comparable. Only the sender needs it.
+        first_version: What a sender counts from; a trainer that resumes continues with it.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -186,6 +170,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
 
+    _backend: str | None = None  # its name, where it is registered
     _how: How = "copy"  # how send() copies large weights, see SnapshotCopier.take()
     _promises = True  # whether workers may take what they were named in a forward, and say nothing
     _strictly: Strict = True  # what strict=True asks for
@@ -319,15 +304,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
-        Assigning another :attr:`model`, :attr:`context` or :attr:`weights` to a connected
-        receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
-        :attr:`version` before it returns. The old model keeps its values in memory of its own,
-        and loses its hooks. If the weights do not fit, the assignment raises
-        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
-        forward pass runs in another thread, the hooks and the check are made at once, and the
-        new model gets the weights when that pass ends. ``model = None`` drops the model, also when
-        that pass ends: the version is 0 then, and the next model, which may have other shapes,
-        gets the next update.
+        Another model may be assigned later; see :attr:`model`.
 
         Args:
             model_id: Name of the model, as the sender calls it.
@@ -442,8 +419,6 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Breaks the attempt: the scheme is closed.
         """
-        from aiosync.schemes.registry import backend_of  # which imports this module
-
         life = self._life
         life.check_may_connect(weights, worker_idx)
         limit = self._limit(timeout)
@@ -452,9 +427,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         cancelled_before = life.begin_to_connect()
         side = life.side
         assert side is not None
-        life.meter.start(side.role, self.model_id or "policy", backend_of(type(self)))
+        life.meter.start(side.role, self.model_id or "policy", self._backend or type(self).__name__)
         try:
-            with self._waiting("connect()", limit, side.awaited):
+            with life.waiting("connect()", limit, side.awaited):
                 await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
         except BaseException as exc:  # raised again: the caller sees it
             reached = life.sender is not None and life.sender.workers.links
@@ -471,14 +446,6 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         finally:
             life.connecting = None
         life.connected = True
-
-    def _log(
-        self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
-    ) -> None:
-        log(level, phase, text, model=self.model_id, worker=self.worker_idx, version=version)
-
-    def _waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
-        return Waiting(call, timeout, what, model=self.model_id, worker=self.worker_idx)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -610,8 +577,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Args:
             version: Version of the current epoch.
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
+            timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
             The version that it has.
@@ -644,8 +610,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Args:
             version: Version of the current epoch, or a newer one.
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
+            timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
             The newest version that is staged or applied (sender: at every subscriber).
@@ -670,8 +635,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Args:
             min_version: The lowest acceptable version; the trainer answers once it has
                 it. ``None`` takes the current one, if there is any.
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
+            timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
             The version that the model has now; 0 if the trainer has not sent any.
@@ -702,8 +666,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         Args:
             limit: How many versions, at least 1; with 1 it is until nobody is behind.
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
+            timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
             How far it, or the slowest worker, is behind.
@@ -737,7 +700,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
-        waiting = self._waiting(call, limit, side.have)
+        waiting = self._life.waiting(call, limit, side.have)
         return await wait(what, timeout=limit, late=late, waiting=waiting)
 
     @property
@@ -753,25 +716,6 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         runtime = self._require("ready")[0].runtime
         text = "there was no complete version"
         await self._wait("ready", timeout, text, runtime.wait_until, runtime.is_ready)
-
-    def apply_pending(self) -> int | None:
-        """Apply the staged update now, on this thread. For ``apply="manual"``.
-
-        Returns:
-            The version that was applied, or ``None`` when nothing was staged, or there is no
-            model yet.
-
-        Raises:
-            ApplyError: It does not fit the model, which kept its version.
-            LocalProtocolError: Not a connected receiver, or called inside a forward pass.
-            SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
-                event loop it is not waited for.
-        """
-        receiver = self._life.receiver
-        if receiver is None or self._life.closed:
-            self._life.check_open()
-            raise LocalProtocolError("apply_pending() needs a connected receiver")
-        return receiver.applier.apply_pending()
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import as_count
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.handles import AppliedUpdate, SendHandle
 from aiosync.schemes.roles import Trainer, Worker
+from aiosync.schemes.state import AppliedUpdate, SendHandle
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.tensors.copying import copy_tensors
 from aiosync.transports.base import Transport

@@ -169,24 +169,62 @@ class SchemeOptions:
     sync: Option[bool] = Option(doc="Kept for TorchRL's signature.")
     per_worker_weights: Option[bool] = Option(flag, "Whether each worker gets its own weights.")
     apply: Option[Literal["auto", "manual"]] = Option(
-        one_of("auto", "manual"), "When a receiver applies updates."
+        one_of("auto", "manual"),
+        """When a receiver applies updates.
+
+        ``"auto"``: each as soon as no forward pass is running. ``"manual"``: only in
+        :meth:`apply_pending`, and while a call waits for an update: :meth:`receive`,
+        :meth:`wait_for_version`, :meth:`pull`, and :meth:`connect` for the initial weights.
+        """,
     )
     apply_copy: Option[bool] = Option(
-        flag, "Whether updates are copied into the parameters' memory."
+        flag,
+        """Whether updates are copied into the parameters' memory.
+
+        Otherwise the parameters point at the received memory. Copying is slower, but addresses
+        stay the same.
+        """,
     )
     guard: Option[Literal["forward", "reading"]] = Option(
         one_of("forward", "reading"), "What keeps updates out of reads."
     )
-    strict: Option[bool] = Option(flag, "Whether every name and dtype must match.")
-    require: Option[Require] = Option(_require, "How many workers must apply an update.")
+    strict: Option[bool] = Option(
+        flag,
+        """Whether every name and dtype must match, and a module's extra state be there.
+
+        Otherwise the declared subset is applied and floating dtypes are cast. Buffers that are not
+        persistent may be missing, or be rounded, in any case. A subset never replaces, on its way
+        to a slow worker, an update that holds other names: it comes after it, or together with it.
+        A worker that joins later gets the newest of each name. Neither has what the trainer never
+        had.
+        """,
+    )
+    require: Option[Require] = Option(
+        _require,
+        """How many workers must apply an update: ``"all"``, a number, or a fraction of them.
+
+        With less than ``"all"``, ``send()`` returns as soon as that many have.
+        """,
+    )
     strategy_str: Option[str] = Option(doc="Name of the strategy.")
     timeout: Option[float | None] = Option(
         seconds(endless=True, none=True), "Default timeout of calls in seconds."
     )
     wire_dtype: Option[Dtypes | None] = Option(
-        lambda name, value: check_dtypes(value, name), "What weights are cast to on their way."
+        lambda name, value: check_dtypes(value, name),
+        """What weights are cast to on their way: a dtype, or one for each name pattern.
+
+        A single dtype does not round buffers that are not persistent.
+        """,
     )
-    first_version: Option[int] = Option(_version, "What a sender counts versions from.")
+    first_version: Option[int] = Option(
+        _version,
+        """What a sender counts versions from.
+
+        A trainer that resumes from a checkpoint passes the :attr:`version` that it saved there
+        plus one: samples that were made up to then stay comparable. Only the sender needs it.
+        """,
+    )
 
     def _set_options(self, **options: Any) -> None:
         """Check and keep what a constructor was given, in this order."""

@@ -14,7 +14,6 @@ from aiosync.schemes.base import WeightSyncScheme
 __all__ = [
     "WeightSyncBackend",
     "backend_names",
-    "backend_of",
     "register_weight_sync_backend",
     "scheme_class",
     "scheme_from_backend",
@@ -49,7 +48,7 @@ def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
     def register(cls: _Scheme) -> _Scheme:
         if name in _ALIASES or _known.get(name, cls) is not cls:
             raise ConfigError(f"a weight-sync backend named {name!r} exists already")
-        _known[name] = cls
+        _known[name], cls._backend = cls, name
         return cls
 
     return register
@@ -58,12 +57,6 @@ def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
 def backend_names() -> list[str]:
     """Every name and alias, sorted."""
     return sorted({*_known, *_ALIASES})
-
-
-def backend_of(cls: type[WeightSyncScheme]) -> str:
-    """The name of a scheme's class, or that of the class it is derived from, or its own."""
-    names = {known: name for name, known in _known.items()}
-    return next((names[each] for each in cls.__mro__ if each in names), cls.__name__)
 
 
 def scheme_from_backend(backend: str, **options: Any) -> WeightSyncScheme:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from torch import nn
 
+from aiosync._log import Waiting, log
 from aiosync._meter import Meter
 from aiosync._tasks import current_task, run_on_loop, running_loop
 from aiosync.errors import (
@@ -142,6 +143,16 @@ class Life:
     def is_a(self, role: str) -> bool:
         """Whether it has this role, in this process."""
         return self.role == role and not self.inherited
+
+    def log(
+        self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
+    ) -> None:
+        """Tell what happened, in one word and in a sentence, to which version."""
+        log(level, phase, text, model=self.given.model_id, worker=self.worker_idx, version=version)
+
+    def waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
+        """Tell of a call that waits for long, and for what."""
+        return Waiting(call, timeout, what, model=self.given.model_id, worker=self.worker_idx)
 
     def why_not_here(self, method: str, role: str | None) -> NoReturn:
         """Raise why it is not connected, here, in this role or in any, as a method needs."""
@@ -577,7 +588,7 @@ class Worker:
             lasting=lasting,
             promises=scheme._promises,
             meter=scheme._life.meter,
-            log=scheme._log,
+            log=scheme._life.log,
         )
         receiver.start()
         # Only a weight server has a note: there will be weights.
@@ -586,12 +597,12 @@ class Worker:
             note = f"; {welcome.note}" if welcome.note else ""
             if not welcome.version:
                 late = f"the weight server got no version of {self._given.model_id!r}"
-                scheme._log("waiting", f"the weight server has no version yet{note}")
+                scheme._life.log("waiting", f"the weight server has no version yet{note}")
             left = None if ends is None else max(0.0, ends - clock())
             error = ConnectTimeout(f"{late} within {timeout or 0:g} s{note}")
             await receiver.wait_for_first(welcome, timeout=left, late=error)
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
-        scheme._log("joined", f"joined the trainer{none_yet}", receiver.version)
+        scheme._life.log("joined", f"joined the trainer{none_yet}", receiver.version)
         lacks = self._given.lacks() if scheme.apply == "auto" else None
         if lacks is not None:  # a model that comes late, or a name that is wrong
             warnings.warn(
@@ -621,7 +632,9 @@ class Worker:
             text = str(error)
             if isinstance(error, RemoteProtocolError) and text not in foreign:
                 foreign.add(text)
-                scheme._log("waiting", f"who answers is no trainer: {text}", level=logging.WARNING)
+                scheme._life.log(
+                    "waiting", f"who answers is no trainer: {text}", level=logging.WARNING
+                )
             return self.pipe is not None or scheme._is_final(error)
 
         return KeptLink(

@@ -1,12 +1,14 @@
-"""What a scheme says without waiting: the same in the async class and in its blocking twin.
+"""What a scheme says without waiting, as its blocking twin does; and what its calls give back.
 
 Must not import a concrete scheme.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
@@ -19,11 +21,106 @@ from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
 from aiosync.spans import VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.transports.base import Transport
+from aiosync.types import SendReport
 
-__all__ = ["SchemeState"]
+__all__ = ["AppliedUpdate", "Ready", "SchemeState", "SendHandle", "has_failed"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedUpdate:
+    """One update that the receiver applied.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        version: Version of the weights that the module now has.
+        model_id: Which model it is.
+    """
+
+    epoch: int
+    version: int
+    model_id: str
+    _read: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
+
+    @property
+    def weights(self) -> Any:
+        """The weights as the scheme's strategy extracts them from the module, read now."""
+        return self._read()
+
+
+class SendHandle:
+    """A send that is under way. Await it for its :class:`~aiosync.types.SendReport`.
+
+    Awaiting raises what ``send()`` would have raised. It may be awaited any number of times;
+    cancelling such an await stops the wait, not the transfer. A failure that is never awaited
+    is reported by the event loop's exception handler.
+    """
+
+    def __init__(self, version: int, future: asyncio.Future[SendReport]) -> None:
+        self.version = version
+        """Version that is being sent."""
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether the result is known: as many as ``require`` asks for have answered, or cannot."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, SendReport]:
+        return asyncio.shield(self._future).__await__()
+
+    def __repr__(self) -> str:
+        state = "done" if self._future.done() else "under way"
+        return f"<SendHandle version {self.version}: {state}>"
+
+
+def has_failed(handle: SendHandle) -> bool:
+    """Whether a send is over and failed. Nobody has seen the failure by that."""
+    # exception() would count as somebody who has seen it.
+    return handle.done() and handle._future._exception is not None
+
+
+class Ready:
+    """The condition that there is a complete version: ``if scheme.ready``, ``await scheme.ready``.
+
+    On a receiver: the model has one, or one is staged and waits for a model. On a sender: every
+    expected worker is connected, and each that subscribes has one.
+    """
+
+    def __init__(
+        self, is_set: Callable[[], bool], wait: Callable[[float | None], Awaitable[None]]
+    ) -> None:
+        self._is_set = is_set
+        self._wait = wait
+
+    def is_set(self) -> bool:
+        """Whether the condition holds now."""
+        return self._is_set()
+
+    def __bool__(self) -> bool:
+        return self._is_set()
+
+    async def wait(self, *, timeout: float | None = None) -> None:
+        """Wait until the condition holds.
+
+        Args:
+            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
+                ever.
+
+        Raises:
+            RecvTimeout: Not in time.
+            ConfigError: The timeout is not a number.
+            PeerClosed: The trainer went away.
+            LocalProtocolError: The scheme is not connected.
+        """
+        await self._wait(timeout)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.wait().__await__()
+
+    def __repr__(self) -> str:
+        return f"<{'ready' if self._is_set() else 'not ready'}>"
 
 
 class SchemeState(SchemeOptions):
@@ -82,7 +179,18 @@ class SchemeState(SchemeOptions):
 
     @property
     def model(self) -> Any:
-        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        """The model as it is now: as given, or found in the context; ``None`` without one.
+
+        Assigning another one, or another :attr:`context` or :attr:`weights`, to a connected
+        receiver, also with ``apply="manual"``, guards the new model and gives it the weights of
+        :attr:`version` before it returns. The old model keeps its values in memory of its own,
+        and loses its hooks. If the weights do not fit, the assignment raises
+        :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
+        forward pass runs in another thread, the hooks and the check are made at once, and the
+        new model gets the weights when that pass ends. ``model = None`` drops the model, also when
+        that pass ends: the version is 0 then, and the next model, which may have other shapes,
+        gets the next update.
+        """
         return self._life.given.find()
 
     @model.setter
@@ -152,13 +260,13 @@ class SchemeState(SchemeOptions):
         Raises:
             LocalProtocolError: It is neither a sender nor a receiver yet.
         """
-        if self._life.runtime is not None:
-            return self._life.runtime.stats()
-        if self._life.role is None:
-            self._life.check_has_role()
-        self._life.meter.role = self._life.role or "sender"
-        self._life.meter.model = self.model_id or "policy"
-        return self._life.meter.stats()
+        life = self._life
+        if life.runtime is not None:
+            return life.runtime.stats()
+        if life.side is None:
+            life.check_has_role()
+        life.meter.role, life.meter.model = life.role or "sender", self.model_id or "policy"
+        return life.meter.stats()
 
     def add_observer(self, observer: Observer) -> None:
         """Tell somebody of each send of this trainer, or each version of this worker, from now on.
@@ -304,6 +412,25 @@ class SchemeState(SchemeOptions):
             ConfigError: It cannot be called, or is a generator: those need :meth:`reading`.
         """
         return Guarded(self._life.guard, function, getattr(function, "__name__", "function"))
+
+    def apply_pending(self) -> int | None:
+        """Apply the staged update now, on this thread. For ``apply="manual"``.
+
+        Returns:
+            The version that was applied, or ``None`` when nothing was staged, or there is no
+            model yet.
+
+        Raises:
+            ApplyError: It does not fit the model, which kept its version.
+            LocalProtocolError: Not a connected receiver, or called inside a forward pass.
+            SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
+                event loop it is not waited for.
+        """
+        receiver = self._life.receiver
+        if receiver is None or self._life.closed:
+            self._life.check_open()
+            raise LocalProtocolError("apply_pending() needs a connected receiver")
+        return receiver.applier.apply_pending()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Put weights into this receiver's model by hand, between two forward passes.

@@ -25,7 +25,7 @@ from aiosync.errors import (
     SwapTimeout,
 )
 from aiosync.protocol import validate_seconds, validate_timeout
-from aiosync.schemes.handles import Ready
+from aiosync.schemes import Ready
 from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from typing import (
 import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
-from aiosync.schemes.handles import has_failed
 from aiosync.schemes.inside import (
     bind_early,
     life_of,
@@ -45,7 +44,7 @@ from aiosync.schemes.options import (
     TCPOptions,
 )
 from aiosync.schemes.roles import Life
-from aiosync.schemes.state import SchemeState
+from aiosync.schemes.state import SchemeState, has_failed
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._blocking import (
@@ -181,29 +180,20 @@ class _Tenant:
         self._scheme.abort()
 
 
-class Ready:
+class Ready(aio.Ready):
     """The condition that there is a complete version: ``if scheme.ready``, or :meth:`wait`.
 
     See :class:`aiosync.Ready`.
     """
 
     def __init__(self, facade: WeightSyncScheme) -> None:
-        self._facade = facade
+        self._facade, self._ready = facade, facade._scheme.ready
+        super().__init__(self._ready.is_set, lambda timeout: self._ready.wait(timeout=timeout))
 
-    def is_set(self) -> bool:
-        """Whether the condition holds now."""
-        return self._facade._scheme.ready.is_set()
-
-    def __bool__(self) -> bool:
-        return self.is_set()
-
-    def wait(self, *, timeout: float | None = None) -> None:
+    def wait(self, *, timeout: float | None = None) -> None:  # type: ignore[override]  # it blocks
         """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""
         self._facade._check("ready.wait")
-        self._facade._call(self._facade._scheme.ready.wait(timeout=timeout))
-
-    def __repr__(self) -> str:
-        return repr(self._facade._scheme.ready)
+        self._facade._call(self._ready.wait(timeout=timeout))
 
 
 class WeightSyncScheme(SchemeState):
@@ -415,7 +405,6 @@ class WeightSyncScheme(SchemeState):
     init_on_receiver: Final = initialising(aio.WeightSyncScheme.init_on_receiver)
     init_on_worker: Final = initialising(aio.WeightSyncScheme.init_on_worker)
     create_transport: Final = on_loop(aio.WeightSyncScheme.create_transport)
-    apply_pending: Final = direct(aio.WeightSyncScheme.apply_pending)
 
     def send_async(
         self,
@@ -619,6 +608,7 @@ class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
     """Blocking twin of :class:`aiosync.NoWeightSyncScheme`."""
 
     carry: Final = direct(aio.NoWeightSyncScheme.carry)
+    apply_pending: Final = direct(aio.NoWeightSyncScheme.apply_pending)
 
 
 class _StreamTwin(StreamOptions, WeightSyncScheme):
