@@ -129,20 +129,6 @@ async def test_without_a_version_it_says_so() -> None:
         await until(lambda: not described(server)["workers"])
 
 
-@pytest.mark.slow
-async def test_a_pull_that_waits_says_after_5_s_for_what(caplog: pytest.LogCaptureFixture) -> None:
-    async with WeightServer(URL) as server, trainer(server) as source:
-        await send(source, 1.0)
-        with pytest.raises(RecvTimeout):
-            await WeightClient(server.url).pull("polisy", timeout=5.5)
-    (record,) = [each for each in caplog.records if vars(each).get("phase") == "waiting"]
-    assert (record.name, record.levelname) == ("aiosync", "WARNING")
-    text = record.getMessage()
-    assert "polisy: pull() has waited for 5 s: " in text
-    assert f"{server.url} has no version of model 'polisy' yet, and got none; " in text
-    assert "weights of: 'policy'; it gives up in 0 s" in text
-
-
 async def test_a_server_that_went_away_is_waited_for_until_the_time_is_up() -> None:
     server = WeightServer(URL)
     await server.start()
