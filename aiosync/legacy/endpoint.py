@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import draw_epoch
 from aiosync.receiver.updates import Buffers, UpdateReader
+from aiosync.rendezvous.same_host import peer_pid
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.apply import named_views
 from aiosync.tensors.values import is_tensordict
@@ -142,7 +142,8 @@ class Endpoint:
         self._leaving: deque[tuple[Ack | Update, Weights | None]] = deque()
         self._writes = False
         self._acks: dict[int, Ack] = {}
-        self._peer = _creator_of(sock)  # process at the other end, as far as anybody knows
+        # The process at the other end, as far as anybody knows: at first who made the pipe.
+        self._peer = (peer_pid(sock) or 0) if hasattr(socket, "SO_PEERCRED") else 0
 
     async def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
         """Call one of the others, with the link below."""
@@ -341,11 +342,3 @@ class Endpoint:
         """End what is written; closing is not enough where forked processes have copies."""
         with contextlib.suppress(OSError):  # closed already, or the other end is
             self.sock.shutdown(socket.SHUT_WR)
-
-
-def _creator_of(sock: socket.socket) -> int:
-    """The process that made a pipe; 0 where the kernel does not say."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return 0
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", found)[0])

@@ -212,7 +212,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         else:
             self._init_receiver(model_id, context, pipe, **kwargs)
 
-    init_on_receiver = init_on_worker  # type: ignore[misc]  # with a pipe, or without
+    def init_on_receiver(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # as well
+        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
+        own = kwargs.get("pipe") is not None
+        (self.init_on_worker if own else super().init_on_receiver)(*args, **kwargs)
 
     def _init_receiver(
         self,

@@ -7,9 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-import threading
 import time
 import traceback
 from functools import partial
@@ -26,6 +24,8 @@ from torchrl.envs import EnvBase
 
 import aiosync
 import aiosync.legacy.updaters as legacy
+from tests.support.waiting import free_port
+from tests.sync._tools import portal_threads
 
 BIG = 1000.0
 FRAMES = 20
@@ -73,18 +73,6 @@ def actions(data: TensorDict) -> set[float]:
 def by_worker(data: TensorDict) -> list[set[float]]:
     """Actions of each worker in a batch of a synchronous collector."""
     return [set(part.flatten().tolist()) for part in data["action"].flatten().split(FRAMES // 2)]
-
-
-def free_port() -> int:
-    """A port that is free, as is the next one, which TorchRL takes for its store."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port if port < 65000 else port - 5000
-
-
-def portal_threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("aiosync")]
 
 
 def raised(call: Any, *args: Any, **kwargs: Any) -> tuple[BaseException, float]:

@@ -62,8 +62,10 @@ class WeightUpdaterBase(abc.ABC):
         Use it on the thread that uses the collector.
     """
 
+    post_hooks: list[Callable[[], Any]]
+    """What is called after each update, in this order."""
+
     _collector_wrs: list[weakref.ref[Any]]
-    _post_hooks: list[Callable[[], Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
@@ -74,7 +76,7 @@ class WeightUpdaterBase(abc.ABC):
         if module is not None:
             module.WeightUpdaterBase.register(WeightUpdaterBase)
         updater = super().__new__(cls)
-        updater._collector_wrs, updater._post_hooks = [], []  # subclasses need not call __init__()
+        updater._collector_wrs, updater.post_hooks = [], []  # subclasses need not call __init__()
         return updater
 
     @classmethod
@@ -236,11 +238,6 @@ class WeightUpdaterBase(abc.ABC):
         return False
 
     # -- hooks ---------------------------------------------------------------------------------
-
-    @property
-    def post_hooks(self) -> list[Callable[[], Any]]:
-        """What is called after each update, in this order."""
-        return self._post_hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
         """Call ``hook()`` after each update that succeeded.

@@ -224,8 +224,6 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
         return self.policy_weights
 
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
-        if self._scheme is None:
-            self._installed.clear()
         scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
         missing = [idx for idx in indices if idx not in self._installed]
         if not missing:
