@@ -68,8 +68,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     Args:
         strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all
             buffers) or ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
-        sync: Kept for TorchRL's signature: ``send()`` always waits for the workers, and
-            ``send_nowait()`` never does.
+        sync: Kept for TorchRL's signature: ``send()`` always waits, ``send_nowait()`` never does.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
@@ -119,7 +118,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             wire_dtype=wire_dtype,
             first_version=first_version,
         )
-        self._address = new_address()
+        self._meeting = new_address()  # where, or under what name, copies find each other
         self._sender_pid: int | None = None
         self._carried_hooks = SchemeHooks()
         configured = set(vars(self))
@@ -134,12 +133,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
         """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
 
-        Args:
-            backend: The name.
-            **options: For the scheme's constructor.
-
         Raises:
-            ConfigError: There is none with that name.
+            ConfigError: There is none with that name, or an option has an illegal value.
         """
         from aiosync.schemes.registry import scheme_from_backend  # which imports this module
 
@@ -178,13 +173,6 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
     _subscribes = True  # gets every update, and not only those it asks for
     _longest_pause = 2.0  # between two attempts to meet the trainer
-
-    def _bind_early(self) -> None:
-        """Have copies made before ``init_on_sender()`` know where the sender will be."""
-
-    def _separate(self) -> None:
-        """Have this copy meet only copies that are made of it from now on."""
-        self._address = new_address()
 
     def _make_arena(self) -> Arena | None:
         """Shared memory for the sender's snapshots; ``None`` where links carry bytes."""
@@ -323,13 +311,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 updates are applied. The tensors are views of received memory, valid and
                 unchanged until it returns: it copies what it keeps, and writes to none. If it
                 raises, the update is refused; it must itself undo what it changed.
-            transform: Turns the names and tensors of each
-                version into those that the model expects: ``transform(weights) ->
-                Iterable[tuple[str, Tensor]]``, for example a :class:`aiosync.WeightMap`. It runs in
-                a thread while the event loop goes on, and its result is copied. If it raises, the
-                update is refused. Values that are not tensors, and what is inside them, are passed
-                on unchanged. The trainer hears nothing meanwhile: over streams it must not take
-                longer than its ``stall_timeout``.
+            transform: Turns the names and tensors of each version into those that the model
+                expects: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
+                :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on, and
+                its result is copied. If it raises, the update is refused. Values that are not
+                tensors, and what is inside them, are passed on unchanged. The trainer hears nothing
+                meanwhile: over streams it must not take longer than its ``stall_timeout``.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.

@@ -511,15 +511,10 @@ class RPCWeightSyncScheme(ClusterScheme):
             shared_memory=shared_memory,
         )
         self.patience = patience
-        self._scheme_id = secrets.token_hex(16)  # the same in every copy
 
     def _reset(self, model_id: str | None) -> None:
         super()._reset(model_id)
         self._rpc_workers: list[str] = []
-
-    def _separate(self) -> None:
-        super()._separate()
-        self._scheme_id = secrets.token_hex(16)
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -609,7 +604,7 @@ class RPCWeightSyncScheme(ClusterScheme):
         token = self._credentials.token_bytes
 
         def attempt(left: Left) -> Awaitable[None]:
-            return invite(name, self._scheme_id, url, token, _TELL_SECONDS)
+            return invite(name, self._meeting, url, token, _TELL_SECONDS)
 
         with contextlib.suppress(ConnectError):  # connect() and send() say who is missing
             await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
@@ -623,7 +618,7 @@ class RPCWeightSyncScheme(ClusterScheme):
 
     async def _invitation(self) -> tuple[str, bytes | None] | None:
         need_rpc()
-        return invitation(self._scheme_id)
+        return invitation(self._meeting)
 
 
 def _name_of(info: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiosync.receiver.hooks import SchemeHooks
+from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.roles import Life
 from aiosync.schemes.tcp import StreamScheme
@@ -64,22 +65,23 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
 
 def bind_early(scheme: WeightSyncScheme) -> None:
     """Have copies made before ``init_on_sender()`` know where the sender will be."""
-    scheme._bind_early()
+    if isinstance(scheme, StreamScheme):
+        scheme._bind_early()
 
 
 def separate(scheme: WeightSyncScheme) -> None:
     """Have this copy meet only copies that are made of it from now on."""
-    scheme._separate()
+    scheme._meeting = new_address()
 
 
 def meeting_point(scheme: WeightSyncScheme) -> tuple[str, int]:
     """The Unix socket where workers find a sender of this host, and its process."""
-    return scheme._address, scheme._life.pid
+    return scheme._meeting, scheme._life.pid
 
 
 def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
     """Have a receiver find its sender there."""
-    scheme._address, scheme._sender_pid = address, pid
+    scheme._meeting, scheme._sender_pid = address, pid
 
 
 def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:

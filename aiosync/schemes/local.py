@@ -50,7 +50,7 @@ class _LocalScheme(WeightSyncScheme):
         return self._transport_over(pipe_or_context, "the peer")
 
     def _bind(self, sources: Sources) -> None:
-        self._life.listeners = [Listener(bind_here(self._address))]
+        self._life.listeners = [Listener(bind_here(self._meeting))]
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         def on_connection(sock: socket.socket) -> None:
@@ -67,7 +67,7 @@ class _LocalScheme(WeightSyncScheme):
             listener.accept(on_connection, sender.workers.not_let_in)
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        sock, _pid = connect(self._address, listener_pid=self._sender_pid)
+        sock, _pid = connect(self._meeting, listener_pid=self._sender_pid)
         return self._transport_over(sock, "the trainer")
 
     def _nobody(self, within: str) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import importlib
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -134,18 +133,12 @@ class RayWeightSyncScheme(ClusterScheme):
         )
         self.inline_nbytes = inline_nbytes
         self.backend = backend
-        # Copies that were pickled before the sender listened find its address by this.
-        self._meeting = secrets.token_hex(16)
 
     def _reset(self, model_id: str | None) -> None:
         super()._reset(model_id)
         self._objects: RayObjects | None = None
         self._published: bytes | None = None
         self._shares = True
-
-    def _separate(self) -> None:
-        super()._separate()
-        self._meeting = secrets.token_hex(16)
 
     @property
     def _how(self) -> How:  # type: ignore[override]  # a constant above
@@ -269,7 +262,7 @@ class RayWeightSyncScheme(ClusterScheme):
 
         Copies of one scheme have the same; no two other schemes do, nor two models.
         """
-        return f"aiosync:{self._meeting}:{self.model_id or 'policy'}"
+        return f"{self._meeting[1:]}:{self.model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
         self._published, key = str(address).encode(), self.connection_info_name.encode()
