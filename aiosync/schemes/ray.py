@@ -238,7 +238,7 @@ class RayWeightSyncScheme(ClusterScheme):
             if isinstance(link, RayActorTransport):
                 await link.idle()
         if self._objects is not None:
-            await self._objects.idle()
+            await self._objects.threads.idle()
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         if listened and self._objects is None:

@@ -62,6 +62,7 @@ __all__ = [
     "copy_bytes",
     "first_line",
     "outlast",
+    "result_of",
 ]
 
 INLINE_NBYTES = 128 * 2**10
@@ -429,18 +430,12 @@ class Threads:
         self, call: Callable[[], _T], on_cancel: Callable[[], object] | None = None
     ) -> _T:
         """The result of ``call``. When this is cancelled, it still waits, and is cancelled then."""
-        running = self.start(call)
-        cancelled = await outlast(running, on_cancel)
-        if cancelled is not None:
-            raise cancelled
-        return running.result()
+        return await result_of(self.start(call), on_cancel)
 
     async def idle(self) -> None:
         """Wait until nothing runs; when cancelled, too, and is cancelled then."""
         every = asyncio.gather(*map(self._future_of, self._running), return_exceptions=True)
-        cancelled = await outlast(every)
-        if cancelled is not None:
-            raise cancelled
+        await result_of(every)
 
     def end(self, last: Callable[[], object] | None = None) -> None:
         """Take no more calls but this one, after all others. Never waits; idempotent."""
@@ -503,6 +498,15 @@ async def outlast(
             if on_cancel is not None:
                 on_cancel()
     return cancelled
+
+
+async def result_of(
+    running: asyncio.Future[_T], on_cancel: Callable[[], object] | None = None
+) -> _T:
+    """What ``running`` has brought once it has ended; as :func:`outlast`, which see."""
+    if (cancelled := await outlast(running, on_cancel)) is not None:
+        raise cancelled
+    return running.result()
 
 
 def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:

@@ -89,7 +89,7 @@ def check_backend(backend: str) -> Literal["gloo", "nccl"]:
 _Store: Any = getattr(dist, "Store", object)  # not every build of torch has one
 
 
-class LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
+class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
     """A store of two processes, kept alike over their control stream.
 
     Args:
@@ -101,21 +101,15 @@ class LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         self._say = say
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._unknown: set[str] = set()  # keys of this side that the other may not have yet
+        self._acks: list[str] = []  # what the other side says once it has the keys of this one
         self._closed = False
 
     def learn(self, key: str, value: bytes) -> None:
-        """Take over what the other side set."""
+        """Take over what the other side set, or has."""
         with self._changed:
             if len(self._values) >= _MAX_KEYS:
                 raise RemoteProtocolError("the peer's process group sets too many keys")
             self._values[key] = value
-            self._changed.notify_all()
-
-    def acknowledged(self, key: str) -> None:
-        """The other side has a key of this one."""
-        with self._changed:
-            self._unknown.discard(key)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -128,8 +122,7 @@ class LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
 
     def set(self, key: str, value: bytes | str) -> None:
         value = value.encode() if isinstance(value, str) else bytes(value)
-        with self._changed:
-            self._unknown.add(key)
+        self._acks.append(f"{_HAVE} {key}")
         self.learn(key, value)
         self._say(key, value)
 
@@ -142,8 +135,7 @@ class LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
 
         def settled() -> bool:
             # Connecting, which follows, has a short deadline: both sides have to be that far.
-            there = not self._unknown and all(key in self._values for key in keys)
-            return self._closed or there
+            return self._closed or all(key in self._values for key in (*keys, *self._acks))
 
         with self._changed:
             if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
@@ -199,7 +191,7 @@ class DistributedTransport(DataPlaneTransport):
         self._patience = timedelta(seconds=patience)
         self._group: Any = None
         self._met: asyncio.Future[None] | None = None  # with the peer, in a group
-        self._store = LinkStore(self._say_soon)
+        self._store = _LinkStore(self._say_soon)
         self._threads = Threads("aiosync-gloo", 2)
         self._stop = False
         self._copying: Progress | None = None
@@ -229,7 +221,7 @@ class DistributedTransport(DataPlaneTransport):
             if not waiter.done():  # otherwise this side has just called it off
                 waiter.set_result(None)
         elif key == _HAVE:
-            self._store.acknowledged(message.value.decode("utf-8", "replace"))
+            self._store.learn(f"{_HAVE} {message.value.decode('utf-8', 'replace')}", b"")
         else:
             self._store.learn(key, message.value)
             self._say(_HAVE, key.encode())

@@ -47,7 +47,7 @@ from aiosync.transports.data_plane import (
     Threads,
     copy_bytes,
     first_line,
-    outlast,
+    result_of,
 )
 from aiosync.transports.stream import FramedTransport
 from aiosync.transports.tcp import TCPTransport
@@ -221,11 +221,8 @@ class RayObjects:
             start, call = self.threads.start, functools.partial(self._put, make)
             putting = memo[key] = memo[STEADY](start, call) if STEADY in memo else start(call)
             putting.add_done_callback(functools.partial(self._keep, memo, key))
-        cancelled = await outlast(putting)
-        if cancelled is not None:
-            raise cancelled
         try:
-            return putting.result()
+            return await result_of(putting)
         except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the link is as it was
             memo[CHANGED] = exc
             raise LocalProtocolError(str(exc)) from exc
@@ -314,13 +311,6 @@ class RayObjects:
         """Raise where there is none any more: Ray's calls would start one."""
         if not self._ray.is_initialized():
             raise TransportBroken("this process is not connected to a Ray cluster any more")
-
-    async def idle(self) -> None:
-        """Wait until nothing reads any payload.
-
-        Cancellation: waits all the same, and is raised then.
-        """
-        await self.threads.idle()
 
     def abort(self) -> None:
         """Have the hub end, after what is under way. Never waits; idempotent."""
@@ -428,7 +418,7 @@ class RayTransport(DataPlaneTransport):
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
-        """Also :meth:`DataPlaneTransport.fetch`: what is not lent is the object itself."""
+        """See :class:`DataPlaneTransport`; what is not lent is the object itself."""
         ticket, name = ext.get("ref"), ext.get("hub")
         if type(ticket) is not bytes or len(ticket) != 16:
             raise RemoteProtocolError("a payload beside the stream has no valid ticket")
@@ -642,9 +632,9 @@ class RayActorTransport(Transport):
         return Received(message)
 
     async def idle(self) -> None:
-        """Wait until nothing reads any payload; see :meth:`RayObjects.idle`."""
+        """Wait until nothing reads any payload; see :meth:`Threads.idle`."""
         if self._objects is not None:
-            await self._objects.idle()
+            await self._objects.threads.idle()
 
     # -- closing -------------------------------------------------------------------------------
 
