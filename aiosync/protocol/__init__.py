@@ -13,8 +13,7 @@ from aiosync.protocol.arguments import (
     validate_seconds,
     validate_timeout,
 )
-from aiosync.protocol.chunks import Assembly
-from aiosync.protocol.versions import MAX_VERSION, Inbox, draw_epoch
+from aiosync.protocol.updates import MAX_VERSION, Assembly, Inbox, draw_epoch
 
 __all__ = [
     "MAX_VERSION",

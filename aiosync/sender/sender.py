@@ -462,7 +462,8 @@ class WeightSender:
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
         send = self._sends.get(outcome.version)
         if send is not None and send.resolve(idx, outcome):
-            if not send.waiting or send.settled:
+            # With ``require="all"`` it waits for every target, so that it names each failure.
+            if not send.waiting or (send.require != "all" and send.satisfied):
                 self._settle(send)
         return send is not None
 
@@ -488,16 +489,16 @@ class WeightSender:
             elif idx in send.waiting and record.error is not None and not record.reported:
                 if record.link is not None:
                     late[idx] = record.error
+        if error is not None and workers.closed:
+            closed = TransportClosed(
+                f"this scheme was closed while version {send.version} was under way"
+            )
+            closed.__cause__ = error
+            future.set_exception(closed)
+            future.exception()  # whoever closed this knows it, where nobody waits
+            return
         if error is not None:
-            raised: AiosyncError = error
-            if workers.closed:
-                raised = TransportClosed(
-                    f"this scheme was closed while version {send.version} was under way"
-                )
-                raised.__cause__ = error
-            future.set_exception(raised)
-            if workers.closed:
-                future.exception()  # whoever closed this knows it, where nobody waits
+            future.set_exception(error)
             return
         for idx in left | late.keys():
             workers.record(idx).reported = True

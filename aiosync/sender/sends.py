@@ -68,14 +68,6 @@ class Send:
         return len(self.acked) + len(self.skipped) >= self.needed
 
     @property
-    def settled(self) -> bool:
-        """Whether the result is known: every target answered, or as many as a quorum needs.
-
-        With ``require="all"`` the result waits for every target, so that it names each failure.
-        """
-        return not self.waiting or (self.require != "all" and self.satisfied)
-
-    @property
     def needed(self) -> int:
         """How many targets have to be on this version or a newer one."""
         total = len(self.workers)
@@ -121,7 +113,7 @@ class Send:
         self.waiting.clear()
 
     def result(self) -> tuple[SyncOutcome, PartialSyncError | None]:
-        """How the send ended, once it is :attr:`settled`, and what it raises, if anything."""
+        """How the send ended, once that is known, and what it raises, if anything."""
         if not (self.failed or self.require != "all") or self.satisfied:
             return "ok" if self.acked or not self.skipped else "skipped", None
         # With fewer targets than needed, the workers that had gone are a part of the reason.

@@ -300,18 +300,12 @@ class SnapshotCopier:
 
     async def _grow(self, grow: Callable[[], Slot]) -> Slot:
         """Make a slot in a thread. Until it is here, nobody else makes one or takes one away."""
-
-        def over(_: object = None) -> None:
-            self._growing = None
-
         self._growing = growing = self._start(grow)
-        try:
-            return await asyncio.shield(growing)
-        finally:
-            if growing.done():
-                over()
-            else:
-                growing.add_done_callback(over)  # its slot is what is made next
+        growing.add_done_callback(self._grown)  # when cut, its slot is what is made next
+        return await asyncio.shield(growing)
+
+    def _grown(self, _: object) -> None:
+        self._growing = None
 
     # -- copies --------------------------------------------------------------------------------
 

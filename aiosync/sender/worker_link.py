@@ -104,7 +104,6 @@ class WorkerLink:
         received_version: Newest version that is complete there, applied or not.
         since: Time of the handshake, on ``time.monotonic()``'s clock.
         sent_nbytes: Bytes of payloads that the link took.
-        resumed_nbytes: Those that did not have to be sent again.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
     """
 
@@ -123,7 +122,6 @@ class WorkerLink:
         self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
         self.received_version: int = self.outbox.applied
         self.sent_nbytes: int = 0
-        self.resumed_nbytes: int = 0
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
         if channel is not None:
@@ -141,10 +139,6 @@ class WorkerLink:
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
         self._writing = False
-
-    def start(self) -> None:
-        """Begin to read acknowledgements."""
-        self._registry.tasks.start(self._read(), f"aiosync acks of worker {self.idx}")
 
     # -- what is known of the worker -----------------------------------------------------------
 
@@ -297,9 +291,7 @@ class WorkerLink:
         self._partial = (None, None, 0)
         fits = has == nbytes or (0 < has < nbytes and has % size == 0)
         if of == [epoch, snapshot.version] and fits:
-            # The last chunk always travels: the values are with it.
-            first = min(has // size, count - 1)
-            self.resumed_nbytes += first * size
+            first = min(has // size, count - 1)  # the values are with the last one
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
             views = snapshot.views(start, stop)
@@ -402,7 +394,8 @@ class WorkerLink:
 
     # -- what the worker says, and the end -----------------------------------------------------
 
-    async def _read(self) -> None:
+    async def read(self) -> None:
+        """Read acknowledgements, until the link ends."""
         try:
             self.transport.subscribe(self._on_message)
             while True:

@@ -257,9 +257,9 @@ class WorkerRegistry:
                 self.not_reached(expected_idx, exc)  # for good
             elif expected_idx is not None:
                 record = self.record(expected_idx)
-                gone = record.link is None and record.error is not None and not record.has_left
-                if gone and record.subscribes:
-                    record.error = exc  # send() says why it does not come back
+                if record.link is None and record.subscribes and record.error is not None:
+                    if not record.has_left:
+                        record.error = exc  # send() says why it does not come back
             await transport.aclose()
             self.changed.notify()
             return
@@ -286,7 +286,7 @@ class WorkerRegistry:
         self.num_changes += 1
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
-        link.start()
+        self.tasks.start(link.read(), f"aiosync acks of worker {idx}")
         if link.hello.subscribe:
             self._offer_history(link)
         self.changed.notify()
@@ -555,12 +555,11 @@ class ProcessWatch:
     """
 
     def __init__(self, processes: Sequence[Any], on_end: Callable[[], None]) -> None:
-        self.pids: list[int] = []
-        for process in processes:
-            pid = process if isinstance(process, int) else getattr(process, "pid", None)
-            if pid is None:
-                raise ConfigError(f"{process!r} is neither a started process nor a process id")
-            self.pids.append(int(pid))
+        pids = [each if isinstance(each, int) else getattr(each, "pid", None) for each in processes]
+        if None in pids:
+            wrong = processes[pids.index(None)]
+            raise ConfigError(f"{wrong!r} is neither a started process nor a process id")
+        self.pids: list[int] = [int(each) for each in pids if each is not None]
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, int] = {}  # by index; -1 where only the timeout can tell
         for idx, pid in enumerate(self.pids):

@@ -1,6 +1,6 @@
 """The contract of schemes: what every scheme does, as a list of checks.
 
-delivery: first_weights, send_applies, several_workers,
+delivery: send_applies, several_workers,
 late_joiner_gets_what_was_sent, no_first_weights, forms_of_weights, changed_source, worker_ids,
 per_worker_weights, parts, parts_for_a_late_joiner, everything_travels, nothing_is_aliased,
 kept_values, graph_of_a_version, sends_at_once, wire_dtype, two_models.

@@ -19,7 +19,6 @@ ANYWHERE = tuple(
     for check in CONTRACT_CHECKS
     if check.body
     in (
-        delivery.check_first_weights,
         delivery.check_send_applies,
         delivery.check_several_workers,
         delivery.check_late_joiner_gets_what_was_sent,

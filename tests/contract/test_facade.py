@@ -20,7 +20,6 @@ SCHEMES = (
     partial(aiosync.sync.TCPWeightSyncScheme, reconnect=0),
 )
 BODIES = (
-    delivery.check_first_weights,
     delivery.check_send_applies,
     delivery.check_several_workers,
     delivery.check_late_joiner_gets_what_was_sent,
