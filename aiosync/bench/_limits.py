@@ -36,7 +36,7 @@ _UNIX_BUFFER = 4 * 2**20
 
 
 class Limit:
-    """The trainer's half of a limit, for subclasses.
+    """The trainer's half of a limit, for subclasses, which have ``send()``.
 
     Attributes:
         model: What is sent.
@@ -62,10 +62,6 @@ class Limit:
 
     def start(self, case: Case) -> Sequence[Handle]:
         """Start workers, if there are any, and return their handles."""
-        raise NotImplementedError
-
-    def send(self) -> None:
-        """Move the bytes; return when they are where they should be."""
         raise NotImplementedError
 
     def close(self) -> None:
