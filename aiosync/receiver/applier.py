@@ -326,7 +326,8 @@ class Applier:
             if not again:
                 if self._closed or (self.manual and not (by_hand or self.askers)):
                     return result
-                named = self.look() if self._reads_words else None
+                looks = self._reads_words and self._updates.slots is not None
+                named = self.look() if looks else None
                 with self._lock:
                     self._taking = named or self.waiting
                     if self.waiting is self._taking:

@@ -184,7 +184,7 @@ class Guard:
         """
         thread = threading.get_ident()
         while True:
-            pause, applies = 0.0, False
+            pause = 0.0
             with self._lock:
                 reads, words = self._open.get(thread), self.words
                 if reads:
@@ -194,14 +194,15 @@ class Guard:
                 waits = self._pending or self._claims
                 if not reads and (waits or self._applying is not None):
                     pause = self._pause_before(thread, forward=isinstance(read, FrameType))
+                is_news = self._pending or (words is not None and words[0] != self.seen)
                 if pause > 0:
                     waiter = self._new_waiter()
-                elif not self._open and self._applying is None:
-                    if self._pending or (words and words[0] != self.seen):
-                        applies = self._begin(sys._getframe(), at_read=True)
-                    elif not waits:
+                elif is_news and not self._open and self._applying is None:
+                    waiter = None
+                    self._begin(sys._getframe(), at_read=True)
+                else:
+                    if not (waits or self._open):
                         self._waits_since = 0.0
-                if not applies and pause <= 0:
                     if self.before_next_read is not None:
                         call, self.before_next_read = self.before_next_read, None
                         call()
@@ -209,7 +210,7 @@ class Guard:
                         self._on_overlap()
                     self._open.setdefault(thread, []).append(read)
                     return
-            if applies:
+            if waiter is None:
                 self._run()
             else:
                 waiter.acquire(timeout=pause)
@@ -232,10 +233,11 @@ class Guard:
             if self._runs is not None and reads and not self._is_inside(thread):
                 self._count_read(*self.held)  # before something newer is applied
             if not self._open and self._applying is None:
-                if self._pending or (words and words[0] != self.seen):
+                if self._pending or (words is not None and words[0] != self.seen):
                     # A transform may go on with what this forward computed with.
                     if not _num_modes() and _interpreter() is None:
-                        applies = self._begin(sys._getframe(), at_read=True)
+                        self._begin(sys._getframe(), at_read=True)
+                        applies = True
             if self._waiters:
                 self._wake()
         if applies:
@@ -354,30 +356,24 @@ class Guard:
 
     # -- applying ------------------------------------------------------------------------------
 
-    def submit(self, apply: Callable[[], object] | None = None) -> bool:
+    def submit(self, apply: Callable[[], object]) -> bool:
         """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
 
         A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
         a signal's handler interrupts runs again, at the latest before the next read.
 
-        Args:
-            apply: What to run; ``None`` for what waits, if the readers that it waited for have
-                ended without a word.
-
         Returns:
-            Whether nothing waits any more, nor is applied by another thread. If not, call this
-            without arguments now and then.
+            Whether it has run. If not, submit it again now and then, as readers may have ended
+            without a word.
         """
         with self._lock:
-            if apply is not None:
-                self._apply, self._pending = apply, True
+            self._apply, self._pending = apply, True
             if self._open or self._applying is not None:
                 self._sweep()
                 if self._open or self._applying is not None:
-                    return not self._pending and self._applying is None
-            applies = self._pending and self._begin(sys._getframe())
-        if applies:
-            self._run()
+                    return False
+            self._begin(sys._getframe())
+        self._run()
         return True
 
     def withdraw(self) -> None:
@@ -417,8 +413,7 @@ class Guard:
         try:
             action()
         finally:
-            if self._end(sys._getframe()):
-                self._run()
+            self._run(done=True)
         return True
 
     def between_reads(
@@ -492,36 +487,33 @@ class Guard:
                 "between two of them"
             )
 
-    def _begin(self, frame: FrameType, *, at_read: bool = False) -> bool:
+    def _begin(self, frame: FrameType, *, at_read: bool = False) -> None:
         """Claim what is to be applied, for the method of ``frame`` to run."""
         self._waits_since, self.at_read = 0.0, at_read
         self._applying = (threading.get_ident(), frame, True)
         self._pending = False  # an interrupt may come in between: so no earlier
-        return True
 
-    def _end(self, frame: FrameType) -> bool:
-        """What was claimed is done; whether ``frame`` has claimed what waits now."""
-        with self._lock:
-            self._applying = None
-            if self._waiters:
-                self._wake()
-            if self._pending and not self._open:
-                return self._begin(frame, at_read=self.at_read)
-            self.at_read = False
-            if self.words is None and not self._pending:
-                self._apply = _no_guard
-            return False
-
-    def _run(self) -> None:
-        """Apply what was claimed, and what waits then."""
+    def _run(self, *, done: bool = False) -> None:
+        """Apply what was claimed, unless that is done, and what waits then."""
         while True:
             # Ctrl-C may end this anywhere: _sweep() then has it applied again.
-            if _num_modes() or _interpreter() is not None:
+            if done:
+                done = False
+            elif _num_modes() or _interpreter() is not None:
                 with _outside_transform():
                     self._apply()
             else:
                 self._apply()
-            if not self._end(sys._getframe()):  # in no variable: it would be a cycle
+            with self._lock:
+                self._applying = None
+                if self._waiters:
+                    self._wake()
+                if self._pending and not self._open:  # in no variable: it would be a cycle
+                    self._begin(sys._getframe(), at_read=self.at_read)
+                    continue
+                self.at_read = False
+                if self.words is None and not self._pending:
+                    self._apply = _no_guard
                 return
 
     # -- forward hooks -------------------------------------------------------------------------

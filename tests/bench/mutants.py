@@ -228,8 +228,8 @@ MUTANTS = [
     Mutant(
         "a forward does not look at the word",
         "receiver/guard.py",
-        "                    if self._pending or (words and words[0] != self.seen):",
-        "                    if self._pending:",
+        "is_news = self._pending or (words is not None and words[0] != self.seen)",
+        "is_news = self._pending",
         "tests/schemes/test_publishing.py -k stopped_worker",
     ),
     Mutant(

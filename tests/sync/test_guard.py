@@ -122,7 +122,6 @@ def test_threads_neither_deadlock_nor_tear() -> None:
 
     def withdraws() -> None:
         guard.withdraw()
-        guard.submit()
 
     async def one() -> None:
         async with Reading(guard):
