@@ -12,6 +12,7 @@ import abc
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import time
 import warnings
@@ -785,11 +786,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     # -- checks --------------------------------------------------------------------------------
 
     def _limit(self, timeout: float | None) -> float | None:
-        if timeout is not None:
-            validate_timeout(timeout)
-        else:
-            timeout = self.timeout
-        return None if timeout is None or timeout == float("inf") else timeout
+        validate_timeout(timeout)
+        limit = self.timeout if timeout is None else timeout
+        return None if limit == math.inf else limit
 
     def _require(
         self, method: str, role: str | None = None, timeout: float | None = None
@@ -806,4 +805,4 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             life.why_not_here(method, role)
         if role not in (None, side.role):
             life.why_not_here(method, role)
-        return side, self._limit(timeout)
+        return side, self.timeout if timeout is None else self._limit(timeout)

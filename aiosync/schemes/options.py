@@ -6,6 +6,7 @@ async constructors, which the blocking ones have, too. Must not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
@@ -139,6 +140,11 @@ def seconds(
     return check
 
 
+def _timeout(name: str, value: Any) -> float | None:
+    validate_seconds(name, value, endless=True, none=True)
+    return None if value == math.inf else cast("float | None", value)
+
+
 def count(least: int) -> Callable[[str, Any], int]:
     """An integer of at least ``least``."""
     return lambda name, value: as_count(name, value, least)
@@ -208,7 +214,7 @@ class SchemeOptions:
     )
     strategy_str: Option[str] = Option(doc="Name of the strategy.")
     timeout: Option[float | None] = Option(
-        seconds(endless=True, none=True), "Default timeout of calls in seconds."
+        _timeout, "Default timeout of calls in seconds; ``None`` for ever."
     )
     wire_dtype: Option[Dtypes | None] = Option(
         lambda name, value: check_dtypes(value, name),
