@@ -46,17 +46,6 @@ class Inbox:
         self.newest_epoch: int | None = None
         self.newest: int = 0
 
-    @property
-    def lag(self) -> int:
-        """How far the applied version is behind the newest one offered.
-
-        After a change of epoch, until a version of the new one was applied, this is the
-        newest version itself: nothing of that epoch is there yet.
-        """
-        if self.newest_epoch != self.epoch:
-            return self.newest
-        return self.newest - self.version
-
     def offer(self, epoch: int, version: int) -> None:
         """Register an update that arrived.
 
