@@ -110,7 +110,9 @@ class Progress:
             {"worker_idx": idx, "version": 0, "steps": 0, "episodes": 0}
             for idx in range(num_workers)
         ]
-        self.version, self.started, self.elapsed = 0, 0.0, 0.0
+        self.version: int = 0
+        self.started: float = 0.0
+        self.elapsed: float = 0.0
         self._seconds, self._say, self._next_at = seconds, say, 0.0
 
     def collected(self, batch: list[Episode], version: int) -> float:
