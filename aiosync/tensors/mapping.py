@@ -66,6 +66,10 @@ class Pattern:
         return "".join(map("".join, zip_longest(self._pieces, captured, fillvalue="")))
 
 
+_ANY = Pattern("*", "")
+"""Fits each name that comes: where it is not used there was none, and no other can be."""
+
+
 def _all_names(values: Any) -> bool:
     return all(type(value) is str and value for value in values)
 
@@ -215,7 +219,7 @@ class WeightMap:
         fused = [each.fused for each in (*self._splits, *self._merges)]
         patterns = [*renames, *fused, *self._drops, *self._dtypes.patterns]
         spare = [f"{each.text!r} of {each.option}" for each in patterns if each not in used]
-        if spare and self.strict and (made or used):
+        if spare and self.strict and used:
             raise ConfigError(
                 f"these patterns of the WeightMap match no name: {', '.join(spare)}. Correct or "
                 "remove them, or pass strict=False"
@@ -227,6 +231,7 @@ class WeightMap:
         """Drop and rename."""
         starred = [each for text, each in self._renames.items() if "*" in text]
         for name, tensor in weights:
+            used.add(_ANY)
             # Every pattern is tried, so that one that another one overrules is not called unused.
             if [each for each in self._drops if each.match(name, used) is not None]:
                 continue
@@ -247,8 +252,8 @@ class WeightMap:
             for spec in self._splits:
                 captured = spec.fused.match(name, used)
                 if captured is not None:
-                    views = spec.split(name, tensor)
-                    yield from zip((part.fill(captured) for part in spec.parts), views, strict=True)
+                    names = [part.fill(captured) for part in spec.parts]
+                    yield from zip(names, spec.split(name, tensor), strict=True)
                     break
             else:
                 yield name, tensor
@@ -281,6 +286,7 @@ class WeightMap:
                 del waiting[spec, fused]
                 ordered = dict(parts[index] for index in range(len(parts)))
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
+                del parts, ordered  # what is merged is not kept any longer
         missing = [
             part.fill(captured)
             for (spec, _), (captured, parts) in waiting.items()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -210,13 +213,36 @@ def test_a_name_made_twice(options: Any, given_: list[str]) -> None:
         {"split": {"no": {"x": 1, "y": 1}}},
         {"merge": {"m": ("no.1", "no.2")}},
         {"dtype": {"no": torch.float16}},
+        {"rename": lambda name: None, "merge": {"m": ("no.1", "no.2")}},
     ],
 )
 def test_a_pattern_that_fits_nothing(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"match no name.*strict=False"):
         made(WeightMap(**options), {"a": torch.ones(1)})
-    assert list(WeightMap(**options, strict=False)({"a": torch.ones(1)}))
+    list(WeightMap(**options, strict=False)({"a": torch.ones(1)}))
     assert list(WeightMap(**options)({})) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"merge": {"m": ("a", "b")}}, {"split": {"b": {"x": 1, "y": -1}}}], ids=repr
+)
+def test_what_was_made_keeps_nothing_alive(options: Any) -> None:
+    memory: dict[str, Any] = {}
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcd":
+            array = np.ones(2, np.float32).view(_Array)
+            memory[name] = weakref.ref(array)
+            yield name, torch.from_numpy(array)
+
+    for name, _ in WeightMap(**options)(weights()):
+        if name == "d":
+            assert memory["a"]() is None
+            assert memory["b"]() is None
+
+
+class _Array(np.ndarray[Any, Any]):
+    """Has weak references."""
 
 
 @pytest.mark.parametrize(
