@@ -198,3 +198,11 @@ class Credentials:
     def dialling_context(self) -> ssl.SSLContext | None:
         """TLS for the side that dials, or ``None``."""
         return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
+
+    def __getstate__(self) -> list[Any]:
+        if isinstance(self.tls, ssl.SSLContext):
+            raise ConfigError(
+                "an ssl.SSLContext cannot be passed to another process: pass "
+                "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
+            )
+        return [self.token, self.pull_token, self.tls]

@@ -214,11 +214,15 @@ class FramedTransport(Transport):
         self._resume()
         close_in_child(self)
 
+    @staticmethod
+    def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair()
+
     @classmethod
     @contextlib.asynccontextmanager
     async def pair(cls, *, limits: Limits | None = None) -> AsyncIterator[tuple[Self, Self]]:
-        """Two ends of a Unix socket pair in this process, closed when the context ends."""
-        left, right = socket.socketpair()
+        """Two connected ends in this process, closed when the context ends."""
+        left, right = cls._connected_sockets()
         async with (
             cls(left, limits=limits, name="the right end") as one,
             cls(right, limits=limits, name="the left end") as two,

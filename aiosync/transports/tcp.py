@@ -68,6 +68,16 @@ class TCPTransport(FramedTransport):
 
     _default_limits: ClassVar[Limits] = Limits()  # once a peer has proved who it is
 
+    @staticmethod
+    def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+        """Of a connection over the loopback."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            left = socket.create_connection(listening.getsockname())
+            right, _ = listening.accept()
+        for sock in (left, right):
+            _prepare(sock, _KEEPALIVE_SECONDS, _UNTAKEN_SECONDS)
+        return left, right
+
     @classmethod
     async def connect(
         cls,

@@ -57,7 +57,10 @@ def test_contexts_check_what_they_have_to() -> None:
     assert dialling.verify_mode == ssl.CERT_REQUIRED and dialling.check_hostname
     assert dialling.minimum_version >= ssl.TLSVersion.TLSv1_2 <= listening.minimum_version
     assert pickle.loads(pickle.dumps(files.both)) == files.both
-    assert Credentials(tls=listening).listening_context() is listening
+    credentials = Credentials(tls=listening)
+    assert credentials.listening_context() is listening
+    with pytest.raises(ConfigError, match=r"another process: pass tls=aiosync\.TLS"):
+        pickle.dumps(credentials)
 
 
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://127.0.0.1:0"])
