@@ -149,7 +149,9 @@ class WorkerRegistry:
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], None] = lambda idx: None
-        self.counts = dict.fromkeys(("wire_nbytes", "skipped", "refused", "reconnects"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("wire_nbytes", "skipped", "refused", "reconnects"), 0
+        )
         self.note: Callable[[], str] = str
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 

@@ -37,6 +37,8 @@ from aiosync.tensors.values import (
 )
 from aiosync.tensors.walk import (
     PLAIN,
+    Found,
+    ModuleTree,
     Place,
     find_nested,
     memory_key,
@@ -132,6 +134,8 @@ class Plan:
             ConfigError: The target is of an unsupported type, or has parameters that are not
                 initialised yet.
         """
+        self.found: Found
+        self.tree: ModuleTree | None
         self.found, self.tree = walk(target)
         by_object: dict[int, Spot] = {}
         for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
