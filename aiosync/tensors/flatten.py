@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -395,7 +394,8 @@ class LiveBytes:
         """The bytes from ``start`` to ``stop``, as pieces in order."""
         found = []
         first = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
-        for at, piece in islice(self._pieces, first, None):
+        for index in range(first, len(self._pieces)):  # islice() would pass all those before
+            at, piece = self._pieces[index]
             if at >= stop:
                 break
             part = piece[max(0, start - at) : stop - at]
