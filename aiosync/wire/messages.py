@@ -497,13 +497,24 @@ def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
     flags = _HAS_CHECKSUM * (message.checksum is not None) | _HAS_STATE * (
         message.state is not None
     )
-    sums = [_NO_SUM if each is None else each for each in (message.checksum, message.state)]
-    if any(len(each) != 16 for each in (message.digest, *sums)):
+    checksum = _NO_SUM if message.checksum is None else message.checksum
+    state = _NO_SUM if message.state is None else message.state
+    if not len(message.digest) == len(checksum) == len(state) == 16:
         raise InvalidData("digest and checksums have 16 bytes")
     if message.chunk is not None and not 0 <= index < count:
         raise InvalidData("a chunk is (index, count) with 0 <= index < count < 2**32")
     return _UPDATE_HEADER.pack(
-        _UPDATE, flags, 0, index, count, epoch, version, message.digest, *sums, rest_nbytes
+        _UPDATE,
+        flags,
+        0,
+        index,
+        count,
+        epoch,
+        version,
+        message.digest,
+        checksum,
+        state,
+        rest_nbytes,
     )
 
 
