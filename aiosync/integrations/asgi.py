@@ -117,7 +117,8 @@ class WeightsMiddleware:
         if not callable(app) or not hasattr(feed, "gate"):
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
-        for path in (*exempt, *(() if readyz is None else (readyz,))):
+        self._exempt = tuple(exempt)
+        for path in (*self._exempt, *(() if readyz is None else (readyz,))):
             if not isinstance(path, str) or not path.startswith("/"):
                 raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
@@ -129,7 +130,6 @@ class WeightsMiddleware:
         self.max_staleness = max_staleness
         self.timeout = timeout
         self.max_early_body = max_early_body
-        self._exempt = tuple(exempt)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """One call of the server, as ASGI has it."""

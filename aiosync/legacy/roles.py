@@ -25,7 +25,7 @@ from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.guard import why_unguarded
 from aiosync.schemes.inside import life_of
-from aiosync.schemes.sources import Given, resolve_model, resolve_path
+from aiosync.schemes.sources import Given, is_per_worker, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
@@ -209,6 +209,11 @@ class WeightSender(OfScheme):
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
         chosen, model_id = self._chosen(worker_ids), self._scheme.model_id or "policy"
+        if is_per_worker(weights):
+            raise ConfigError(
+                "weights by worker need a scheme without pipes or actors: send those of one worker "
+                "with worker_ids="
+            )
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(

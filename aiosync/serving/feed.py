@@ -35,6 +35,7 @@ __all__ = ["FeedStatus", "WeightFeed"]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 4.0
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,20 +395,24 @@ class WeightFeed:
             with contextlib.suppress(SyncTimeout):  # a forward in another thread goes on
                 applier.apply_pending()
                 return
+        late = time.monotonic() + limit
 
         def apply() -> None:
-            try:
-                applier.apply_pending(patience=limit)
-            except Exception:  # goes on to _follow()
-                raise
-            except BaseException as exc:  # of a function of the user's: no end of this program
-                raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
+            while self._users:  # not once it is closed: that waits for no forward
+                try:
+                    applier.apply_pending(patience=min(limit, _LOOK_SECONDS))
+                    return
+                except SyncTimeout as exc:
+                    if time.monotonic() >= late:
+                        text = f"a forward pass in another thread went on for {limit:g} s"
+                        raise SwapTimeout(text) from exc
+                except Exception:  # goes on to _follow()
+                    raise
+                except BaseException as exc:  # of a function of the user's: no end of this program
+                    raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
 
-        try:
-            # What has begun ends: nobody may compute on weights that are half in place.
-            await self._thread.run(apply, patience=None)
-        except SyncTimeout as exc:
-            raise SwapTimeout(f"a forward pass in another thread went on for {limit:g} s") from exc
+        # What has begun ends: nobody may compute on weights that are half in place.
+        await self._thread.run(apply, patience=None)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         """The model has another version. On any thread, before the trainer is told.

@@ -453,7 +453,8 @@ class Admission:
             text = f"{has} and answers from version {gate.waits_for} on, which is not here {when}"
         elif not gate._satisfies(self.min_version, self.wanted_epoch):
             epoch = "" if self.wanted_epoch is None else f" of epoch {self.wanted_epoch:016x}"
-            text = f"version {self.min_version}{epoch} was requested; {has} {when}"
+            asked = f"version {self.min_version}" if self.min_version else "a version"
+            text = f"{asked}{epoch} was requested; {has} {when}"
         else:
             text = f"a switch of the weights took longer than {limit or 0:g} s"
         return AdmissionTimeout(

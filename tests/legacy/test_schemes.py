@@ -186,6 +186,8 @@ def test_single_workers() -> None:
         ):
             sender.send(td(value), worker_ids=worker_ids)
             assert [tools.value_of(model) for model in models] == expected
+        with pytest.raises(aiosync.ConfigError, match="worker_ids="):
+            sender.send({0: td(1.0), 1: td(2.0)})
 
 
 def test_a_context_that_goes_is_told_to_both_sides() -> None:

@@ -195,6 +195,45 @@ async def test_a_function_that_does_not_return_holds_up_nobody_who_closes(addres
     await until(lambda: not [t for t in threading.enumerate() if "aiosync-apply" in t.name])
 
 
+class Slow(nn.Module):
+    """Computes for as long as it is told to."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner, self.entered, self.go_on = models.linear(), threading.Event(), threading.Event()
+        models.fill(self, value)
+
+    def forward(self) -> None:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+async def test_whoever_closes_waits_for_no_forward_of_another_thread(
+    copies: bool, address: str
+) -> None:
+    source, target = Slow(1.0), Slow(-1.0)
+    scheme = aiosync.TCPWeightSyncScheme(address, apply_copy=copies)
+    feed = WeightFeed(scheme, model=target, gate=AdmissionGate(swap_timeout=None))
+    async with trainer(source, address) as sender:
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            forward = asyncio.create_task(asyncio.to_thread(target))
+            await until(target.entered.is_set)
+            models.fill(source, 2.0)
+            handle = sender.send_nowait()
+            async with asyncio.timeout(PATIENCE):
+                with pytest.raises(aiosync.AdmissionTimeout, match="a switch of the weights"):
+                    while True:
+                        async with feed.request(timeout=0.01):
+                            await asyncio.sleep(0)
+        assert not [each for each in threading.enumerate() if "aiosync-apply" in each.name]
+        target.go_on.set()
+        await forward
+        assert models.filled(target, 1.0)  # as it was when the feed was closed
+        await _outcome(handle)
+
+
 @pytest.mark.parametrize(
     "error", [asyncio.CancelledError, CancelledError, SystemExit, StopIteration]
 )

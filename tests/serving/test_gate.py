@@ -54,6 +54,8 @@ async def test_nobody_is_let_in_before_there_is_a_version(mode) -> None:
     assert log == [("a", 7), ("b", 7)]
     assert gate.ready
     assert (gate.version, gate.epoch, gate.swaps) == (7, 99, 1)
+    late = gate.request(epoch=5, timeout=0)
+    await refused(late, aiosync.AdmissionTimeout, "^a version of epoch 0*5 was requested")
     assert (gate.running, gate.waiting) == (0, 0)
 
 

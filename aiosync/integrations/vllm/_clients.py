@@ -207,7 +207,7 @@ def pausing(client: Any, timeout: float) -> Any:
     Raises:
         ConfigError: The client knows no way to pause.
     """
-    if hasattr(client, "pause_generation"):
+    if hasattr(client, "pause_generation") and hasattr(client, "resume_generation"):
         return client
     if hasattr(client, "base_url"):
         return HTTPClient(client.base_url, timeout=timeout)

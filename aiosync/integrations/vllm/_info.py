@@ -296,7 +296,9 @@ def _token_of(path: str | None) -> bytes | None:
         text = os.environ.get("AIOSYNC_TOKEN")
         return None if text is None else os.fsencode(text)
     try:
-        token = Path(path).read_bytes()
+        token = Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
     except OSError as exc:
         raise ConfigError(f"token_file: {path}: cannot be read: {exc.strerror}") from exc
-    return token.removesuffix(b"\n").removesuffix(b"\r")
+    if not token:
+        raise ConfigError(f"token_file: {path} is empty")
+    return token

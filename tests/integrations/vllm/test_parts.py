@@ -66,8 +66,18 @@ def test_a_token_file_that_cannot_be_used(content: bytes | None, tmp_path: Path)
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(aiosync.ConfigError, match="token"):
+    with pytest.raises(aiosync.ConfigError, match=f"token_file: {file}"):
         AiosyncInitInfo("tcp://127.0.0.1:1", token_file=str(file)).receiving_scheme()
+
+
+def test_a_client_that_could_not_resume_is_refused_before_it_pauses() -> None:
+    class Halfway:
+        def pause_generation(self, mode: str) -> None:
+            """The other one is missing."""
+
+    client: Any = Halfway()
+    with pytest.raises(aiosync.ConfigError, match="cannot pause an engine"):
+        AiosyncTrainerEngine(AiosyncTrainerInitInfo(rank=0), client=client)
 
 
 def test_other_ranks_take_part_in_gathering() -> None:
