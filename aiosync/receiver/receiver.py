@@ -298,7 +298,7 @@ class WeightReceiver:
             self._answer_stale(epoch, version, exc)
             self._has_come(epoch, version)
             return False
-        if self._wanted:
+        if self._wanted or self._coming:
             self._has_come(epoch, version)
         return True
 
@@ -410,7 +410,7 @@ class WeightReceiver:
         self._applied(epoch, version)
         if staged.slot is not None:
             self._promise(staged)
-            if self._wanted:
+            if self._wanted or self._coming:
                 self._has_come(epoch, version)
 
     def _applied(self, epoch: int, version: int) -> None:
@@ -478,7 +478,8 @@ class WeightReceiver:
 
     def hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
-        return bool(self._promised != digest or self._num_waiting or self._wanted)
+        asked = self._num_waiting or self._wanted or self._coming
+        return bool(self._promised != digest or asked)
 
     # -- what there is -------------------------------------------------------------------------
 

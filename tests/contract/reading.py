@@ -359,6 +359,14 @@ async def check_pull_of_a_subscriber(bench: Bench) -> None:
         assert await worker.pull(min_version=2) == 2
         assert (await handle).acked == {0}
         assert await crew.values() == [2.0]
+        with read_elsewhere(worker):
+            older, newest = crew.send_nowait(3.0), crew.send_nowait(4.0)
+            pulling = asyncio.ensure_future(worker.pull())  # is told of one that is on its way
+            await worker.wait_staged(newest.version, timeout=PATIENCE)
+            assert not pulling.done()
+        assert await asyncio.wait_for(pulling, PATIENCE) == newest.version
+        assert (await newest).acked == {0}
+        await older
 
 
 CHECKS = (
