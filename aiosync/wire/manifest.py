@@ -13,8 +13,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -116,7 +115,7 @@ class LeafSpec:
     aliases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The ordered leaves of a payload; two equal manifests have equal digests.
 
@@ -126,28 +125,29 @@ class Manifest:
         leaves: In the order of their offsets.
         nbytes: Bytes of the payload: the end of the last leaf, rounded up to a multiple of
             64; 0 without leaves.
+        digest: BLAKE2b of the canonical encoding, 16 bytes.
     """
 
     leaves: tuple[LeafSpec, ...]
     nbytes: int
+    digest: bytes = field(init=False, repr=False, compare=False)
+    _encoded: bytes = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def digest(self) -> bytes:
-        """BLAKE2b of the canonical encoding, 16 bytes; computed once."""
-        return hashlib.blake2b(self.encode(), digest_size=DIGEST_NBYTES).digest()
-
-    @cached_property
-    def _encoded(self) -> bytes:
+    def __post_init__(self) -> None:
+        # At once: where it waits to be asked for, a fork may copy the lock of a cached property.
         pack = msgpack.Packer(use_bin_type=True).pack
         parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
         parts += [
             pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases))
             for x in self.leaves
         ]
-        return b"".join(parts)
+        encoded = b"".join(parts)
+        digest = hashlib.blake2b(encoded, digest_size=DIGEST_NBYTES).digest()
+        object.__setattr__(self, "_encoded", encoded)
+        object.__setattr__(self, "digest", digest)
 
     def encode(self) -> bytes:
-        """Return the canonical encoding; computed once."""
+        """Return the canonical encoding."""
         return self._encoded
 
     @classmethod

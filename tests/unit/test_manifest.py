@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -235,3 +239,37 @@ def test_no_single_changed_byte_passes_unnoticed() -> None:
                 continue
             assert decoded.digest != MANIFEST.digest
             assert decoded.encode() == changed
+
+
+class _Waiting(tuple[LeafSpec, ...]):
+    """No leaves, and whoever looks at them waits."""
+
+    def __new__(cls) -> _Waiting:
+        self = super().__new__(cls)
+        self.looked, self.go_on = threading.Event(), threading.Event()
+        return self
+
+    looked: threading.Event
+    go_on: threading.Event
+
+    def __iter__(self) -> Iterator[LeafSpec]:
+        self.looked.set()
+        self.go_on.wait()
+        return super().__iter__()
+
+
+def test_a_child_needs_nothing_that_a_thread_of_its_parent_holds() -> None:
+    leaves = _Waiting()
+    thread = threading.Thread(target=lambda: Manifest(leaves, 0).digest)
+    thread.start()
+    leaves.looked.wait()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(20)  # ends it
+            os._exit(Manifest((), 0).digest != plan_manifest(()).digest)
+        finally:
+            os._exit(2)
+    leaves.go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
