@@ -96,7 +96,7 @@ class Progress:
         returns: Of each episode, in the order in which they arrived: its steps.
         lags: How many versions the steps of each were behind the trainer's, on average.
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
-        workers: Of each the version that it had last, its steps and episodes.
+        workers: Of each the version that it had last and its lag, its steps and episodes.
         version: Newest version that was sent.
         started: When the workers had the first weights.
         elapsed: Training time at the last send, in seconds.
@@ -107,7 +107,7 @@ class Progress:
         self.lags: list[float] = []
         self.latencies: list[float] = []
         self.workers: list[dict[str, int]] = [
-            {"worker_idx": idx, "version": 0, "steps": 0, "episodes": 0}
+            {"worker_idx": idx, "version": 0, "lag": 0, "steps": 0, "episodes": 0}
             for idx in range(num_workers)
         ]
         self.version: int = 0
@@ -122,6 +122,7 @@ class Progress:
             self.lags.append(version - statistics.fmean(step.version for step in steps))
             worker = self.workers[idx]
             worker["version"] = steps[-1].version
+            worker["lag"] = version - steps[-1].version
             worker["steps"] += len(steps)
             worker["episodes"] += 1
         return max(0.1, 1.0 - (time.monotonic() - self.started) / self._seconds)

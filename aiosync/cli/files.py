@@ -129,7 +129,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
     path = os.path.realpath(path)
     _kind(path)
     folder = os.path.dirname(path)
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(f"{folder}/", os.W_OK | os.X_OK):
         raise ConfigError(f"{path}: there is no folder {folder}, or no permission to write there")
     if os.path.lexists(path) and not os.path.isfile(path):
         raise ConfigError(f"{path}: this is not a regular file, which would be replaced by one")

@@ -62,12 +62,15 @@ def push(
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("push", *given, model_id) as (client, options, errors, exit_status):
-        import aiosync
-        from aiosync.cli.files import load_weights
+        with _transfer_bar(errors, f"push {model_id}", f"reads {file.name}") as show:
+            import aiosync
+            from aiosync.cli.files import load_weights
 
-        weights = load_weights(file, note=lambda text: errors.print(f"Note: {text}", markup=False))
-        exit_status[0] = 1
-        done = aiosync.run(_push(weights, client, url, options, model_id, timeout))
+            weights = load_weights(
+                file, note=lambda text: errors.print(f"Note: {text}", markup=False)
+            )
+            exit_status[0] = 1
+            done = aiosync.run(_push(weights, client, url, options, model_id, timeout, show))
         _say_done("Pushed", model_id, *done)
 
 
@@ -78,6 +81,7 @@ async def _push(
     options: dict[str, Any],
     model_id: str,
     timeout: float,
+    show: Callable[[int, int], None],
 ) -> tuple[int, int, int, float]:
     """Send; epoch, version, bytes and seconds."""
     from aiosync.rendezvous.handshake import ANY_STRATEGY
@@ -98,12 +102,20 @@ async def _push(
                 f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
                 "first, or push under another --model-id"
             )
+    nbytes = Layout.plan(collect(weights)).nbytes  # refuses weights before anybody hears of them
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )
     scheme.strategy_str = ANY_STRATEGY  # a file says nothing of how its weights were extracted
     scheme.init_on_sender(model_id, num_workers=1)
+
+    async def look() -> None:
+        while True:
+            show(min(nbytes, scheme.stats().wire_nbytes), nbytes)
+            await asyncio.sleep(_LOOK_SECONDS)
+
     async with scheme:
+        looking = loop.create_task(look())
         try:
             await scheme.connect(timeout=left())
             await scheme.send(weights, timeout=left())
@@ -113,7 +125,8 @@ async def _push(
                 raise error from exc
             # The scheme dials again, and the server knows what it has already.
             await scheme.wait_for_version(scheme.version, timeout=left())
-        nbytes = Layout.plan(collect(weights)).nbytes
+        finally:
+            looking.cancel()
         return scheme.epoch, scheme.version, nbytes, loop.time() - started
 
 

@@ -6,10 +6,10 @@ This module must never import pytest or torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from aiosync.errors import PeerClosed, TransportBroken, TransportClosed
@@ -73,6 +73,19 @@ class Hooks:
 
     cut: Callable[[Transport], None] | None = None
     limited: Callable[[Limits, Limits], AbstractAsyncContextManager[Pair]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConformanceReport:
+    """What :func:`check_transport` found.
+
+    Attributes:
+        passed: Names of the checks that hold.
+        skipped: For each check that was not run, why.
+    """
+
+    passed: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Tasks(AbstractAsyncContextManager["Tasks"]):

@@ -14,7 +14,6 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
 from types import NoneType
@@ -43,6 +42,7 @@ from aiosync.testing._tools import (
     Bench,
     Check,
     ConformanceError,
+    ConformanceReport,
     Hooks,
     Lending,
     Link,
@@ -573,6 +573,18 @@ async def check_cut_mid_message(bench: Bench) -> None:
             await expect(ENDED, receiver.recv(), "recv() after the cut")
 
 
+@check()
+async def check_repr(bench: Bench) -> None:
+    """repr() says something while a payload is under way and after the end, but not the payload."""
+    async with bench.link() as (sender, receiver, tasks):
+        await is_blocked(tasks.start(send(sender, 1, b"SECRET" * 10**6)))
+        shown = [repr(sender), repr(receiver)]
+        await within(sender.aclose(), "aclose()")
+        shown += [repr(sender), repr(receiver)]
+    require(all(0 < len(text) < 2000 for text in shown), "repr() is empty or very long")
+    require("SECRET" not in "".join(shown), "repr() shows bytes of a payload")
+
+
 # -- cancellation ----------------------------------------------------------------------------------
 
 
@@ -737,19 +749,6 @@ CONFORMANCE_CHECKS: tuple[Check, ...] = tuple(
     each for each in tuple(globals().values()) if isinstance(each, Check)
 )
 """Every check of the suite, in the order in which to read it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConformanceReport:
-    """What :func:`check_transport` found.
-
-    Attributes:
-        passed: Names of the checks that hold.
-        skipped: For each check that was not run, why.
-    """
-
-    passed: tuple[str, ...] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 async def check_transport(

@@ -104,6 +104,7 @@ def test_the_return_rises(transport: str, sync: bool) -> None:
     assert len(summary["workers"]) == 2
     for worker in summary["workers"]:
         assert worker["steps"] > 0
+        assert worker["lag"] >= 0
         assert worker["version"] > 10  # the worker was kept fresh while it collected
     assert re.search(
         r"return +[0-9.]+  version \d+  workers have \d+, \d+  send [0-9.]+ ms", done.stderr

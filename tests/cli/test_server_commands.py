@@ -33,6 +33,7 @@ from tests._certificates import certificates
 from tests.cli._serving import (
     SECRET,
     Command,
+    Terminal,
     assert_same,
     refused,
     run,
@@ -265,6 +266,7 @@ def test_the_pull_token_pulls_and_does_not_push(
         (["push", "{file}.pt", "tcp://127.0.0.1:0"], "has no port"),
         (["push", "{file}.pt", "tcp://user:{secret}@127.0.0.1:1"], "must not contain credentials"),
         (["pull", "tcp://127.0.0.1:1", "{no}/copy.pt"], "there is no folder"),
+        (["pull", "tcp://127.0.0.1:1", "{file}.pt/copy.pt"], "there is no folder"),
         (["pull", "tcp://127.0.0.1:1", "copy.xyz"], "must end in one of"),
         (["pull", "tcp://127.0.0.1:1", "copy.pt", "--tls-ca", "{no}"], "cannot be used"),
         (["status", "http://127.0.0.1:1"], "is not an address"),
@@ -276,6 +278,7 @@ def test_wrong_usage_is_status_2(
 ) -> None:
     file, empty = tmp_path / "file.pt", tmp_path / "empty"
     torch.save({"a": torch.zeros(2)}, file)
+    file.chmod(0o755)  # what may be executed is no folder all the same
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and nothing that makes sense")
     empty.touch()
     with contextlib.closing(listening()) as busy:
@@ -365,6 +368,16 @@ def test_ctrl_c_ends_a_pull_that_waits(
     assert os.listdir(tmp_path) == ["said"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_on_a_terminal_a_push_shows_how_much_there_is(
+    servers: dict[str, Command], weights: tuple[str, dict[str, torch.Tensor]]
+) -> None:
+    with Terminal(80) as terminal:
+        terminal.start("push", weights[0], servers["plain"].url, "--model-id", "shown", quiet=True)
+        terminal.read_until(lambda shown: " of 240." in shown)
+
+
 # -- what a push does -------------------------------------------------------------------------
 
 
@@ -378,11 +391,15 @@ async def test_a_push_says_why_it_was_not_taken(
 ) -> None:
     path, store = tmp_path / "w.pt", tmp_path / "store"
     torch.save({"w": torch.zeros(3)}, path)
+    torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
 
     def said(text: str) -> bool:
         return text in capsys.readouterr().err
 
     async with WeightServer(URL, store=store) as server:
+        assert await push(tmp_path / "sparse.pt", server.url) == 1
+        assert said("cannot be sent")
+        assert server.status()["models"] == []  # nobody heard of it
         async with trainer(server):
             assert await push(path, server.url) == 1
             assert said("is already pushing model 'policy' to this server")

@@ -168,7 +168,21 @@ class NeverBlocks(MPTransport):
         self.send_nowait(message, payload)
 
 
+class ShowsPayloads(MPTransport):
+    """Says in its repr what it sends."""
+
+    _sent: object = None
+
+    async def send(self, message, payload=(), *, timeout=None):
+        self._sent = payload[0][:9]
+        await super().send(message, payload, timeout=timeout)
+
+    def __repr__(self):
+        return f"<ShowsPayloads {self._sent}>"
+
+
 WRONG = {
+    "repr": ShowsPayloads,
     "cancel_recv_loses_nothing": LosesOnCancel,
     "checkpoints": NeverYields,
     "payloads": SendsTheFirstBuffer,
