@@ -286,8 +286,10 @@ class Flattener:
             plan = self._plan = _Plan(found, layout)
         plan.outline = keys
         prepared = plan.prepared(found.tensors, values)
-        is_steady = not found.values and (
-            self.extract_as == "tensordict" or tree is None or tree.standard_state_dict()
+        is_steady = (
+            tree is not None
+            and not found.values
+            and (self.extract_as == "tensordict" or tree.standard_state_dict())
         )
         self._tree, self._steady = tree, prepared if is_steady else None
         return prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from copy import deepcopy
@@ -220,6 +221,15 @@ def test_another_container_after_a_known_one(source: Any) -> None:
     flattener, known = Flattener(), {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
     for each in (known, source, known, source):
         assert contents(flattener, each) == expected(each)
+
+
+def test_only_the_last_source_is_kept() -> None:
+    flattener, sent = Flattener(), list[weakref.ref[torch.Tensor]]()
+    for _ in range(3):
+        source = {"a": torch.ones(2)}
+        flattener.prepare(source)
+        sent.append(weakref.ref(source["a"]))
+    assert [each() is None for each in sent] == [True, True, False]
 
 
 def test_ties_that_dissolve_are_seen() -> None:
