@@ -193,6 +193,11 @@ class WeightSender(OfScheme):
 
     def _prepare(self, weights: Any) -> Any:
         scheme = self._scheme
+        if self._transports and is_per_worker(weights):
+            raise ConfigError(
+                "weights by worker need a scheme without pipes or actors: send those of one worker "
+                "with worker_ids="
+            )
         strategy = WeightStrategy(scheme.strategy)
         prepared = scheme.prepare_weights(weights, scheme.model_id, strategy, self.context)
         scheme.register_sent(prepared)
@@ -209,11 +214,6 @@ class WeightSender(OfScheme):
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
         chosen, model_id = self._chosen(worker_ids), self._scheme.model_id or "policy"
-        if is_per_worker(weights):
-            raise ConfigError(
-                "weights by worker need a scheme without pipes or actors: send those of one worker "
-                "with worker_ids="
-            )
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(
