@@ -319,8 +319,9 @@ async def check_torn_reads(bench: Bench) -> None:
                         assert (await crew.send(float(number))).acked == {0, 1}
                         seen[1].append(looping.model())
                         assert seen[1][-1] == (number, number)
-                        if number % 20 == 0:
-                            await asyncio.sleep(0.002)
+                        if number % 20 == 0:  # a busy machine would let the thread see too few
+                            enough = len(seen[0]) + 2  # one had begun, the next has this version
+                            await until(lambda n=enough, s=seen[0]: len(s) >= n or task.done())
                 finally:
                     ended.set()
                 await asyncio.wait_for(task, PATIENCE)
