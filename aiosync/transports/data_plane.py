@@ -226,7 +226,9 @@ class DataPlaneTransport(Transport):
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             self._check()
             if not waited.done():
-                raise TransportBroken(f"the payload was not delivered within {seconds:g} s")
+                raise TransportBroken(
+                    f"{self._kind} did not deliver the payload within {seconds:g} s"
+                )
             return waited.result()
         finally:
             waited.cancel()

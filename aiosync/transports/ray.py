@@ -127,10 +127,10 @@ def need_cluster() -> Any:
 def landed(ref: Any) -> asyncio.Future[Any]:
     """What a reference stands for, as a future; cancelling it only stops the wait."""
     there = asyncio.wrap_future(ref.future())
-    waited = asyncio.shield(there)
-    for each in (there, waited):  # who waits sees what it raises; perhaps nobody does any more
-        each.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return waited
+    # Who waits sees what it raises; perhaps nobody does any more. Python 3.14 would report each
+    # error of what is shielded and not waited for.
+    there.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return there
 
 
 def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
@@ -437,6 +437,7 @@ class RayTransport(DataPlaneTransport):
 
     async def _take(self, name: str, ticket: bytes) -> Any:
         self._check()
+        self._objects.check_cluster()
         try:
             if self._hub[0] != name:
                 found = self._objects.threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
