@@ -232,15 +232,19 @@ class Applier:
         """Apply what there is between two reads: now, or as soon as they end. On the loop."""
         try:
             waits = not self.guard.submit(self.apply)
-        except BaseException as exc:  # goes on, or to the loop
-            if not _is_interrupt(exc):
-                raise
-            self._loop.call_soon(_raise, exc)  # it ends no link
+        except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
+            self.interrupt_loop(exc)
             waits = True
         # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
         if waits and self._timer is None and not self._closed:
             self._timer = self._loop.call_later(pause, self._look_again, pause)
         self._owner.report()
+
+    def interrupt_loop(self, error: BaseException) -> None:
+        """Have the loop raise what a signal's handler raised, which ends no link; raise others."""
+        if not _is_interrupt(error):
+            raise error
+        self._loop.call_soon(_raise, error)
 
     def _look_again(self, pause: float) -> None:
         self._timer = None

@@ -6,7 +6,6 @@ Must not import a web framework, nor a concrete scheme.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import math
 import time
@@ -392,9 +391,13 @@ class WeightFeed:
         """Change the pointers on the loop; in a thread what is more, or has to wait for another."""
         limit = self.gate.swap_timeout or math.inf
         if not self._in_thread and applier.is_quick:
-            with contextlib.suppress(SyncTimeout):  # a forward in another thread goes on
+            try:
                 applier.apply_pending()
                 return
+            except SyncTimeout:  # a forward in another thread goes on
+                pass
+            except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
+                applier.interrupt_loop(exc)  # and the thread does the rest
         late = time.monotonic() + limit
 
         def apply() -> None:

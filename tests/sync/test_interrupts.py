@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import os
@@ -17,6 +18,7 @@ import torch
 
 import aiosync
 import aiosync.sync
+from aiosync.serving import AdmissionGate, WeightFeed
 from tests.support.waiting import mapped_nbytes
 from tests.sync import _tools as tools
 
@@ -224,6 +226,63 @@ def interrupted_hook() -> tuple[int, int]:
     return interrupts, refusals
 
 
+class Ringing(AdmissionGate):
+    """A gate at which an alarm goes off when weights are switched."""
+
+    rings = False
+
+    @property
+    def waits_for(self) -> int:
+        if self.rings:
+            self.rings = False
+            signal.raise_signal(signal.SIGALRM)
+        return super().waits_for
+
+
+def interrupted_switch(kind: type[BaseException]) -> tuple[str, int, list[type[BaseException]]]:
+    """An alarm in the middle of a feed's switch: how the feed stands, and what its loop raised."""
+    source, target, gate = tools.filled(0.0), tools.filled(-1.0), Ringing()
+    raised = list[type[BaseException]]()
+
+    def ring(*_: Any) -> None:
+        raise kind
+
+    def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        raised.append(type(context["exception"]))
+
+    signal.signal(signal.SIGALRM, ring)
+    sender = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", timeout=20.0)
+    sender.init_on_sender(model=source, num_workers=1)
+    feed = WeightFeed(aiosync.TCPWeightSyncScheme(sender.address), model=target, gate=gate)
+
+    async def start() -> None:
+        asyncio.get_running_loop().set_exception_handler(note)
+        await feed.start()
+        await sender.connect()
+        await feed.ready.wait(timeout=20.0)
+
+    async def send() -> None:
+        tools.fill(source, 2.0)
+        handle, gate.rings = sender.send_nowait(), True
+        await handle
+
+    async def end() -> tuple[str, int]:
+        await sender.send()
+        state, value = feed.status.state, tools.value_of(target)
+        assert feed.version == 3
+        await feed.aclose()
+        await sender.aclose()
+        return state, int(value)
+
+    with asyncio.Runner() as runner:
+        runner.run(start())
+        try:
+            runner.run(send())
+        except KeyboardInterrupt as exc:
+            raised.append(type(exc))
+        return *runner.run(end()), raised
+
+
 def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, int]:
     """Alarms at any moment of a trainer's sends; what went wrong, how many, and segments' bytes."""
     source, target = tools.Spread(0.0), tools.Spread(-1.0)
@@ -284,6 +343,12 @@ def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> 
 @pytest.mark.slow
 def test_an_interrupt_of_a_hook_is_no_refusal() -> None:
     assert tools.in_process(interrupted_hook) == (1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
+def test_an_interrupt_of_a_switch_ends_no_feed(kind: type[BaseException]) -> None:
+    assert tools.in_process(interrupted_switch, kind) == ("live", 2, [kind])
 
 
 @pytest.mark.slow
