@@ -241,13 +241,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             params_map: Worker index -> its weights.
             weights: Weights for every worker: TensorDict or state dict, nested or dotted.
             model: Module whose weights every worker gets.
-            devices: One device for each worker. Receivers put weights where their model is; the
-                list only says how many workers there are.
+            devices: One for each worker. Only says how many there are: a model stays where it is.
             device_map_fn: Called with (worker index, weights) for each worker and send.
             num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
             pipes: Connections to the workers, by index, instead of the scheme's own socket.
-            transports: Links to the workers, by index, instead of the scheme's own socket. Only
-                these workers are expected.
+            transports: The same with links. Only these workers are expected.
             ctx: Ignored; TorchRL passes its multiprocessing context.
 
         Raises:
@@ -293,8 +291,6 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
-        Another model may be assigned later; see :attr:`model`.
-
         Args:
             model_id: Name of the model, as the sender calls it.
             context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
@@ -305,13 +301,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 a thread. What it raises refuses the version.
             worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
                 lets the sender choose.
-            model: Module to keep up to date. May be given later, by setting :attr:`model`.
+            model: Module to keep up to date. :attr:`model` takes one, or another one, later.
             weights: TensorDict or dict of tensors to keep up to date, instead of a module.
             load: Function that is called with all names and tensors of each version, instead of
-                a module: ``load(weights: Iterable[tuple[str, Tensor]])``. It is called wherever
-                updates are applied. The tensors are views of received memory, valid and
-                unchanged until it returns: it copies what it keeps, and writes to none. If it
-                raises, the update is refused; it must itself undo what it changed.
+                a module: ``load(weights: Iterable[tuple[str, Tensor]])``. The tensors are views of
+                received memory, valid and unchanged until it returns: it copies what it keeps, and
+                writes to none. If it raises, the update is refused; it undoes what it changed.
             transform: Turns the names and tensors of each version into those that the model
                 expects: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
                 :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on, and
@@ -321,14 +316,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
-            methods: Names of methods of the model, beside its ``forward()``, that compute with the
-                weights, such as ``("act", "evaluate")``. An update waits for a call of one of them
-                as for a forward pass. See also :meth:`guarded`.
+            methods: Names of methods, such as ``("act", "evaluate")``, that compute with the weights
+                beside ``forward()``: an update waits for them, too. See also :meth:`guarded`.
 
         Raises:
-            ConfigError: The arguments exclude each other, or updates could tear: a target
-                without forward hooks, such as a scripted module, needs ``guard="reading"``
-                or ``apply="manual"``.
+            ConfigError: The arguments exclude each other, or updates could tear: a target without
+                hooks, such as a scripted module, needs ``guard="reading"`` or ``apply="manual"``.
             LocalProtocolError: This object already has a role.
         """
         self._check_no_role("init_on_receiver")
@@ -385,8 +378,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Args:
             worker_idx: Receiver only: index of this worker.
             weights: Sender only: the initial weights.
-            timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
-                ``math.inf`` waits for ever.
+            timeout: Seconds in all; ``None`` takes the scheme's, ``math.inf`` waits for ever.
             processes: Sender only: the workers' processes, by index (anything with a ``pid``,
                 or process ids), so that one that dies before it connects is noticed at once.
             initial: Receiver only: wait for the initial weights, as far as it subscribes. If
