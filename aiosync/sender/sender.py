@@ -46,7 +46,8 @@ _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 _AWAKE_SECONDS = (50e-6, 250e-6)
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _EARLY_SECONDS = 0.002  # that a loop's timer may be
-_RING_SECONDS = (0.005, 0.1)  # until a worker that does nothing is rung, and rung again at most
+_RING_SECONDS = 0.005  # until a worker that does nothing is rung
+_RING_TURNS = 200  # of that length, until it is rung again at most
 # First and longest pause between two looks how far workers are behind that tell nobody.
 _LOOK_SECONDS = (0.001, 0.01)
 
@@ -116,6 +117,7 @@ class WeightSender:
         self._looks_at = math.inf  # when it is due
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
+        self._late: dict[tuple[int, int], int] = {}  # turns in which a worker had which version
         self._recent = 0.0  # seconds that answers took lately
         self._poll: Any = None  # select.poll(), for what workers that read slots say
         self._polled = -1  # changes among the workers until then
@@ -624,27 +626,32 @@ class WeightSender:
                 if link.publisher is not None and link.publisher.bell and link.is_behind:
                     link.ring()
         if self._bell is None and self.copier.arena is not None:
-            self._bell = self._loop.call_later(_RING_SECONDS[0], self._ring_late, _RING_SECONDS[0])
+            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     def _note_turn(self) -> None:
         self._asked_at = 0.0
 
-    def _ring(self) -> bool:
-        """Ring workers that have not taken what they were named: whether there were any."""
-        late = [link for link in self.workers.links.values() if link.is_behind]
-        for link in late:
-            link.ring()
-        return bool(late)
+    def _ring(self) -> None:
+        """Ring workers that have not taken what they were named."""
+        for link in self.workers.links.values():
+            if link.is_behind:
+                link.ring()
 
-    def _ring_late(self, pause: float) -> None:
-        """Ring workers that have not looked since they were named an update, ever more seldom.
+    def _ring_late(self) -> None:
+        """Ring workers that have not looked since they were named an update.
 
-        One that does not compute follows all the same, and gives its slot back.
+        Each ever more seldom while it takes none, whatever the others do. One that does not compute
+        follows all the same, and gives its slot back.
         """
-        self._bell = None
-        if self._ring():
-            pause = min(2 * pause, _RING_SECONDS[1])
-            self._bell = self._loop.call_later(pause, self._ring_late, pause)
+        self._bell, before, self._late = None, self._late, {}
+        for idx, link in self.workers.links.items():
+            if link.is_behind:
+                has = idx, link.applied
+                self._late[has] = turns = before.get(has, 0) + 1
+                if turns & (turns - 1) == 0 or turns % _RING_TURNS == 0:
+                    link.ring()
+        if self._late:
+            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     # -- waiting for workers -------------------------------------------------------------------
 

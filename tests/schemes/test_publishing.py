@@ -101,6 +101,22 @@ async def test_whoever_does_not_compute_follows_soon_and_is_seldom_woken() -> No
         assert await worker.call(_looked_at) == {999.0}
 
 
+@pytest.mark.slow
+async def test_a_worker_follows_soon_whatever_another_one_does() -> None:
+    scheme, source = SHM(timeout=harness.PATIENCE), models.linear()
+    scheme.init_on_sender(model=source, num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        crew[0].stop()
+        begun = time.monotonic()
+        for value in range(100):
+            models.fill(source, float(value))
+            await scheme.send()
+            await harness.until(lambda: scheme.worker_versions[1] == scheme.version)
+        # 1 on a quiet machine, and 10 where a worker is rung as seldom as the other one.
+        assert time.monotonic() - begun < harness.PATIENCE / 6
+        crew[0].cont()
+
+
 async def test_what_a_forward_reads_is_not_written_over() -> None:
     source, target = Slow(), Slow()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
