@@ -106,8 +106,12 @@ def save_weights(
     try:
         with replacing(path) as (file, temporary):
             if safetensors is not None:
-                # None may share memory. The package replaces the temporary file by a private one.
-                own = {name: each.clone().contiguous() for name, each in tensors.items()}
+                own, seen = dict[str, torch.Tensor](), set[int]()
+                for name, each in tensors.items():  # none may share memory; few do
+                    memory = each.untyped_storage().data_ptr()
+                    own[name] = (each.clone() if memory in seen else each).contiguous()
+                    seen.add(memory)
+                # The package replaces the temporary file by a private one.
                 safetensors.torch.save_file(own, temporary, texts)
             elif path.lower().endswith(".ckpt"):
                 torch.save({"state_dict": dict(mapping), "metadata": texts}, file)

@@ -69,6 +69,19 @@ def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
+@every_ending
+def test_memory_for_a_second_model_is_not_needed(tmp_path: Path, ending: str) -> None:
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+    saved = {name: torch.ones(8_000_000) for name in "abcd"}  # 32 MB each
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is what there is now
+    before = peak()
+    save_weights(tmp_path / f"x{ending}", saved)
+    assert peak() - before < 64_000_000
+
+
 def test_what_safetensors_cannot_hold_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with pytest.raises(ConfigError, match=r"x\.safetensors: cannot be written: .*complex128"):
