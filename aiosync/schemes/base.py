@@ -316,7 +316,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
-            methods: Names of methods, such as ``("act", "evaluate")``, that compute with the weights
+            methods: Names of methods, such as ``("act", "value")``, that compute with the weights
                 beside ``forward()``: an update waits for them, too. See also :meth:`guarded`.
 
         Raises:
