@@ -195,6 +195,9 @@ class Ready(aio.Ready):
         self._facade._check("ready.wait")
         self._facade._call(self._ready.wait(timeout=timeout))
 
+    if TYPE_CHECKING:
+        __await__: None  # type: ignore[assignment]  # it raises what wait() does inside of a loop
+
 
 class WeightSyncScheme(SchemeState):
     """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.

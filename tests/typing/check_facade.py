@@ -23,6 +23,7 @@ def facade(scheme: aiosync.sync.SharedMemWeightSyncScheme) -> None:
     assert_type(scheme.version, int)
     assert_type(scheme.lag, int)
     assert_type(scheme.worker_versions, dict[int, int])
+    assert_type(scheme.ready.wait(timeout=1.0), None)
     assert_type(scheme.strategy, aiosync.WeightStrategy)
     with scheme as entered, scheme.reading():
         assert_type(entered, aiosync.sync.SharedMemWeightSyncScheme)
@@ -70,3 +71,7 @@ def wrong_calls(scheme: aiosync.sync.WeightSyncScheme) -> None:
     scheme.nothing()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     aiosync.sync.WeightSyncScheme("neither")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     aiosync.sync.WeightSyncScheme(apply="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+async def inside_of_a_loop(scheme: aiosync.sync.WeightSyncScheme) -> None:
+    await scheme.ready  # type: ignore[misc]  # pyright: ignore[reportGeneralTypeIssues]
