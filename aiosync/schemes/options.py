@@ -214,7 +214,7 @@ class SchemeOptions:
     )
     strategy_str: Option[str] = Option(doc="Name of the strategy.")
     timeout: Option[float | None] = Option(
-        _timeout, "Default timeout of calls in seconds; ``None`` for ever."
+        _timeout, "Default timeout of calls in seconds; ``None``, which ``inf`` becomes, for ever."
     )
     wire_dtype: Option[Dtypes | None] = Option(
         lambda name, value: check_dtypes(value, name),
