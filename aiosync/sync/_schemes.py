@@ -188,7 +188,7 @@ class Ready(aio.Ready):
 
     def __init__(self, facade: WeightSyncScheme) -> None:
         self._facade, self._ready = facade, facade._scheme.ready
-        super().__init__(self._ready.is_set, lambda timeout: self._ready.wait(timeout=timeout))
+        super().__init__(self._ready.is_set, self._ready._wait)
 
     def wait(self, *, timeout: float | None = None) -> None:  # type: ignore[override]  # it blocks
         """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""

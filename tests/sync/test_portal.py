@@ -8,6 +8,7 @@ import gc
 import sys
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_a_forgotten_scheme_is_closed_and_says_so_once(
     texts += [str(item.message) for item in caught if item.category is ResourceWarning]
     assert len(texts) == 2, texts
     assert all("`scheme.shutdown()`" in text for text in texts)
+
+
+def test_a_scheme_that_was_asked_whether_it_is_ready_is_forgotten_at_once() -> None:
+    """And with it closed, if it was connected: not when the collector finds it."""
+    scheme = tools.SHM()
+    forgotten = weakref.ref(scheme)
+    gc.disable()
+    try:
+        assert not scheme.ready
+        del scheme
+        assert forgotten() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("call", ["send", "send_async", "shutdown"])
