@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import signal
 import threading
@@ -146,6 +147,8 @@ class Applier:
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
+        # While forwards of a model become guarded; a signal's handler may close a scheme inside.
+        self._choosing = threading.RLock()
         self._taking: Staged | None = None  # is being applied, if by nobody then again
         self._before: Staged | None = None  # what the model had before that
         # The word that a read has to refuse yet, and why.
@@ -522,19 +525,16 @@ class Applier:
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
-
-        def change() -> None:
-            self._adopt(model)
-            chosen()
-
         self._owner.withdraw_promise()  # until the new one has taken an update
         same = model is self._target_of  # as yet, if another one was to replace it
-        if same or not self.guard.exclusively(change, timeout=0.0):
+        adopt = functools.partial(self._adopt, model, chosen)
+        if same or not self.guard.exclusively(adopt, timeout=0.0):
             if not same:
                 self._check_fits(model)
-            self._guard_forwards(model)
-            self._dropped = model is None and not same  # the rest follows, as another one is found
-            chosen()
+            with self._choosing:
+                self._guard_forwards(model)
+                self._dropped = model is None and not same  # the rest follows: another one is found
+                chosen()
         self.submit()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
@@ -547,10 +547,10 @@ class Applier:
             self._let_go()
             self._use(model)
 
-    def _adopt(self, model: Any) -> None:
+    def _adopt(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
         """Put the version that the old model has into the new one. Runs under the guard."""
         if model is None:
-            self._let_go()
+            self._let_go(chosen)
             return
         self._check_fits(model)
         target, current = self._target_for(model), self.current
@@ -568,7 +568,7 @@ class Applier:
                 target.apply_(current.layout, current.flat, current.values, copy=False)
         except Exception as exc:  # whoever gave the model sees it
             raise _misfit(self.inbox.version, exc) from exc
-        self._use(model)
+        self._use(model, chosen)
 
     def _check_fits(self, model: Any) -> None:
         newest = self.current or self.waiting
@@ -578,8 +578,13 @@ class Applier:
             except Exception as exc:  # whoever gave the model sees it
                 raise _misfit(newest.version, exc) from exc
 
-    def _use(self, model: Any) -> None:
-        self._guard_forwards(model)
+    def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
+        with self._choosing:
+            # Else another one was chosen meanwhile, and is guarded.
+            if chosen is not None or self.resolve() is model:
+                self._guard_forwards(model)
+            if chosen is not None:
+                chosen()
         self._target = None if model is None else self._target_for(model)
         self._target_of, self._dropped = model, False
 
@@ -591,7 +596,7 @@ class Applier:
         else:
             self.guard.uninstall()
 
-    def _let_go(self) -> None:
+    def _let_go(self, chosen: Callable[[], object] | None = None) -> None:
         """Nobody has the version any more."""
         self._detach()
         current, self.current = self.current, None
@@ -599,7 +604,7 @@ class Applier:
             self.call_soon(self._updates.retire, current)
         self.inbox.forget()
         self.guard.held = 0, 0
-        self._use(None)
+        self._use(None, chosen)
 
     def _detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""

@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import pickle
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -230,6 +231,59 @@ async def test_closing_beside_a_forward_that_does_not_end(make: Any) -> None:
         assert results == [1.0]
         assert (await sender.send(Policy(2.0), timeout=harness.PATIENCE)).left == {0}
     assert version(target(X)) == 1.0
+
+
+class Stateful(nn.Module):
+    """Its extra state comes after its weights, and lets somebody look at both before it is set."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(1, 1), value
+        models.fill(self, value)
+        self.between: Callable[[], object] = list
+        self.arriving: Callable[[], object] = list
+
+    def get_extra_state(self) -> float:
+        return self.state
+
+    def set_extra_state(self, state: float) -> None:
+        self.arriving()
+        self.state = state
+
+    def forward(self) -> tuple[float, float]:
+        weight = self.layer.weight.item()
+        self.between()
+        return weight, self.state
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_model_is_guarded_from_when_it_is_chosen_while_another_gets_weights(
+    make: Any,
+) -> None:
+    old, first, second = Stateful(-1.0), Stateful(-1.0), Stateful(-1.0)
+    entered, leave, found = threading.Event(), threading.Event(), list[Any]()
+    async with harness.here(make(), old, sender={"model": Stateful(1.0)}) as (_, receiver):
+
+        def wait() -> None:
+            entered.set()
+            leave.wait(harness.PATIENCE)
+
+        def look() -> None:
+            threading.Thread(target=lambda: found.append(second())).start()
+            entered.wait(0.1)
+
+        old.between = wait
+        first.arriving = functools.partial(setattr, receiver, "model", second)
+        second.arriving = look
+        forward = asyncio.ensure_future(asyncio.to_thread(old))
+        await harness.until(entered.is_set)
+        entered.clear()
+        receiver.model = first
+        leave.set()
+        assert await forward == (1.0, 1.0)
+        await harness.until(lambda: bool(found))
+        assert found == [(1.0, 1.0)]
 
 
 # -- other methods of a model ------------------------------------------------------------------
