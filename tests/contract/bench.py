@@ -212,13 +212,14 @@ class Bench:
         """A sender that is not connected; closed at the end, after its workers."""
         scheme = self.make(**{"timeout": PATIENCE, **options})
         crew = Crew(self, scheme, source)
-        try:
-            scheme.init_on_sender(**{"model_id": "policy", "model": source, **(init or {})})
-            yield crew
-        finally:
-            for worker in crew.workers:
-                await worker.leave()
-            await scheme.aclose()
+        async with contextlib.AsyncExitStack() as ending:  # each ends, also when one is cut
+            ending.push_async_callback(scheme.aclose)
+            try:
+                scheme.init_on_sender(**{"model_id": "policy", "model": source, **(init or {})})
+                yield crew
+            finally:
+                for worker in reversed(crew.workers):
+                    ending.push_async_callback(worker.leave)
 
     @contextlib.asynccontextmanager
     async def crew(
