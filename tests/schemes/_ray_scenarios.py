@@ -33,7 +33,6 @@ from aiosync.schemes.ray_transform import RayModuleTransformScheme
 from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_transport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.wire import Update
 from tests.conformance.test_transports import cut_stream
 from tests.contract import remote
 from tests.contract.bench import PATIENCE
@@ -288,25 +287,6 @@ async def lost_in_the_store() -> None:
         await scheme.send(worker_ids=1)
         assert await joining == [3]
         assert await actors[1].look.remote() == (3, {3.0})
-
-
-async def closed_early() -> None:
-    """A link that is closed while its first payload is on its way leaves nothing to be reported."""
-    reported: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    update, payload = Update(epoch=1, version=1, digest=bytes(16)), bytes(MIB)
-    before = ray.util.list_named_actors(all_namespaces=True)
-    async with RayTransport.pair() as (left, right):
-        ends = left.send(update, [payload]), right.recv()
-        waiting = asyncio.gather(*ends, return_exceptions=True)
-        while ray.util.list_named_actors(all_namespaces=True) == before:
-            await asyncio.sleep(0.01)
-        left.abort()  # before that actor has started
-        sent, received = await waiting
-    assert isinstance(sent, TransportClosed)
-    assert isinstance(received, (PeerClosed, TransportBroken))
-    await asyncio.sleep(0.5)  # what nobody waits for any more fails last
-    assert not reported
 
 
 # -- actors without aiosync ---------------------------------------------------------------------

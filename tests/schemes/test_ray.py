@@ -46,7 +46,6 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
-        (scenarios.closed_early, [], "asyncio"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),
     ],
