@@ -12,7 +12,7 @@ from typing import Any
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.roles import Life
+from aiosync.schemes.roles import Life, Trainer
 from aiosync.schemes.tcp import StreamScheme
 from aiosync.types import SendReport
 
@@ -38,10 +38,10 @@ def publish_with(
     scheme: WeightSyncScheme,
 ) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
     """``send()`` where it waits for nobody; ``None`` if the scheme has a ``send()`` of its own."""
-    trainer = scheme._life.trainer
-    if trainer is None or type(scheme).send is not WeightSyncScheme.send:
+    side = scheme._life.side
+    if not isinstance(side, Trainer) or type(scheme).send is not WeightSyncScheme.send:
         return None
-    return trainer.publish
+    return side.publish
 
 
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:

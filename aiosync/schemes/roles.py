@@ -186,7 +186,7 @@ class Life:
 
     def check_process(self) -> None:
         """Raise if it had a role, and the process was forked since."""
-        if self.role is not None and self.inherited:
+        if self.side is not None and self.inherited:
             done = "set up" if self.loop is None else "connected"
             raise LocalProtocolError(
                 f"this scheme was {done} before the process forked; call init_on_receiver() and "
@@ -404,7 +404,8 @@ class Trainer:
         sources = self._given.sources
         if sources.device_map or sources.per_worker or max_lag is not None:
             return None, None  # a map is asked once a send
-        validate_timeout(timeout)
+        if timeout is not None:
+            validate_timeout(timeout)
         planned, meant = self.plan(scheme, weights), named(weights, worker_ids)
         sent = sender.start(planned, meant, None, started, alone=True)
         if not isinstance(sent, SendReport):

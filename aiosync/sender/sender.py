@@ -32,10 +32,9 @@ from aiosync.sender.outbox import Outcome
 from aiosync.sender.sends import Send
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import STEPS
-from aiosync.sender.worker_link import Streaming
+from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.tensors import Prepared
-from aiosync.transports.shared_memory import Slot
 from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
@@ -350,32 +349,32 @@ class WeightSender:
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
-        if alone and not self._all_look(plan, addressed[0], worker_ids):
+        links = self._links_that_look(plan, addressed[0], worker_ids) if alone else []
+        if alone and not links:
             return None
         snapshot = self.copier.take_free(plan)
         if snapshot is None:
             return None
-        if alone and not self._all_look(plan, addressed[0], worker_ids, snapshot.slot):
-            snapshot.release()
-            return None
+        for link in links:
+            if not link.knows(snapshot.slot):
+                snapshot.release()
+                return None
         return self._dispatch(
-            dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started
+            dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started, alone
         )
 
-    def _all_look(
-        self,
-        plan: Prepared,
-        targets: Collection[int],
-        worker_ids: set[int] | None,
-        slot: Slot | None = None,
-    ) -> bool:
-        """Whether an update has only to be named, and nothing else is to be said."""
+    def _links_that_look(
+        self, plan: Prepared, targets: Collection[int], worker_ids: set[int] | None
+    ) -> list[WorkerLink]:
+        """The links of the targets, where naming the update is enough and nothing is to be said."""
+        links: list[WorkerLink] = []
         for idx in targets:
             link = self.workers.records[idx].link
-            if link is None or not link.looks_for(plan.layout.digest, slot):
-                return False
+            if link is None or not link.looks_for(plan.layout.digest):
+                return []
+            links.append(link)
         enough = worker_ids is not None or self.require == "all" or self.require <= len(targets)
-        return enough and bool(targets) and not plan.values
+        return links if enough and not plan.values else []
 
     def _dispatch(
         self,
@@ -384,6 +383,7 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
         started: float,
+        all_look: bool = False,
     ) -> SendReport | Send:
         """Hand snapshots to their workers, and to those who come later; takes them over.
 
@@ -400,11 +400,11 @@ class WeightSender:
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, about and about[1]
             nbytes += snapshot.nbytes
-        seen = set[int]()
-        for idx in sorted(targets):
+        seen: set[int] = set()  # set[int]() is dear
+        for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = record.link
-            if link is not None and mine is not None and link.see(mine):
+            if link is not None and mine is not None and link.see(mine, all_look):
                 seen.add(idx)
                 if record.error is not None:
                     record.recover()

@@ -356,28 +356,44 @@ class WorkerLink:
 
     # -- what the worker sees without being told -----------------------------------------------
 
-    def looks_for(self, digest: bytes, slot: Slot | None = None) -> bool:
+    def looks_for(self, digest: bytes) -> bool:
         """Whether the worker takes updates of this manifest, once named, before it computes again.
 
-        Not while others are on their way to it: their answers come in order. Nor from a slot that
-        it does not know yet.
+        Not while others are on their way to it: their answers come in order.
         """
         publisher = self.publisher
         return (
             publisher is not None
             and publisher.promised == digest
-            and (slot is None or slot.segment.segment_id in publisher.announced)
             and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
-    def see(self, snapshot: Snapshot) -> bool:
-        """Name an update to the worker if that is enough, and count it as applied: whether."""
+    def knows(self, slot: Slot | None) -> bool:
+        """Whether the worker has the segment of a slot, so that it can read from it."""
+        publisher = self.publisher
+        return (
+            publisher is not None
+            and slot is not None
+            and slot.segment.segment_id in publisher.announced
+        )
+
+    def see(self, snapshot: Snapshot, looks: bool) -> bool:
+        """Name an update to the worker if that is enough, and count it as applied: whether.
+
+        Args:
+            snapshot: The update.
+            looks: It is known that naming it is enough.
+        """
         publisher, slot, digest = self.publisher, snapshot.slot, snapshot.layout.digest
-        if publisher is None or slot is None or snapshot.filling is not None or snapshot.values:
+        if publisher is None or slot is None:
             return False
-        if not self.looks_for(digest, slot):
+        if not looks and (
+            snapshot.filling is not None
+            or snapshot.values
+            or not (self.looks_for(digest) and self.knows(slot))
+        ):
             return False
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)

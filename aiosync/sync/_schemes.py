@@ -280,7 +280,7 @@ class WeightSyncScheme(SchemeState):
     def _check(self, what: str, instead: str | None = None) -> None:
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
-        self._life.check_here()
+        life_of(self._scheme).check_here()
 
     @property
     def _may_block(self) -> bool:
