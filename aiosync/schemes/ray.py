@@ -262,6 +262,7 @@ class RayWeightSyncScheme(ClusterScheme):
 
         Copies of one scheme have the same; no two other schemes do, nor two models.
         """
+        # Without the NUL that makes a Unix address of it.
         return f"{self._meeting[1:]}:{self.model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:

@@ -523,7 +523,7 @@ class Swap:
                     await asyncio.sleep(0)
                 gate._swap = self
                 await gate._until(lambda: gate._running == 0)
-        except BaseException as exc:
+        except BaseException as exc:  # goes on, as SwapTimeout where it came too late
             requests = f"{gate._running} requests that were running"
             what = requests if gate._swap is self else "another switch"
             self._over()
