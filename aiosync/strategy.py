@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from aiosync.errors import ConfigError
 from aiosync.tensors.apply import Strict, Target
 from aiosync.tensors.buffer import Layout
-from aiosync.tensors.values import is_tensor_collection, is_tensordict
+from aiosync.tensors.values import (
+    EXTRA_STATE,
+    ROOT_STATE,
+    is_tensor_collection,
+    is_tensordict,
+    set_item,
+)
 from aiosync.tensors.walk import ExtractAs, ModuleTree, collect
 from aiosync.wire import NO_LIMITS
 
@@ -23,8 +28,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 __all__ = ["WeightStrategy", "get_strategy"]
-
-_ROOT_KEY = "__extra_state__"
 
 
 class WeightStrategy:
@@ -70,16 +73,21 @@ class WeightStrategy:
         """
         if source is None:
             return None
-        if self.extract_as == "tensordict":
-            return _as_tensordict(source)
-        if isinstance(source, nn.Module) and not is_tensordict(source):
-            return dict(source.state_dict())
+        is_module = isinstance(source, nn.Module) and not is_tensordict(source)
+        if not is_module and not isinstance(source, Mapping):  # which a TensorDict is
+            raise ConfigError(
+                f"cannot extract weights from a {type(source).__module__}."
+                f"{type(source).__qualname__}; supported: torch.nn.Module, TensorDict and mappings "
+                "of tensors"
+            )
+        if self.extract_as == "state_dict":
+            if is_module:
+                return dict(source.state_dict())
+            given = source.flatten_keys(".").to_dict() if is_tensordict(source) else source
+            return given if isinstance(given, dict) else dict(given)
         if is_tensordict(source):
-            flat: dict[str, Any] = source.flatten_keys(".").to_dict()
-            return flat
-        if isinstance(source, Mapping):
-            return source if isinstance(source, dict) else dict(source)
-        raise _unsupported(source)
+            return source
+        return _from_module(source) if is_module else _from_mapping(source)
 
     def apply_weights(
         self, destination: Any, weights: Any, inplace: bool = True, *, strict: Strict = True
@@ -116,9 +124,9 @@ class WeightStrategy:
                     "destination."
                 )
             return
-        if isinstance(destination, Mapping) and not is_tensor_collection(destination):
-            if not inplace:
-                raise ConfigError("Cannot update state_dict out of place")
+        is_dict = isinstance(destination, Mapping) and not is_tensor_collection(destination)
+        if is_dict and not inplace:
+            raise ConfigError("Cannot update state_dict out of place")
         layout = Layout.plan(leaves, NO_LIMITS)
         Target(destination, strict=strict).apply_tensors(
             layout,
@@ -143,44 +151,25 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
     raise ConfigError(f"Unknown strategy: {strategy}. Must be 'tensordict' or 'state_dict'.")
 
 
-def _as_tensordict(source: Any) -> TensorDictBase:
-    if is_tensordict(source):
-        return source
+def _from_module(module: nn.Module) -> TensorDictBase:
     from tensordict import TensorDict  # not before it is needed
 
-    if isinstance(source, nn.Module):
-        tree = ModuleTree(source)
-        tree.refuse_hidden()
-        weights: TensorDictBase = TensorDict.from_module(tree.root)
-        for name, place in tree.found.values.items():
-            path = tuple(name.split("."))
-            _set(weights, _ROOT_KEY if len(path) == 1 else path, place.read())
-        return weights
-    if isinstance(source, Mapping):
-        weights = TensorDict({}, batch_size=[])
-        for key, value in source.items():
-            _set(weights, key, value)
-        return weights
-    raise _unsupported(source)
+    tree = ModuleTree(module)
+    tree.refuse_hidden()
+    weights: TensorDictBase = TensorDict.from_module(tree.root)
+    for name, place in tree.found.values.items():
+        path = tuple(name.split("."))
+        set_item(weights, ROOT_STATE if len(path) == 1 else path, place.read())
+    return weights
 
 
-def _set(weights: TensorDictBase, key: Any, value: Any) -> None:
-    last = key if isinstance(key, str) else key[-1]
-    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
-        weights.set(key, value)
-    elif isinstance(value, Mapping) and last != _ROOT_KEY and not last.endswith("_extra_state"):
-        from tensordict import TensorDict
+def _from_mapping(source: Mapping[Any, Any]) -> TensorDictBase:
+    from tensordict import TensorDict
 
-        inner = TensorDict({}, batch_size=[])
-        for name, item in value.items():
-            _set(inner, name, item)
-        weights.set(key, inner)
-    else:
-        weights.set_non_tensor(key, value)
-
-
-def _unsupported(source: Any) -> ConfigError:
-    return ConfigError(
-        f"cannot extract weights from a {type(source).__module__}.{type(source).__qualname__}; "
-        "supported: torch.nn.Module, TensorDict and mappings of tensors"
-    )
+    weights = TensorDict({}, batch_size=[])
+    for key, value in source.items():
+        last = key if isinstance(key, str) else key[-1]
+        is_state = last == ROOT_STATE or last.endswith(EXTRA_STATE)
+        is_inner = isinstance(value, Mapping) and not (is_state or is_tensor_collection(value))
+        set_item(weights, key, _from_mapping(value) if is_inner else value)
+    return weights

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXTRA_STATE",
+    "ROOT_STATE",
     "inner_names",
     "is_non_tensor",
     "is_plain_tensordict",
@@ -38,6 +39,9 @@ __all__ = [
 
 EXTRA_STATE = "_extra_state"
 """Last component of the name of a module's extra state, as in a ``state_dict()``."""
+
+ROOT_STATE = "__extra_state__"
+"""TorchRL's key of the extra state of a root module."""
 
 AddTensor: TypeAlias = "Callable[[str, torch.Tensor], None]"
 

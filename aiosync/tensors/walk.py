@@ -22,6 +22,7 @@ from aiosync.errors import ConfigError
 from aiosync.tensors.buffer import DTYPES
 from aiosync.tensors.values import (
     EXTRA_STATE,
+    ROOT_STATE,
     is_non_tensor,
     is_plain_tensordict,
     is_tensor_collection,
@@ -66,8 +67,6 @@ Kind: TypeAlias = Literal["param", "buffer"]
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Classes of which an object is nothing but a tensor."""
 
-_ROOT_STATE = "__extra_state__"  # TorchRL's key of the extra state of a root module
-
 
 class Place(NamedTuple):
     """One name under which a tensor or a value is found.
@@ -92,7 +91,7 @@ class Place(NamedTuple):
         if isinstance(owner, nn.Module) and not is_tensordict(owner):
             return owner.get_extra_state()
         value = owner.get(self.key)
-        if self.key == _ROOT_STATE and is_tensor_collection(value) and not is_non_tensor(value):
+        if self.key == ROOT_STATE and is_tensor_collection(value) and not is_non_tensor(value):
             value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
         return value
 
@@ -365,7 +364,7 @@ def _walk(source: Any, prefix: str) -> Iterator[tuple[Place, Any]]:
     for key, value in _items(source):
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
-        name = prefix + (EXTRA_STATE if key == _ROOT_STATE else key)
+        name = prefix + (EXTRA_STATE if key == ROOT_STATE else key)
         name = name.replace("_orig_mod.", "") if "_orig_mod." in name else name
         is_state = name.rpartition(".")[2] == EXTRA_STATE
         if is_state or isinstance(value, torch.Tensor) or not is_nested(value):
