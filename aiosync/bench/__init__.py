@@ -6,20 +6,8 @@ is the interface, and its JSON. The names here are for benchmarks that compare m
 ``tests/bench``.
 """
 
-from aiosync.bench._limits import Limit, wake_up
-from aiosync.bench._results import LIMIT, Machine, Missing, Results, Timing, limit_of, machine, show
-from aiosync.bench._run import (
-    Block,
-    Plan,
-    Rounds,
-    cases_of,
-    choose,
-    contenders_of,
-    maybe,
-    profiles,
-    run,
-)
-from aiosync.bench._work import (
+from aiosync.bench._contenders import (
+    LIMIT,
     PATIENCE,
     SCHEMES,
     WORKLOADS,
@@ -28,10 +16,30 @@ from aiosync.bench._work import (
     Crew,
     Desk,
     Handle,
+    Limit,
     Workload,
     ask_all,
+    contenders_of,
     fill,
+    wake_up,
     work_async,
+)
+from aiosync.bench._run import (
+    Block,
+    Machine,
+    Missing,
+    Plan,
+    Results,
+    Rounds,
+    Timing,
+    cases_of,
+    choose,
+    limit_of,
+    machine,
+    maybe,
+    profiles,
+    run,
+    show,
 )
 
 __all__ = [
