@@ -8,11 +8,11 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
-from aiosync.schemes.ray import RayWeightSyncScheme
-from aiosync.schemes.ray_transform import (
+from aiosync.schemes.ray import (
     RayModuleTransformReceiver,
     RayModuleTransformScheme,
     RayModuleTransformSender,
+    RayWeightSyncScheme,
 )
 from aiosync.schemes.registry import (
     backend_names,

@@ -28,8 +28,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportClosed,
 )
-from aiosync.schemes.ray import RayWeightSyncScheme
-from aiosync.schemes.ray_transform import RayModuleTransformScheme
+from aiosync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_transport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
