@@ -1,5 +1,14 @@
-"""Schemes: one for each way to bring weights to workers. May import everything below it."""
+"""Schemes: one for each way to bring weights to workers, and the back-end names that TorchRL uses.
 
+May import everything below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias, TypeVar
+
+from aiosync.errors import ConfigError
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.reading import Reading
@@ -13,12 +22,6 @@ from aiosync.schemes.ray import (
     RayModuleTransformScheme,
     RayModuleTransformSender,
     RayWeightSyncScheme,
-)
-from aiosync.schemes.registry import (
-    backend_names,
-    register_weight_sync_backend,
-    scheme_class,
-    scheme_from_backend,
 )
 from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.state import AppliedUpdate, Ready, SendHandle
@@ -46,14 +49,29 @@ __all__ = [
     "Transform",
     "WeightReceiver",
     "WeightSender",
+    "WeightSyncBackend",
     "WeightSyncScheme",
     "backend_names",
     "register_weight_sync_backend",
     "scheme_class",
-    "scheme_from_backend",
 ]
 
-_BACKENDS: dict[str, type[WeightSyncScheme]] = {
+WeightSyncBackend: TypeAlias = Literal[
+    "none",
+    "direct",
+    "shared",
+    "thread",
+    "process",
+    "multiprocessing",
+    "distributed",
+    "rpc",
+    "ray",
+    "tcp",
+]
+"""Names of back-ends; :func:`register_weight_sync_backend` adds others, of which no type tells."""
+
+_ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
+_known: dict[str, type[WeightSyncScheme]] = {
     "distributed": DistributedWeightSyncScheme,
     "none": NoWeightSyncScheme,
     "process": MultiProcessWeightSyncScheme,
@@ -62,5 +80,41 @@ _BACKENDS: dict[str, type[WeightSyncScheme]] = {
     "shared": SharedMemWeightSyncScheme,
     "tcp": TCPWeightSyncScheme,
 }
-for _name, _cls in _BACKENDS.items():
-    register_weight_sync_backend(_name)(_cls)
+for _name, _cls in _known.items():
+    _cls._backend = _name
+_Scheme = TypeVar("_Scheme", bound=type[WeightSyncScheme])
+
+
+def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
+    """Class decorator that makes a scheme known under a back-end name.
+
+    Raises:
+        ConfigError: Another scheme has that name.
+    """
+
+    def register(cls: _Scheme) -> _Scheme:
+        if name in _ALIASES or _known.get(name, cls) is not cls:
+            raise ConfigError(f"a weight-sync backend named {name!r} exists already")
+        _known[name], cls._backend = cls, name
+        return cls
+
+    return register
+
+
+def backend_names() -> list[str]:
+    """Every name and alias, sorted."""
+    return sorted({*_known, *_ALIASES})
+
+
+def scheme_class(backend: str) -> type[WeightSyncScheme]:
+    """The class that a back-end name stands for.
+
+    Raises:
+        ConfigError: There is none with that name.
+    """
+    cls = _known.get(_ALIASES.get(backend, backend))
+    if cls is None:
+        raise ConfigError(
+            f"Unsupported weight-sync backend {backend!r}. Expected one of {backend_names()}"
+        )
+    return cls

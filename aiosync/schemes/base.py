@@ -137,9 +137,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Raises:
             ConfigError: There is none with that name, or an option has an illegal value.
         """
-        from aiosync.schemes.registry import scheme_from_backend  # which imports this module
+        from aiosync.schemes import scheme_class  # which imports this module
 
-        return scheme_from_backend(backend, **options)
+        return scheme_class(backend)(**options)
 
     # -- pickling ------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ For classic trainers, collectors and workers that run no event loop. Importing i
 nothing; the first call that has to wait starts one background thread.
 """
 
-from aiosync.schemes.registry import WeightSyncBackend
+from aiosync.schemes import WeightSyncBackend
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._schemes import (
     DistributedWeightSyncScheme,

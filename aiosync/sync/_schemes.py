@@ -270,7 +270,7 @@ class WeightSyncScheme(SchemeState):
         Raises:
             ConfigError: There is none with that name.
         """
-        scheme = aio.scheme_from_backend(backend, **options)
+        scheme = aio.WeightSyncScheme.from_backend(backend, **options)
         facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
         facade._adopt(scheme)
         return facade
