@@ -15,8 +15,7 @@ from aiosync.cli.bench import bench
 from aiosync.cli.demo import demo
 from aiosync.cli.doctor import doctor, token
 from aiosync.cli.serve import serve
-from aiosync.cli.status import status
-from aiosync.cli.top import top
+from aiosync.cli.status import status, top
 from aiosync.cli.transfer import pull, push
 
 __all__ = ["app"]

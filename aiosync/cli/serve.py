@@ -30,7 +30,7 @@ from aiosync.cli._common import (
     show_nbytes,
     tls_of,
 )
-from aiosync.cli.top import serve_page
+from aiosync.cli.status import serve_page
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,20 +1,38 @@
-"""``aiosync status``: what a weight server says, as tables of models, workers and refusals.
+"""``aiosync status`` and ``aiosync top``: what a weight server, or a trainer that listens, says.
 
-Must not import torch: people ask often.
+``status`` shows once all that a server knows of itself; ``top`` shows again and again how weights
+move, on a terminal or on a page, which ``aiosync serve`` has, too. Must not import torch but where
+a page is served: people look often.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import importlib.resources
 import itertools
 import json
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -31,16 +49,43 @@ from aiosync.cli._common import (
     plain,
     show_nbytes,
 )
-from aiosync.errors import RemoteProtocolError
+from aiosync.errors import AiosyncError, RemoteProtocolError
+from aiosync.events import SyncStats, WorkerStats
 
-__all__ = ["make_table", "show_seconds", "status"]
+if TYPE_CHECKING:
+    from aiosync.server import WeightClient
 
-Values = Mapping[str, Any]
+__all__ = [
+    "STATES",
+    "Look",
+    "draw",
+    "facts",
+    "look_again",
+    "make_table",
+    "serve_page",
+    "status",
+    "top",
+]
 
+Values: TypeAlias = Mapping[str, Any]
+"""What a weight server says of itself, or a part of that."""
+
+Facts: TypeAlias = dict[str, str]
+"""Names and texts, in the order in which they are shown."""
+
+STATES = ("lost", "lagging", "joining", "left", "ready")
+"""What a worker can be; what needs a look comes first."""
+
+_ANSWER_SECONDS = 10.0
 _WIDTH = 200  # a pipe has none; rows stay whole
 _ALL = 80  # from where there is room for every column
 _WIDE = 90  # and from where there is some between the columns
+_FRAMES = 12  # lines of a screen that are no rows
 _WORDS = ("model", "strategy", "trainer", "address", "state")  # the other columns are numbers
+_BAD = ("lost", "lagging")
+_STYLES = dict(zip(STATES, ("bold red", "bold yellow", "cyan", "dim", "green"), strict=True))
+
+# -- status ----------------------------------------------------------------------------------------
 
 
 def status(
@@ -77,16 +122,7 @@ def status(
         Console(highlight=False, width=width).print(shown)
 
 
-def show_seconds(seconds: float) -> str:
-    """Return a time span as people read it."""
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
-
-
-def _model_row(model: Values) -> dict[str, Any]:
+def _served_model(model: Values) -> dict[str, Any]:
     has = bool(model["version"])
     return {
         "model": model["model_id"],
@@ -94,14 +130,14 @@ def _model_row(model: Values) -> dict[str, Any]:
         "version": model["version"] if has else "-",
         "size": show_nbytes(model["nbytes"]) if has else "-",
         "tensors": model["tensors"] if has else "-",
-        "age": show_seconds(time.time() - model["updated_at"]) if has else "-",
+        "age": _show_seconds(time.time() - model["updated_at"]) if has else "-",
         "workers": len(model["workers"]),
         "lag": max((worker["lag"] for worker in model["workers"]), default=0),
         "trainer": model["trainer"] or "-",
     }
 
 
-def _worker_row(model: Values, worker: Values) -> dict[str, Any]:
+def _served_worker(model: Values, worker: Values) -> dict[str, Any]:
     sent, seconds = worker["sent_nbytes"], worker["connected_seconds"]
     return {
         "model": model["model_id"],
@@ -112,7 +148,7 @@ def _worker_row(model: Values, worker: Values) -> dict[str, Any]:
         "lag": worker["lag"],
         "sent": show_nbytes(sent),
         "rate": f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
-        "since": show_seconds(seconds),
+        "since": _show_seconds(seconds),
     }
 
 
@@ -122,15 +158,15 @@ def _tables(values: Values) -> RenderableType:
     parts: list[RenderableType] = [
         Text(
             f"{plain(values['url'])}, aiosync {plain(values['aiosync'])}, up "
-            f"{show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
+            f"{_show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
             f"connections now, {plain(values['accepted'])} in all"
             f"{', with a store' if values['store'] else ''}"
         ),
-        make_table(map(_model_row, models), narrow_without=("strategy", "tensors"))
+        make_table(map(_served_model, models), narrow_without=("strategy", "tensors"))
         if models
         else Text("No models yet."),
     ]
-    workers = [_worker_row(model, worker) for model in models for worker in model["workers"]]
+    workers = [_served_worker(model, worker) for model in models for worker in model["workers"]]
     if workers:
         parts.append(make_table(workers, narrow_without=("sent", "since")))
     parts += [
@@ -146,6 +182,18 @@ def _tables(values: Values) -> RenderableType:
         if listed:
             parts.append(Text(f"{what}: {listed}"))
     return Group(*parts)
+
+
+# -- what both show with ---------------------------------------------------------------------------
+
+
+def _show_seconds(seconds: float) -> str:
+    """Return a time span as people read it."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
 
 
 def make_table(
@@ -176,3 +224,270 @@ def make_table(
                 )
         table.add_row(*(escape(plain(each, 60)) for each in shown.values()), style=style)
     return table
+
+
+# -- top -------------------------------------------------------------------------------------------
+
+
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Address of a weight server, or of a trainer.")
+    ],
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=10.0, metavar="SECONDS", help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, for the rates, show that and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was answered as JSON, and end.")
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", show_default=False, help="Show it on a page there instead."
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch weights move: models, rates and how far each worker is, until Ctrl-C.
+
+    Asks a weight server, or a trainer that listens. Without a terminal it shows one table.
+
+    - `aiosync top tcp://10.0.0.5:7000 --token-file token`
+    - `aiosync top unix:///tmp/weights --html 127.0.0.1:8080`
+    """
+    given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
+    with dialling("top", *given) as (client, _, _, exit_status):
+        exit_status[0] = 1
+        run(_top(client, url, interval, once, as_json, html))
+
+
+async def _top(
+    client: WeightClient,
+    url: str,
+    interval: float,
+    once: bool,
+    as_json: bool,
+    html: str | None,
+) -> None:
+    async def ask() -> Sequence[SyncStats]:
+        return await client.stats(timeout=_ANSWER_SECONDS)
+
+    first = await ask()  # what is wrong there ends the command, and later does not
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(each) for each in first], indent=2))
+    elif html is not None:
+        async with serve_page(html, url, ask, interval) as page:
+            typer.echo(page)
+            await asyncio.Event().wait()
+    else:
+        await _show(url, ask, Look(time.monotonic(), first), interval, once)
+
+
+async def _show(
+    url: str,
+    ask: Callable[[], Awaitable[Sequence[SyncStats]]],
+    look: Look,
+    interval: float,
+    once: bool,
+) -> None:
+    """Draw each look until Ctrl-C; or the second one, which has rates, and no more."""
+    terminal = sys.stdout.isatty()
+    console = Console(highlight=False, width=None if terminal else _WIDTH)
+    if terminal and not once:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(draw(url, look, console.height), refresh=True)
+                await asyncio.sleep(interval)
+                look = await look_again(ask, look)
+    await asyncio.sleep(interval)
+    look = await look_again(ask, look)
+    if look.error is not None:
+        raise look.error
+    console.print(draw(url, look))
+
+
+def draw(url: str, look: Look, height: int | None = None) -> RenderableType:
+    """Return what a look has to show, in about ``height`` lines: of the workers the worst first."""
+    found = workers(look.models)
+    here = sum(worker.state != "left" for _, worker in found)
+    total = Text(f"{plain(url)}: {here} worker{'s' * (here != 1)}")
+    for state, count in counts(found).items():
+        total.append(", ").append(f"{count} {state}", _STYLES[state])
+    parts: list[RenderableType] = [total]
+    if look.error is not None:
+        parts.append(Text(look.trouble, "bold red"))
+    models = [{"model": each.model, **facts(look, each)} for each in look.models]
+    parts.append(make_table(models) if models else Text("No models yet."))
+    room = len(found) if height is None else max(1, height - len(models) - _FRAMES)
+    rows = [_worker_row(model, worker, len(models) > 1) for model, worker in found[:room]]
+    if rows:
+        parts.append(make_table(rows, (_STYLES[worker.state] for _, worker in found)))
+    if found[room:]:
+        rest = ", ".join(f"{count} {state}" for state, count in counts(found[room:]).items())
+        parts.append(Text(f"and {rest}"))
+    return Group(*parts)
+
+
+def _worker_row(model: SyncStats, worker: WorkerStats, named: bool) -> Facts:
+    state = worker.state.upper() if worker.state in _BAD else worker.state
+    row = {"worker": str(worker.index), "state": state, **worker_facts(worker)}
+    return {"model": model.model, **row} if named else row
+
+
+# -- the figures: of two answers, as a rate needs two ----------------------------------------------
+
+
+class Look(NamedTuple):
+    """What somebody said, and what it had said before.
+
+    Attributes:
+        at: When it was asked, in seconds of ``time.monotonic()``.
+        models: What it said.
+        before: What it had said before.
+        error: Why there is nothing newer.
+    """
+
+    at: float
+    models: Sequence[SyncStats] = ()
+    before: Look | None = None
+    error: AiosyncError | None = None
+
+    @property
+    def trouble(self) -> str:
+        """Why there is nothing newer, in a sentence; empty where there is."""
+        if self.error is None:
+            return ""
+        since = _show_seconds(time.monotonic() - self.at)
+        return f"No answer for {since}, asking again: {plain(self.error, 500)}"
+
+    def rate(self, model: SyncStats, count: Callable[[SyncStats], int]) -> float | None:
+        """How fast a count grows, a second; ``None`` while that is not known."""
+        before = self.before or self
+        for old in before.models:
+            if (old.role, old.model, old.epoch) == (model.role, model.model, model.epoch):
+                seconds = self.at - before.at
+                return max(0, count(model) - count(old)) / seconds if seconds else None
+        return None
+
+
+async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Look) -> Look:
+    """Ask once more; without an answer the look has what was said last."""
+    last = last._replace(before=None, error=None)
+    try:
+        return Look(time.monotonic(), await ask(), last)
+    except AiosyncError as exc:
+        return last._replace(error=exc)
+
+
+def workers(models: Iterable[SyncStats]) -> list[tuple[SyncStats, WorkerStats]]:
+    """The workers of all models, those first that need a look."""
+    found = [(model, worker) for model in models for worker in model.workers]
+    return sorted(found, key=lambda each: (STATES.index(each[1].state), -each[1].lag))
+
+
+def counts(found: Iterable[tuple[SyncStats, WorkerStats]]) -> dict[str, int]:
+    """How many workers are what."""
+    states = Counter[str](worker.state for _, worker in found)
+    return {state: states[state] for state in reversed(STATES) if states[state]}
+
+
+def facts(look: Look, model: SyncStats) -> Facts:
+    """What is shown of a model, besides its name and workers."""
+    rate = look.rate(model, lambda each: each.version)
+    nbytes = look.rate(model, lambda each: each.wire_nbytes)
+    pause = model.seconds.get("pause")
+    return {
+        "version": str(model.version),
+        "lag": str(model.lag),
+        "rate": "-" if rate is None else f"{rate:.1f}/s",
+        "bytes/s": "-" if nbytes is None else f"{show_nbytes(nbytes)}/s",
+        "age": _show_seconds(model.age) if model.version else "-",
+        "pause": "-" if pause is None else f"{pause * 1e3:.1f} ms",
+    }
+
+
+def worker_facts(worker: WorkerStats) -> Facts:
+    """What is shown of a worker, besides its index and state."""
+    return {
+        "version": str(worker.version or "-"),
+        "lag": str(worker.lag),
+        "age": _show_seconds(worker.age) if worker.version else "-",
+        "pid": str(worker.pid or "-"),
+    }
+
+
+# -- the page, and the events that keep it up to date ----------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def serve_page(
+    listen: str, name: str, ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float
+) -> AsyncIterator[str]:
+    """Serve the page, and its events to whoever looks at it.
+
+    Args:
+        listen: ``HOST:PORT``; port 0 for any free one.
+        name: What it shows.
+        ask: Returns the newest statistics; asked for all who look together, while anybody does.
+        interval: Seconds between two events.
+
+    Yields:
+        The address of the page.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    from aiosync.metrics.http import HttpServer, Page
+
+    page = (importlib.resources.files(__package__) / "dashboard.html").read_bytes()
+
+    look, event, due, looking = Look(time.monotonic()), b"", 0.0, asyncio.Lock()
+
+    async def events() -> AsyncGenerator[bytes]:
+        nonlocal look, event, due
+        while True:
+            async with looking:
+                if time.monotonic() >= due:  # otherwise another reader has just looked
+                    look = await look_again(ask, look)
+                    event = f"data: {json.dumps(_said(name, look))}\n\n".encode()
+                    due = time.monotonic() + interval
+            yield event
+            await asyncio.sleep(interval)
+
+    pages: dict[str, Page] = {
+        "/": lambda _: (HTTPStatus.OK, "text/html; charset=utf-8", page),
+        "/events": lambda _: events(),
+    }
+    async with HttpServer(listen, pages) as url:
+        yield f"{url}/"
+
+
+def _said(name: str, look: Look) -> dict[str, Any]:
+    """A look as the page takes it: texts only, which it never takes for markup."""
+    return {
+        "about": plain(name),
+        "trouble": look.trouble,
+        "models": [
+            {
+                "name": plain(model.model),
+                "about": f"{model.role} over {plain(model.transport)}, epoch {model.epoch}",
+                "facts": list(facts(look, model).items()),
+                "counts": list(counts(workers([model])).items()),
+                "workers": [
+                    {
+                        "name": f"worker {worker.index}",
+                        "state": worker.state,
+                        "facts": list(worker_facts(worker).items()),
+                    }
+                    for _, worker in workers([model])
+                ],
+            }
+            for model in look.models
+        ],
+    }

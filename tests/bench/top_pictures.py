@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 import aiosync
-from aiosync.cli.top import Look, draw, serve_page
+from aiosync.cli.status import Look, draw, serve_page
 from aiosync.server import WeightClient
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models

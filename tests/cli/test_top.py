@@ -26,8 +26,7 @@ from rich.console import Console
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.status import make_table
-from aiosync.cli.top import STATES, Look, draw, facts, look_again, serve_page
+from aiosync.cli.status import STATES, Look, draw, facts, look_again, make_table, serve_page
 from aiosync.events import SyncStats, WorkerStats
 from aiosync.server import WeightClient, WeightServer
 from aiosync.transports.tcp import TCPTransport
