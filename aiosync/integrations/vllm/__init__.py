@@ -11,14 +11,16 @@ See ``docs/topics/vllm.md``.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from aiosync.integrations.vllm._clients import AsyncLLMClient, HTTPClient, LLMClient
-from aiosync.integrations.vllm._info import (
-    HAS_VLLM,
-    AiosyncInitInfo,
+from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
+from aiosync.integrations.vllm._trainer import (
+    Activation,
+    AiosyncTrainerEngine,
     AiosyncTrainerInitInfo,
-    AiosyncUpdateInfo,
+    span_of,
 )
-from aiosync.integrations.vllm._trainer import Activation, AiosyncTrainerEngine, span_of
 
 __all__ = [
     "Activation",
@@ -42,7 +44,7 @@ def register() -> None:
     Does nothing where there is no vLLM.
     """
     global _done
-    if _done or not HAS_VLLM:
+    if _done or find_spec("vllm") is None:
         return
     _done = True
     from vllm.distributed.weight_transfer.factory import (

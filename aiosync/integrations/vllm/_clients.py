@@ -12,15 +12,38 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from aiosync.errors import AiosyncError, ApplyError, ConfigError, ConnectError, SyncTimeout
 
-__all__ = ["AsyncLLMClient", "HTTPClient", "LLMClient", "ask", "pausing"]
+__all__ = [
+    "AsyncLLMClient",
+    "HTTPClient",
+    "LLMClient",
+    "VLLMWeightSyncClient",
+    "ask",
+    "pausing",
+]
 
 _MAX_REASON_NBYTES = 65536
 _TEXT_LIMIT = 2000
+
+
+class VLLMWeightSyncClient(Protocol):
+    """How a trainer talks to an engine: a client of vLLM's, one of this package, or your own."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the engine reach the trainer."""
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load weights."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End an update, and name the version."""
 
 
 class HTTPClient:
@@ -98,34 +121,40 @@ class LLMClient:
     """
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self._engine = llm
+
+    def _wait(self, result: Any) -> None:
+        """Wait until the engine has done what it was asked; here it has when the call returns."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the engine reach the trainer."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        self._have_workers("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
         """Begin an update."""
-        self._llm.start_weight_update()
+        self._wait(self._engine.start_weight_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load weights."""
-        self._llm.update_weights({"update_info": update_info})
+        self._have_workers("update_weights", update_info=update_info)
+
+    def _have_workers(self, method: str, **arguments: Any) -> None:
+        self._wait(self._engine.collective_rpc(method, kwargs=arguments))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End an update, and name the version."""
-        self._llm.finish_weight_update(weight_version)
+        self._wait(self._engine.finish_weight_update(weight_version))
 
     def pause_generation(self, mode: str) -> None:
         """Forget cached prefixes, which belong to the old weights; there is nothing to pause."""
         del mode
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def resume_generation(self) -> None:
         """Nothing to do."""
 
 
-class AsyncLLMClient:
+class AsyncLLMClient(LLMClient):
     """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from a thread other than that of its loop.
 
     Args:
@@ -134,29 +163,11 @@ class AsyncLLMClient:
     """
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._loop = loop
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engine reach the trainer."""
-        call = {"init_info": init_info}
-        self._wait(self._engine.collective_rpc("init_weight_transfer_engine", kwargs=call))
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        self._wait(self._engine.start_weight_update())
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load weights."""
-        call = {"update_info": update_info}
-        self._wait(self._engine.collective_rpc("update_weights", kwargs=call))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update, and name the version."""
-        self._wait(self._engine.finish_weight_update(weight_version))
+    def _wait(self, result: Any) -> None:
+        asyncio.run_coroutine_threadsafe(result, self._loop).result()
 
     def pause_generation(self, mode: str) -> None:
         """Stop generation, and forget what was computed by the old weights."""

@@ -1,6 +1,7 @@
 """The trainer's side: sends in the background, and pauses the engine for the activation only.
 
-Must not import the engine's side.
+It is what vLLM expects of such a side, and none of its classes: many a trainer has no vLLM. Must
+not import vLLM, nor the engine's side.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+import torch
 
 from aiosync.errors import (
     AiosyncError,
@@ -22,28 +25,24 @@ from aiosync.errors import (
     PartialSyncError,
     PeerClosed,
 )
-from aiosync.integrations.vllm._clients import ask, pausing
-from aiosync.integrations.vllm._info import (
-    AiosyncTrainerInitInfo,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
-    address_of,
-    sending_scheme,
-)
+from aiosync.integrations.vllm._clients import VLLMWeightSyncClient, ask, pausing
+from aiosync.integrations.vllm._info import SHARED, token_of
+from aiosync.protocol import validate_seconds
 from aiosync.schemes import SendHandle
+from aiosync.schemes.inside import meeting_point
 from aiosync.spans import VersionSpan
-from aiosync.sync import WeightSyncScheme
+from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
+from aiosync.transports.credentials import TLS, Secret
 
 if TYPE_CHECKING:
     from typing import Self
 
-    import torch
+__all__ = ["Activation", "AiosyncTrainerEngine", "AiosyncTrainerInitInfo", "span_of"]
 
-__all__ = ["Activation", "AiosyncTrainerEngine", "span_of"]
+WeightSource: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors of a trainer, to be iterated anew for each update, in one order."""
 
 _WORD_SECONDS = 2.0  # for a worker's reason to come, once the engine has said that there is one
 
@@ -65,7 +64,76 @@ class Activation:
     loading: float
 
 
-class AiosyncTrainerEngine(TrainerWeightTransferEngine):
+@dataclass
+class AiosyncTrainerInitInfo:
+    """What the trainer's side is made of; pass it to vLLM's ``WeightTransferTrainerFactory``.
+
+    Attributes:
+        address: Where to listen: ``tcp://host:port`` (port 0 lets the system choose),
+            ``unix:///path``, or ``"shm"`` for shared memory with engines of this host.
+        connect_address: Where engines dial, if that is another address; for example with the
+            host's name in place of ``0.0.0.0``.
+        model_id: Name of the model.
+        num_workers: Workers of all engines together: tensor, pipeline and data parallel ranks.
+        pause: What becomes of requests in flight while an update is activated: ``"keep"``
+            freezes them, ``"wait"`` lets them end first, ``"abort"`` ends them; ``None`` does
+            not pause at all.
+        wire_dtype: Cast floating tensors to this while sending; a name such as ``"bfloat16"``.
+        timeout: Seconds for meeting the engine, and for an update to be staged by all workers.
+        activation_timeout: Seconds for each call to the engine.
+        token: The shared token; else that in ``token_file``, else of ``AIOSYNC_TOKEN``.
+        token_file: File with the token on this host.
+        tls: Certificates of this side.
+        worker_token_file: File with the token on the engines' host.
+        worker_tls: As :attr:`AiosyncInitInfo.tls`.
+        check: As :attr:`AiosyncInitInfo.check`.
+        rollback: As :attr:`AiosyncInitInfo.rollback`.
+        first_version: What versions count from; a trainer that resumes continues with it.
+        rank: This trainer process's rank: rank 0 sends, the others take part in gathering.
+    """
+
+    backend: ClassVar[str] = "aiosync"
+
+    address: str = "tcp://127.0.0.1:0"
+    connect_address: str | None = None
+    model_id: str = "policy"
+    num_workers: int = 1
+    pause: Literal["keep", "wait", "abort"] | None = "keep"
+    wire_dtype: str | torch.dtype | None = None
+    timeout: float = 120.0
+    activation_timeout: float = 120.0
+    token: str | bytes | Secret | None = field(default=None, repr=False)
+    token_file: str | None = None
+    tls: TLS | None = None
+    worker_token_file: str | None = None
+    worker_tls: dict[str, Any] | None = None
+    check: Literal["checkpoint", "first", "none"] = "checkpoint"
+    rollback: bool = True
+    first_version: int = 1
+    rank: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.pause not in ("keep", "wait", "abort", None):
+            raise ConfigError(f"pause must be 'keep', 'wait', 'abort' or None, not {self.pause!r}")
+        if self.num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {self.num_workers!r}")
+        for name in ("timeout", "activation_timeout"):
+            validate_seconds(name, getattr(self, name), endless=True)
+
+    def for_workers(self, address: str) -> dict[str, Any]:
+        """The init info of the engines' workers, for the address that was bound."""
+        return {
+            "address": self.connect_address or address,
+            "model_id": self.model_id,
+            "timeout": min(self.timeout, 30.0),
+            "token_file": self.worker_token_file,
+            "tls": self.worker_tls,
+            "check": self.check,
+            "rollback": self.rollback,
+        }
+
+
+class AiosyncTrainerEngine:
     """Brings a trainer's weights into vLLM engines.
 
     Made by vLLM's ``WeightTransferTrainerFactory.trainer_init()`` from an
@@ -75,7 +143,7 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
     :meth:`shutdown`.
     """
 
-    init_info_cls: type[TrainerInitInfo] = AiosyncTrainerInitInfo
+    init_info_cls = AiosyncTrainerInitInfo
 
     def __init__(
         self,
@@ -84,7 +152,9 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.is_sender: bool = init_info.rank == 0
+        self.client: VLLMWeightSyncClient = client
+        self.source: WeightSource | None = source
         self.active_version: int = 0
         """The version that the engine has; 0 before the first."""
         self.last: Activation | None = None
@@ -120,12 +190,12 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             ConfigError: The init info cannot be used.
         """
         engine = cls(init_info, client=client, source=source)
-        if init_info.is_sender:
+        if engine.is_sender:
             engine._open()
         return engine
 
     def _open(self) -> None:
-        scheme = sending_scheme(self._info)
+        scheme = _sending_scheme(self._info)
         try:
             scheme.init_on_sender(model_id=self._info.model_id, num_workers=self._info.num_workers)
             self._scheme = scheme
@@ -340,7 +410,11 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
     @property
     def address(self) -> str:
         """Where workers dial; empty on ranks that do not send."""
-        return "" if self._scheme is None else address_of(self._scheme)
+        scheme = self._scheme
+        if scheme is None or isinstance(scheme, TCPWeightSyncScheme):
+            return "" if scheme is None else scheme.address
+        found, pid = meeting_point(core_of(scheme))
+        return f"{SHARED}://{found.removeprefix(chr(0))}?pid={pid}"
 
     def shutdown(self) -> None:
         """Disconnect from the engine, which goes on with what it has. Idempotent, bounded."""
@@ -373,6 +447,25 @@ class AiosyncTrainerEngine(TrainerWeightTransferEngine):
             }
             version = None if self._staged is None else self._staged[0]
             raise PartialSyncError(acked=(), failed=gone, version=version)
+
+
+def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
+    """The scheme of a trainer, without a role.
+
+    Raises:
+        ConfigError: The address, the token file or the dtype cannot be used.
+    """
+    given: Any = info.wire_dtype
+    options: dict[str, Any] = {
+        "timeout": info.timeout,
+        "first_version": info.first_version,
+        "wire_dtype": getattr(torch, given, given) if isinstance(given, str) else given,
+    }
+    if info.address == SHARED:
+        return SharedMemWeightSyncScheme("state_dict", **options)
+    token: Any = info.token.value if isinstance(info.token, Secret) else info.token
+    token = token_of(info.token_file) if token is None else token
+    return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
 
 
 async def _outcome_of(handle: SendHandle) -> AiosyncError | None:

@@ -8,10 +8,11 @@ side.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,15 +87,12 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             ConfigError: The init info cannot be used.
         """
         self.shutdown()
-        error: Exception | None = None
         try:
-            self._connect(init_info)
+            with self._ranks.together():
+                self._connect(init_info)
         except (AiosyncError, OSError, TypeError) as exc:
-            error = exc
-        if self._ranks.agree(error):
-            return
-        self.shutdown()
-        self._ranks.report(error)
+            self.shutdown()
+            self._ranks.report(exc)
 
     def _connect(self, info: AiosyncInitInfo) -> None:
         if info.rollback and getattr(self.parallel_config, "enable_eplb", False):
@@ -154,27 +152,22 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._roll_back()
             self._loaded = 0
             return
-        error: Exception | None = None
         try:
-            has_it = self._await_staged(update_info)
-        except AiosyncError as exc:
-            error = exc
-        if not self._ranks.agree(error):
-            self._ranks.report(error)
-            return
-        if has_it:
-            return
-        assert self._scheme is not None
-        try:
-            applied = self._scheme.apply_pending()
+            with self._ranks.together():
+                has_it = self._await_staged(update_info)
+            if not has_it:
+                self._switch_to(update_info.version)
         except AiosyncError as exc:
             self._ranks.report(exc)
-            return
-        self._loaded = applied or 0
-        if applied != update_info.version:
+
+    def _switch_to(self, version: int) -> None:
+        assert self._scheme is not None
+        applied = self._scheme.apply_pending()
+        self._loaded = version
+        if applied != version:
             self._roll_back()
             self._loaded = 0
-            self._ranks.report(LocalProtocolError(f"version {applied} was applied in between"))
+            raise LocalProtocolError(f"version {applied} was applied in between")
 
     def finish_weight_update(self) -> None:
         """Keep what was loaded: it cannot be undone from now on."""
@@ -214,29 +207,27 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
 
         The scheme calls this inside ``apply_pending()``; what it raises, the trainer sees.
         """
-        items, error, begun = list(weights), None, False
+        items, begun = list(weights), False
         assert self._undo is not None
         try:
-            if self._reference is not None:
-                self._reference.check(items)
-            self._undo.note(info.timeout)
-            begun = True
-            self._reload(items)
-            self._synchronize()
-        except Exception as exc:  # noqa: BLE001 - raised again below, and sent to the trainer
-            error = exc
-        if self._ranks.agree(error):
-            if self._reference is None and self._check != "none":
-                self._reference = of_tensors(items, also=self.model_config.dtype)
-            return
-        if begun:
-            self._roll_back()
-            if not info.rollback:
-                raise ApplyError(
-                    f"{error or 'another worker could not load it'}; it stopped halfway, and this "
-                    "engine has no copy to roll back to: restart it"
-                ) from error
-        raise error or ApplyError("another worker of this engine could not load it")
+            with self._ranks.together():
+                if self._reference is not None:
+                    self._reference.check(items)
+                self._undo.note(info.timeout)
+                begun = True
+                self._reload(items)
+                self._synchronize()
+        except Exception as exc:
+            if begun:
+                self._roll_back()
+                if not info.rollback:
+                    raise ApplyError(
+                        f"{exc}; it stopped halfway, and this engine has no copy to roll back to: "
+                        "restart it"
+                    ) from exc
+            raise
+        if self._reference is None and self._check != "none":
+            self._reference = of_tensors(items, also=self.model_config.dtype)
 
     def _reload(self, items: list[Item]) -> None:
         model = self.model
@@ -411,24 +402,38 @@ class Ranks:
         self.index: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
         """Over all data parallel replicas."""
 
-    def agree(self, error: Exception | None) -> bool:
-        """Whether no worker has an error. Every worker has to call it."""
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what each worker does: it is done where all can do it, or raises in all of them.
+
+        Raises:
+            Exception: What the block raised.
+            ApplyError: It did not, but that of another worker did.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - raised again once the others know
+            error = exc
+        self._texts = self._exchange("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if self._texts:
+            raise ApplyError("another worker of this engine could not load it")
+
+    def _exchange(self, text: str) -> list[str]:
+        """What went wrong in which worker; every worker has to call it."""
         group = get_world_group()
-        self._texts = []
         if group.world_size == 1:
-            return error is None
-        said = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-        mine = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8)
-        said = said[:_TEXT_NBYTES]
-        if said:
-            mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            return []
+        said = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(group.world_size)]
         dist.all_gather(every, mine, group=group.cpu_group)
         texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in every]
-        self._texts = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        return not self._texts
+        return [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
 
-    def report(self, error: Exception | None) -> None:
+    def report(self, error: Exception) -> None:
         """Raise what went wrong, on one worker of the engine.
 
         On the last one: an executor that asks several workers stops at the first that fails, and
@@ -437,10 +442,10 @@ class Ranks:
         text = "; ".join(self._texts)
         if self._rank < self._size - 1:
             _logger.warning("not loaded: %s", text or error)
-        elif error is not None and not text:  # the only worker
-            raise error
-        else:
+        elif text:
             raise ApplyError(text) from error
+        else:  # the only worker
+            raise error
 
 
 # -- undoing an update, bit for bit --------------------------------------------------------------
