@@ -1,7 +1,7 @@
 """What this generation sends and receives with: objects that a scheme hands out.
 
 They have the transports that the scheme's ``create_transport()`` makes, aiosync's own and those of
-users alike; or none, where a scheme has links of the newer generation. Must not import schemes.
+users alike. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import (
@@ -86,7 +86,7 @@ class WeightSender(OfScheme):
     def __init__(self, scheme: WeightSyncScheme) -> None:
         super().__init__(scheme)
         self._copier = Copier()
-        self._pending: Callable[[], object] | None = None  # waits for an async send
+        self._pending: Deliveries | None = None  # what an async send began
         self._give_up: float | None = None  # when nobody waits for late workers any more
         self._lost: set[int] = set()  # of whose end a send has told
 
@@ -130,16 +130,14 @@ class WeightSender(OfScheme):
             ConfigError: There is no such worker, or the weights cannot travel (a
                 ``ValueError``).
             KeyError: Shared memory without ``auto_register``: the model is not registered.
-            LocalProtocolError: An async send is pending (a ``RuntimeError``).
+            LocalProtocolError: An async send is pending, or nobody was registered (a
+                ``RuntimeError``).
         """
         if self._pending is not None:
             raise LocalProtocolError(
                 "Cannot call send() while an async send is pending. Call wait_async() first."
             )
-        if self._transports:
-            self._wait(self._start(self._prepare(weights), worker_ids))
-        else:
-            self._scheme.send(self._prepare(weights), worker_ids)
+        self._wait(self._start(self._prepare(weights), worker_ids))
 
     def send_async(
         self, weights: Any = None, worker_ids: int | Iterable[int] | None = None
@@ -151,7 +149,8 @@ class WeightSender(OfScheme):
             worker_ids: As for :meth:`send`.
 
         Raises:
-            LocalProtocolError: An async send is pending already (a ``RuntimeError``).
+            LocalProtocolError: An async send is pending already, or nobody was registered (a
+                ``RuntimeError``).
             ConfigError: As for :meth:`send`. What is wrong with a worker, :meth:`wait_async`
                 raises.
         """
@@ -159,17 +158,12 @@ class WeightSender(OfScheme):
             raise LocalProtocolError(
                 "Cannot call send_async() again while a send is pending. Call wait_async() first."
             )
-        for transport in self._chosen(worker_ids).values() if self._transports else ():
+        for transport in self._chosen(worker_ids).values():
             if not hasattr(transport, "send_weights_async"):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
                 )
-        prepared = self._prepare(weights)
-        if self._transports:
-            self._pending = functools.partial(self._wait, self._start(prepared, worker_ids))
-        else:
-            self._scheme.send_async(prepared, worker_ids)
-            self._pending = self._scheme.wait_async
+        self._pending = self._start(self._prepare(weights), worker_ids)
 
     def wait_async(self) -> None:
         """Wait for the pending :meth:`send_async`.
@@ -181,7 +175,7 @@ class WeightSender(OfScheme):
         pending, self._pending = self._pending, None
         if pending is None:
             raise LocalProtocolError("No async send is pending. Call send_async() first.")
-        pending()
+        self._wait(pending)
 
     def update_weights(self, weights: Any) -> None:
         """The same as :meth:`send` to all workers."""
@@ -193,7 +187,9 @@ class WeightSender(OfScheme):
 
     def _prepare(self, weights: Any) -> Any:
         scheme = self._scheme
-        if self._transports and is_per_worker(weights):
+        if not self._transports:
+            raise LocalProtocolError("there is no worker yet: call register_worker()")
+        if is_per_worker(weights):
             raise ConfigError(
                 "weights by worker need a scheme without pipes or actors: send those of one worker "
                 "with worker_ids="
@@ -417,10 +413,11 @@ class WeightReceiver(OfScheme):
                 the trainer says so, too.
             ConfigError: Weights have come, but ``No model registered``, or they are of another
                 model (a ``ValueError``).
+            LocalProtocolError: No transport was registered (a ``RuntimeError``).
         """
         transport = self._transport
         if transport is None:
-            return self._scheme.receive(timeout=timeout) is not None
+            raise LocalProtocolError("there is no transport: call register_worker_transport()")
         self._begin_to_follow()
         if isinstance(transport, MPTransport):
             if not self._follows:
@@ -448,12 +445,8 @@ class WeightReceiver(OfScheme):
 
         Raises:
             ConfigError: ``No model registered`` (a ``ValueError``).
-            ApplyError: They do not fit; nothing was changed. Without a transport it is a
-                ``ManifestMismatch``.
+            ApplyError: They do not fit; nothing was changed.
         """
-        if self._transport is None and self._scheme.initialized_on_receiver:
-            self._scheme.apply_weights(weights)
-            return
         self._put(weights)
         if getattr(self._transport, "owes_ack", True):
             self._answer("updated")

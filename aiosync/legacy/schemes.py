@@ -55,9 +55,9 @@ def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
     """An argument, or else what an old-style context has under this name."""
     value = kwargs.pop(name, None)
     # TorchRL's present collectors have such attributes, too, but use them for something else.
-    if value is not None or type(context).__module__.partition(".")[0] == "torchrl":
+    if any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__):
         return value
-    return getattr(context, name, None)
+    return getattr(context, name, None) if value is None else value
 
 
 class WeightSyncScheme(facade.WeightSyncScheme):
@@ -242,29 +242,31 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """The sender of this object, always the same.
 
         Raises:
-            LocalProtocolError: Before :meth:`init_on_sender` (a ``RuntimeError``).
+            LocalProtocolError: Before :meth:`init_on_sender`, or after one without pipes or
+                actors: then the scheme itself sends (a ``RuntimeError``).
         """
         self._after_fork()
         if self._sender is None:
-            self._check_role(self.initialized_on_sender, "init_on_sender() before get_sender()")
-            self._sender = self.create_sender()
+            raise LocalProtocolError(
+                f"Must call init_on_sender() before get_sender() on {type(self).__name__}, with "
+                "pipes= or actors; without any, call send() of the scheme"
+            )
         return self._sender
 
     def get_receiver(self) -> WeightReceiver:
         """The receiver of this object, always the same.
 
         Raises:
-            LocalProtocolError: Before :meth:`init_on_worker` (a ``RuntimeError``).
+            LocalProtocolError: Before :meth:`init_on_worker`, or after one without a pipe: then
+                the scheme itself receives (a ``RuntimeError``).
         """
         self._after_fork()
         if self._receiver is None:
-            self._check_role(self.initialized_on_receiver, "init_on_worker() before get_receiver()")
-            self._receiver = self.create_receiver()
+            raise LocalProtocolError(
+                f"Must call init_on_worker() before get_receiver() on {type(self).__name__}, with "
+                "pipe=; without one, call receive() of the scheme"
+            )
         return self._receiver
-
-    def _check_role(self, has_role: bool, what: str) -> None:
-        if not has_role:
-            raise LocalProtocolError(f"Must call {what} on {type(self).__name__}")
 
     def create_sender(self) -> WeightSender:
         """A sender for this scheme; :meth:`get_sender` is what programs want."""
@@ -285,31 +287,29 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         raise NotImplementedError(f"{type(self).__name__} has no transport")
 
     @property
-    def _side(self) -> Any:
-        """The sender or receiver of a scheme with transports; ``None`` where it has links."""
-        core = self._scheme
-        links = core.initialized_on_sender or core.initialized_on_receiver
-        return None if links else self._sender or self._receiver
+    def _roles(self) -> list[Any]:
+        """The sender and the receiver, where this object has transports."""
+        return [role for role in (self._sender, self._receiver) if role is not None]
 
     def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
         """As :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
         """
-        if self._side is None:
+        if not self._roles:
             super().connect(**kwargs)
-        else:
-            self._side.meet()
+        for role in self._roles:
+            role.meet()
 
     def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
         """As :meth:`aiosync.sync.WeightSyncScheme.send`; with pipes as the sender's."""
-        side = self._side
-        return super().send(*args, **kwargs) if side is None else side.send(*args, **kwargs)
+        role: Any = self._sender
+        return super().send(*args, **kwargs) if role is None else role.send(*args, **kwargs)
 
     def receive(self, timeout: float | None = None) -> Any:  # type: ignore[misc]  # as well
         """As :meth:`aiosync.sync.WeightSyncScheme.receive`; with pipes as the receiver's."""
-        side = self._side
-        return super().receive(timeout) if side is None else side.receive(timeout)
+        role = self._receiver
+        return super().receive(timeout) if role is None else role.receive(timeout)
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -362,18 +362,16 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
         self._after_fork()
         try:
-            self._close_roles(at_once=False)
+            for role in self._roles:
+                role.close()
         finally:
             super().shutdown()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
-        self._close_roles(at_once=True)
+        for role in self._roles:
+            role.close(at_once=True)
         super().abort()
-
-    def _close_roles(self, *, at_once: bool) -> None:
-        for role in filter(None, (self._sender, self._receiver)):
-            role.close(at_once=at_once)
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSyncScheme):
@@ -571,8 +569,8 @@ class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
 class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSyncScheme):
     """Sends weights with ``torch.distributed``.
 
-    Roles and calls are those of :class:`aiosync.sync.DistributedWeightSyncScheme`; senders and
-    receivers use its links.
+    Roles and calls are those of :class:`aiosync.sync.DistributedWeightSyncScheme`; a sender that
+    :meth:`create_sender` makes has transports.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``: what moves large updates.

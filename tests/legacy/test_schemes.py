@@ -86,6 +86,9 @@ def test_arguments_that_cannot_be() -> None:
         )
         init(pipes=[mine])()
         sender = scheme.get_sender()
+        with MP() as other:  # has links of the newer generation, and no sender
+            other.init_on_sender(num_workers=1)
+            workers.refuses((RuntimeError, "scheme", other.get_sender))
         workers.refuses(
             (RuntimeError, "already a sender", init(pipes=[mine])),
             (ValueError, "Worker 3", lambda: sender.send(td(), worker_ids=3)),
@@ -220,27 +223,6 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
             work.start("receive")
             sender.send(ones(2.0))
             assert work.result() is True
-
-
-def test_roles_without_pipes_are_those_of_the_newer_generation() -> None:
-    model = tools.filled(0.0)
-    with SHM(timeout=tools.PATIENCE) as scheme:
-        scheme.init_on_sender(model_id="policy", num_workers=1)
-        with copy.copy(scheme) as other:
-            other.init_on_worker(model_id="policy", model=model, worker_idx=0)
-            tools.join(scheme, other)
-            sender, receiver = scheme.get_sender(), other.get_receiver()
-            for value in (1.0, 2.0):
-                weights = td(value)
-                sender.send_async(weights)
-                weights.zero_()
-                sender.wait_async()
-                assert receiver.receive(timeout=tools.PATIENCE)
-                assert tools.value_of(model) == value
-            receiver.apply_weights(td(3.0))
-            assert tools.value_of(model) == 3.0
-            with pytest.raises(aiosync.PartialSyncError):
-                sender.send({"weight": torch.zeros(3)})
 
 
 # -- shared memory ----------------------------------------------------------------------------
