@@ -1,6 +1,7 @@
 """The blocking twins of the schemes. Their behaviour is the async classes' own.
 
-Must not import torch.
+``send = blocking(aiosync.WeightSyncScheme.send)`` keeps the name, the defaults, the docstring and
+the types of the coroutine, and runs it on the portal. Nothing is generated. Must not import torch.
 """
 
 from __future__ import annotations
@@ -16,52 +17,36 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    Concatenate,
     Final,
+    Generic,
     Literal,
+    ParamSpec,
     Protocol,
+    Self,
     TypeAlias,
     TypeVar,
+    cast,
+    overload,
     runtime_checkable,
 )
 
 import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
-from aiosync.schemes.inside import (
-    bind_early,
-    life_of,
-    publish_with,
-)
-from aiosync.schemes.options import (
-    EngineOptions,
-    Fixed,
-    Option,
-    StreamOptions,
-    TCPOptions,
-)
+from aiosync.schemes.inside import bind_early, life_of, publish_with
+from aiosync.schemes.options import EngineOptions, Fixed, Option, StreamOptions, TCPOptions
 from aiosync.schemes.roles import Life
 from aiosync.schemes.state import SchemeState, has_failed
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._blocking import (
-    again,
-    attribute,
-    blocking,
-    constructor,
-    direct,
-    initialising,
-    on_loop,
-)
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import SendReport
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 __all__ = [
     "AsyncClass",
@@ -84,6 +69,8 @@ __all__ = [
     "twin_of",
 ]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
 _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
@@ -94,6 +81,122 @@ _LIBRARY = "torchrl"
 _SEEN = "torchrl.weight_update.weight_sync_schemes"  # all its users of schemes have imported it
 _INTEGRATION = "aiosync.integrations.torchrl"
 _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
+
+# -- what makes a facade class out of an async one ------------------------------------------------
+
+if TYPE_CHECKING:
+
+    class Twin(Generic[_P, _R]):
+        """A method of the facade, as checkers of types see it; really a plain function."""
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
+
+        @overload
+        def __get__(self, instance: object, owner: type) -> Callable[_P, _R]: ...
+
+        def __get__(self, instance: object, owner: type) -> Callable[..., _R]: ...
+
+
+def _twin(method: Callable[..., Any], way: str) -> Any:
+    """A method that looks like one of the async class, and calls it in a way of the facade's.
+
+    Args:
+        method: Of the async class.
+        way: Name of the facade's method that gets the name and the arguments.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, way)(name, *args, **kwargs)
+
+    call.__module__ = __name__
+    vars(call)["way"] = way
+    return call
+
+
+def again(member: object, method: Callable[..., Any]) -> Any:
+    """The twin of an override, to be called in the way of an existing twin.
+
+    Returns:
+        ``None`` where that is no twin, or the method is not overridden.
+    """
+    way = getattr(member, "way", None)
+    return None if way is None or vars(member)["__wrapped__"] is method else _twin(method, way)
+
+
+def blocking(
+    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
+) -> Twin[_P, _R]:
+    """A method that runs the coroutine method of the async class and waits for its result."""
+    return cast("Twin[_P, _R]", _twin(method, "_wait_for"))
+
+
+def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
+    """A method that calls the plain method of the async class on the portal's loop."""
+    return cast("Twin[_P, _R]", _twin(method, "_call_there"))
+
+
+def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
+    """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
+    return cast("Twin[_P, _R]", _twin(method, "_initialise"))
+
+
+def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
+    """A method that calls the plain method of the async class, on the caller's thread."""
+    return cast("Twin[_P, _R]", _twin(method, "_pass_on"))
+
+
+def constructor(
+    cls: Callable[_P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _P], None]]:
+    """An ``__init__`` with the options of the async class, instead of a stub."""
+    original: Any = cls
+
+    @functools.wraps(original.__init__)
+    def construct(self: Any, *args: Any, **options: Any) -> None:
+        self._adopt(self._async_class(*args, **options))
+
+    return lambda stub: cast("Callable[Concatenate[Any, _P], None]", construct)
+
+
+class attribute(property, Generic[_T]):
+    """An option or a property of the async scheme, under the same name.
+
+    Args:
+        original: The property or the option of the async class.
+    """
+
+    def __init__(self, original: Any) -> None:
+        of_option = isinstance(original, Option)
+        name = original.name if of_option else original.fget.__name__
+
+        def read(facade: Any) -> Any:
+            return getattr(facade._scheme, name)
+
+        def write(facade: Any, value: Any) -> None:
+            setattr(facade._scheme, name, value)
+
+        kind = {"return": original.annotation} if of_option else original.fget.__annotations__
+        read.__annotations__ = kind
+        super().__init__(read, write if of_option or original.fset is not None else None)
+        self.__doc__ = original.__doc__
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type) -> Self: ...
+
+        @overload
+        def __get__(self, instance: object, owner: type) -> _T: ...
+
+        def __get__(self, instance: object, owner: type | None = None) -> Self | _T: ...
+
+        def __set__(self, instance: Any, value: _T) -> None: ...
+
+
+# -- who stands on the other side of a scheme ------------------------------------------------------
 
 
 @runtime_checkable
@@ -186,14 +289,9 @@ class Ready(aio.Ready):
     See :class:`aiosync.Ready`.
     """
 
-    def __init__(self, facade: WeightSyncScheme) -> None:
-        self._facade, self._ready = facade, facade._scheme.ready
-        super().__init__(self._ready.is_set, self._ready._wait)
-
     def wait(self, *, timeout: float | None = None) -> None:  # type: ignore[override]  # it blocks
         """Wait until the condition holds; see :meth:`aiosync.Ready.wait`."""
-        self._facade._check("ready.wait")
-        self._facade._call(self._ready.wait(timeout=timeout))
+        self._wait(timeout)
 
     if TYPE_CHECKING:
         __await__: None  # type: ignore[assignment]  # it raises what wait() does inside of a loop
@@ -376,15 +474,10 @@ class WeightSyncScheme(SchemeState):
 
     _strategy: attribute[WeightStrategy] = attribute(aio.WeightSyncScheme.strategy)
 
-    @property
-    def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
-        return self._life.given.context
-
-    @context.setter
-    def context(self, value: Any) -> None:
-        self._find_owner(value)
-        self._scheme.context = value
+    def _assign(self, name: str, value: Any) -> None:
+        if name == "context":
+            self._find_owner(value)
+        super()._assign(name, value)
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -474,7 +567,14 @@ class WeightSyncScheme(SchemeState):
     @property
     def ready(self) -> Ready:
         """The condition that there is a complete version, to look at or to wait for."""
-        return Ready(self)
+        return Ready(
+            self._scheme.ready.is_set,
+            self._wait_until_ready,  # type: ignore[arg-type]  # it blocks
+        )
+
+    def _wait_until_ready(self, timeout: float | None) -> None:
+        self._check("ready.wait")
+        self._call(self._scheme.ready.wait(timeout=timeout))
 
     # -- closing -------------------------------------------------------------------------------
 
