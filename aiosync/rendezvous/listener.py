@@ -38,7 +38,7 @@ from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.transports._processes import close_in_child
 from aiosync.transports.address import Address, bind
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Transport, in_time
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
@@ -385,12 +385,9 @@ class Arrivals:
         Cancellation:
             Class A.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                while self._newest is None or not self._waits or self._newest[0].channel.ended:
-                    await self._changed.wait()
-        except TimeoutError as exc:
-            raise ConnectTimeout(f"no trainer was accepted within {timeout:g} s") from exc
+        async with in_time(timeout, ConnectTimeout, "no trainer was accepted"):
+            while self._newest is None or not self._waits or self._newest[0].channel.ended:
+                await self._changed.wait()
         self._waits = False
         return self._newest[0]
 

@@ -3,15 +3,17 @@
 A transport moves messages of :mod:`aiosync.wire` and, beside each, an optional payload of raw
 bytes. It knows nothing of torch, tensors or schemes and must never import them. The published
 suite in :mod:`aiosync.testing` checks every statement made here; see
-``docs/topics/transports.md``. At its end is what several transports need: buffers seen as bytes,
-and errors that are kept.
+``docs/topics/transports.md``. At its end is what several transports need: calls that take turns
+and end in time, buffers seen as bytes, and errors that are kept.
 """
 
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
@@ -23,7 +25,14 @@ from typing import (
     runtime_checkable,
 )
 
-from aiosync.errors import AiosyncError, LocalProtocolError, ProtocolError, TransportError
+from aiosync.errors import (
+    AiosyncError,
+    LocalProtocolError,
+    ProtocolError,
+    SyncTimeout,
+    TransportBusy,
+    TransportError,
+)
 from aiosync.types import AckStatus, Capabilities, Limits
 from aiosync.wire import Ack, ExtValue, Message
 
@@ -46,6 +55,8 @@ __all__ = [
     "TransportBackend",
     "again",
     "flat_view",
+    "in_time",
+    "in_turn",
     "make_ack",
     "take_buffers",
     "without_frames",
@@ -293,6 +304,34 @@ def make_ack(epoch: int, version: int, status: AckStatus, error: BaseException |
         error_type=type(error).__name__,
         error_text=str(error) or type(error).__name__,
     )
+
+
+@contextlib.contextmanager
+def in_turn(running: set[str], call: str, name: str) -> Iterator[None]:
+    """Let one call of a kind run at a time on the link to ``name``; ``running`` are those that do.
+
+    Raises:
+        TransportBusy: Another one runs.
+    """
+    if call in running:
+        raise TransportBusy(f"another {call}() is running on the link to {name}")
+    running.add(call)
+    try:
+        yield
+    finally:
+        running.discard(call)
+
+
+@contextlib.asynccontextmanager
+async def in_time(seconds: float | None, late: type[SyncTimeout], what: str) -> AsyncIterator[None]:
+    """Cut what takes longer, and raise ``late``, which says ``what`` was not done in that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as exc:
+        if isinstance(exc, AiosyncError):
+            raise
+        raise late(f"{what} within {seconds or 0:g} s") from exc
 
 
 def flat_view(buffer: object) -> memoryview:

@@ -28,7 +28,6 @@ from aiosync.errors import (
     RemoteProtocolError,
     SendTimeout,
     TransportBroken,
-    TransportBusy,
 )
 from aiosync.transports._processes import close_in_child
 from aiosync.transports.base import (
@@ -38,8 +37,8 @@ from aiosync.transports.base import (
     Payload,
     Received,
     Transport,
-    again,
     flat_view,
+    in_turn,
     take_buffers,
     without_frames,
 )
@@ -159,9 +158,10 @@ class DataPlaneTransport(Transport):
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._inline_nbytes = inline_nbytes
-        self._sending = self._receiving = self._told = False
-        # Sticky, and before what the control stream may still have in hand.
-        self._broken: LinkError | None = None
+        self._running: set[str] = set()
+        self._told = False
+        self._awaited: dict[tuple[str, bytes], asyncio.Future[None]] = {}
+        self._broken = False  # whatever the control stream may still have in hand
         self._over: asyncio.Future[None] = self._loop.create_future()  # the link
         self._handler: Handler | None = None
         control.subscribe(self._deliver)
@@ -201,9 +201,13 @@ class DataPlaneTransport(Transport):
             The bytes, and :attr:`Received.key`: ``None`` where they lie in lent buffers.
         """
 
-    @abc.abstractmethod
     def _hear(self, message: Setup) -> None:
-        """The peer set something up. May raise ``RemoteProtocolError``, which ends the link."""
+        """The peer said what nobody waits for.
+
+        Raises:
+            RemoteProtocolError: That is illegal; it ends the link.
+        """
+        raise RemoteProtocolError(f"unexpected {message.key!r} from the peer")
 
     def _end(self) -> None:
         """The link has ended: make what is under way fail soon. Never waits."""
@@ -212,8 +216,12 @@ class DataPlaneTransport(Transport):
 
     def _say(self, key: str, value: bytes = b"") -> None:
         """Tell the peer something, once the stream is between two frames."""
-        if not self._control.ended:
-            self._control.queue(encode_frame(Setup(self._kind, key, value)))
+        self._control.queue(encode_frame(Setup(self._kind, key, value)))
+
+    def _until_told(self, key: str, value: bytes = b"") -> asyncio.Future[None]:
+        """Until the peer tells this, which it must not do unasked."""
+        waiter = self._awaited[key, value] = self._loop.create_future()
+        return waiter
 
     async def _outcome(self, waited: asyncio.Future[_T], seconds: float | None = None) -> _T:
         """What a future brings that the peer decides on; its wait ends with the link, or late.
@@ -224,7 +232,7 @@ class DataPlaneTransport(Transport):
         try:
             either: set[asyncio.Future[Any]] = {waited, self._over}
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            self._check()
+            self._control.check()
             if not waited.done():
                 raise TransportBroken(
                     f"{self._kind} did not deliver the payload within {seconds:g} s"
@@ -237,11 +245,6 @@ class DataPlaneTransport(Transport):
     def channel(self) -> FramedTransport:
         """See :attr:`Transport.channel`: the control stream."""
         return self._control
-
-    def _check(self) -> None:
-        if self._broken is not None and not self._control.closed:
-            raise again(self._broken)
-        self._control.check()
 
     @contextlib.asynccontextmanager
     async def _transfer(
@@ -262,33 +265,36 @@ class DataPlaneTransport(Transport):
             if deadline.expired() and not ours and isinstance(exc, TimeoutError):
                 raise late(f"{what} did not get through within {timeout or 0:g} s") from exc
             if ours and not isinstance(exc, ProtocolError):
-                self._check()
+                self._control.check()
             raise
 
     def _fail(self, error: BaseException, what: str) -> None:
-        if self._control.closed:
+        control = self._control
+        if control.closed:
             return
-        lost = self._control.error or (error if isinstance(error, LinkError) else None)
+        lost = control.error or (error if isinstance(error, LinkError) else None)
         if lost is None or isinstance(lost, PeerClosed | LocalProtocolError):
             # The end of a stream between two messages may be one within this payload.
             broken = TransportBroken(f"the link was lost in the middle of {what}: {error}")
             broken.__cause__ = lost or (error if isinstance(error, AiosyncError) else None)
             lost = broken
-        self._broken = self._broken or without_frames(lost)
-        self._control.fail(lost)
+        self._broken = True
+        control.fail(lost)
+        control.error = without_frames(lost)
 
     # -- sending -------------------------------------------------------------------------------
 
     def send_nowait(self, message: Message, payload: Payload = ()) -> bool:
         """See :meth:`Transport.send_nowait`; payloads beside the stream are always refused."""
-        if self._sending or sum([flat_view(each).nbytes for each in payload]) > self._inline_nbytes:
-            self._check()
+        nbytes = sum([flat_view(each).nbytes for each in payload])
+        if "send" in self._running or nbytes > self._inline_nbytes:
+            self._control.check()
             return False
         return self._control.send_nowait(message, payload)
 
     def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
         """See :meth:`Transport.send_batch_nowait`."""
-        return not self._sending and self._control.send_batch_nowait(messages)
+        return "send" not in self._running and self._control.send_batch_nowait(messages)
 
     async def send(
         self, message: Message, payload: Payload = (), *, timeout: float | None = None
@@ -299,14 +305,9 @@ class DataPlaneTransport(Transport):
         any more.
         """
         control = self._control
-        if self._sending:
-            raise TransportBusy(f"another send() is running on the link to {control.name}")
-        if self._broken is not None:
-            self._check()
-        views = [view for view in map(flat_view, payload) if view.nbytes]
-        nbytes = sum(view.nbytes for view in views)
-        self._sending = True
-        try:
+        with in_turn(self._running, "send", control.name):
+            views = [view for view in map(flat_view, payload) if view.nbytes]
+            nbytes = sum(view.nbytes for view in views)
             if nbytes <= self._inline_nbytes:
                 await control.send(message, views, timeout=timeout)
                 return
@@ -315,7 +316,7 @@ class DataPlaneTransport(Transport):
             self._told = False  # until then a cut harms nothing
             async with self._transfer(what, timeout, SendTimeout):
                 await asyncio.sleep(0)  # a checkpoint, before the first byte
-                self._check()
+                control.check()
                 memo = payload.memo if isinstance(payload, SharedPayload) else {}
                 ext = {**await self._offer(views, memo), _NBYTES: nbytes}
                 self._told = True
@@ -323,8 +324,6 @@ class DataPlaneTransport(Transport):
                     await control.send(message, ext=ext)
                 await self._push(views)
                 control.check()
-        finally:
-            self._sending = False
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -341,7 +340,11 @@ class DataPlaneTransport(Transport):
                     f"the peer moves payloads by {message.kind[:40]!a}, this side by "
                     f"{self._kind!r}: construct both schemes with the same back-end"
                 )
-            self._hear(message)
+            waiter = self._awaited.pop((message.key, message.value), None)
+            if waiter is None:
+                self._hear(message)
+            elif not waiter.done():  # otherwise this side has just called it off
+                waiter.set_result(None)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
             return False  # its payload is fetched by recv()
@@ -353,14 +356,11 @@ class DataPlaneTransport(Transport):
         Cut while a payload is on its way beside the stream, it returns once nothing writes to
         the lent buffers any more.
         """
-        if self._receiving:
-            raise TransportBusy(f"another recv() is waiting on the link to {self._control.name}")
-        if self._broken is not None:
-            self._check()
-        self._receiving = True
-        clock = asyncio.get_running_loop().time
+        clock = self._loop.time
         started = clock()
-        try:
+        with in_turn(self._running, "recv", self._control.name):
+            if self._broken:
+                self._control.check()
             received = await self._control.recv(into=into, timeout=timeout)
             if received.ext and _NBYTES in received.ext:
                 what = f"the payload of a {type(received.message).__name__}"
@@ -370,8 +370,6 @@ class DataPlaneTransport(Transport):
                 async with self._transfer(what, timeout, RecvTimeout):
                     await self._take_beside(received, received.ext, into)
             return received
-        finally:
-            self._receiving = False
 
     async def _take_beside(
         self, received: Received, ext: Mapping[str, ExtValue], into: Lender | None

@@ -195,7 +195,6 @@ class DistributedTransport(DataPlaneTransport):
         self._threads = Threads("aiosync-gloo", 2)
         self._stop = False
         self._copying: Progress | None = None
-        self._waiting: dict[str, asyncio.Future[None]] = {}
         close_in_child(self)
         super().__init__(control, inline_nbytes)
 
@@ -215,11 +214,7 @@ class DistributedTransport(DataPlaneTransport):
         """See :class:`DataPlaneTransport`."""
         key = message.key
         if key in (_GO, _NOW, _GOT):
-            waiter = self._waiting.pop(key, None)
-            if waiter is None:
-                raise RemoteProtocolError(f"unexpected {key!r} from the peer")
-            if not waiter.done():  # otherwise this side has just called it off
-                waiter.set_result(None)
+            super()._hear(message)
         elif key == _HAVE:
             self._store.learn(f"{_HAVE} {message.value.decode('utf-8', 'replace')}", b"")
         else:
@@ -270,18 +265,13 @@ class DistributedTransport(DataPlaneTransport):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _until(self, key: str) -> asyncio.Future[None]:
-        """Until the peer says so."""
-        waiter = self._waiting[key] = self._loop.create_future()
-        return waiter
-
     async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """See :class:`DataPlaneTransport`."""
         await self._meet()
         self._copying = memo.get(COPYING)
-        self._going, self._taken = self._until(_GO), self._until(_GOT)
+        self._going, self._taken = self._until_told(_GO), self._until_told(_GOT)
         return {}
 
     async def _push(self, payload: list[memoryview]) -> None:
@@ -300,7 +290,7 @@ class DistributedTransport(DataPlaneTransport):
         assert lend is not None
         buffers = lend()
         await self._meet()
-        coming = self._until(_NOW)
+        coming = self._until_told(_NOW)
         self._say(_GO)
         await self._outcome(coming)  # its loop may be busy for long: no thread waits for that
         await self._move(buffers, self._receive)

@@ -31,12 +31,21 @@ from aiosync.errors import (
     RemoteProtocolError,
     SendTimeout,
     TransportBroken,
-    TransportBusy,
     TransportClosed,
     WeightsChanged,
 )
 from aiosync.transports import _ray_actor
-from aiosync.transports.base import Lender, Payload, Received, Transport, again, flat_view, make_ack
+from aiosync.transports.base import (
+    Lender,
+    Payload,
+    Received,
+    Transport,
+    again,
+    flat_view,
+    in_time,
+    in_turn,
+    make_ack,
+)
 from aiosync.transports.data_plane import (
     CHANGED,
     INLINE_NBYTES,
@@ -60,7 +69,6 @@ from aiosync.wire import (
     ManifestMessage,
     Message,
     Refuse,
-    Setup,
     Update,
 )
 
@@ -354,7 +362,9 @@ class RayTransport(DataPlaneTransport):
 
     _kind = "ray"
 
-    _passed_on: asyncio.Future[Any]  # the hub has what is offered
+    # Until the hub has what was offered, and until the peer has it.
+    _passed_on: asyncio.Future[Any]
+    _taken: asyncio.Future[None]
 
     def __init__(
         self,
@@ -366,8 +376,7 @@ class RayTransport(DataPlaneTransport):
         self._ray = need_cluster()
         self._objects = RayObjects() if objects is None else objects
         self._owns_objects = objects is None
-        # What the peer was told of, and until it holds the object itself.
-        self._announced: tuple[Entry, asyncio.Future[None]] | None = None
+        self._announced: Entry | None = None  # until the peer holds the object itself
         self._hub: tuple[str, Any] = ("", None)
         super().__init__(control, inline_nbytes)
 
@@ -381,37 +390,27 @@ class RayTransport(DataPlaneTransport):
             async with cls(left) as one, cls(right) as two:
                 yield one, two
 
-    def _hear(self, message: Setup) -> None:
-        """See :class:`DataPlaneTransport`."""
-        if message.key != _GOT:
-            raise RemoteProtocolError("unexpected set-up of the object store")
-        if self._announced is not None and self._announced[0].ticket == message.value:
-            self._announced[1].set_result(None)
-            self._announced = None
-
     # -- sending -------------------------------------------------------------------------------
 
     async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> Mapping[str, ExtValue]:
         """See :class:`DataPlaneTransport`. Puts the payload, unless another link did."""
-        self._check()
+        self._control.check()
         entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
         hub, self._passed_on = await self._objects.publish(entry)
-        self._check()
-        self._announced = entry, self._loop.create_future()
+        self._control.check()
+        self._announced, self._taken = entry, self._until_told(_GOT, entry.ticket)
         return {"ref": entry.ticket, "hub": hub}
 
     async def _push(self, payload: list[memoryview]) -> None:
         """See :class:`DataPlaneTransport`. Waits until the peer holds the object itself."""
-        # Not the entry: the traceback of an error keeps what is here.
-        got = None if self._announced is None else self._announced[1]
         try:
             await self._outcome(self._passed_on, _HUB_SECONDS)
         except self._ray.exceptions.RayError as exc:
             raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
-        if got is not None:
-            await self._outcome(got)
+        await self._outcome(self._taken)
+        self._announced = None
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -436,7 +435,7 @@ class RayTransport(DataPlaneTransport):
         return [block.cast("B")], (next(_regions), 0)
 
     async def _take(self, name: str, ticket: bytes) -> Any:
-        self._check()
+        self._control.check()
         self._objects.check_cluster()
         try:
             if self._hub[0] != name:
@@ -513,7 +512,8 @@ class RayActorTransport(Transport):
         hello = Hello("receiver", model_id, 0, strategy="any", has_target=True)
         self._answers: deque[Message] = deque([hello])
         self._arrived = asyncio.Event()
-        self._sending = self._receiving = self._closed = False
+        self._running: set[str] = set()
+        self._closed = False
         self._error: AiosyncError | None = None
 
     def __repr__(self) -> str:
@@ -535,11 +535,8 @@ class RayActorTransport(Transport):
 
         Cancellation: class A; a payload that is on its way into the store gets there first.
         """
-        if self._sending:
-            raise TransportBusy(f"another send() is running on the link to {self._name}")
-        self._sending = True
-        try:
-            async with asyncio.timeout(timeout):
+        with in_turn(self._running, "send", self._name):
+            async with in_time(timeout, SendTimeout, f"{self._name} was not called"):
                 await asyncio.sleep(0)
                 self._check()
                 if isinstance(message, ManifestMessage):
@@ -548,12 +545,6 @@ class RayActorTransport(Transport):
                     self._end(PeerClosed(f"the sender refused the link: {message.error_text}"))
                 elif isinstance(message, Update):
                     await self._update(message, payload)
-        except TimeoutError as exc:
-            if isinstance(exc, AiosyncError):
-                raise
-            raise SendTimeout(f"{self._name} was not called within {timeout or 0:g} s") from exc
-        finally:
-            self._sending = False
 
     async def _update(self, message: Update, payload: Payload) -> None:
         manifest = self._manifest
@@ -613,20 +604,13 @@ class RayActorTransport(Transport):
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`: first a Hello, then what became of each call."""
-        if self._receiving:
-            raise TransportBusy(f"another recv() is waiting on the link to {self._name}")
-        self._receiving = True
-        try:
+        with in_turn(self._running, "recv", self._name):
             await asyncio.sleep(0)
-            async with asyncio.timeout(timeout):
+            async with in_time(timeout, RecvTimeout, f"{self._name} did not answer"):
                 while not self._answers or self._closed:
                     self._check()
                     self._arrived.clear()
                     await self._arrived.wait()
-        except TimeoutError as exc:
-            raise RecvTimeout(f"{self._name} did not answer within {timeout or 0:g} s") from exc
-        finally:
-            self._receiving = False
         message = self._answers.popleft()
         if isinstance(message, Hello):
             message = replace(message, model_id=self.model_id)

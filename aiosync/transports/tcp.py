@@ -30,6 +30,7 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.transports.address import Address
+from aiosync.transports.base import in_time
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.stream import ByteStream, FramedTransport
 from aiosync.transports.tls_stream import TlsStream, why_refused
@@ -125,13 +126,10 @@ class TCPTransport(FramedTransport):
         name = name or str(address)
         hostname = getattr(credentials.tls, "hostname", None) or address.host or "localhost"
         credentials = replace(credentials, tls=credentials.dialling_context())  # before all else
-        try:
-            async with asyncio.timeout(timeout):
-                sock = await _open(address)
-                options = limits, keepalive, untaken, payloads
-                return await cls._proved(sock, credentials, hostname, name, *options)
-        except TimeoutError as exc:
-            raise ConnectTimeout(f"{name} did not answer within {timeout:g} s") from exc
+        async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
+            sock = await _open(address)
+            options = limits, keepalive, untaken, payloads
+            return await cls._proved(sock, credentials, hostname, name, *options)
 
     @classmethod
     async def accept(
@@ -170,12 +168,10 @@ class TCPTransport(FramedTransport):
         Cancellation:
             Closes the socket.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                options = limits, keepalive, untaken, payloads
-                return await cls._proved(sock, credentials or _NO_CREDENTIALS, None, name, *options)
-        except TimeoutError as exc:
-            raise ConnectTimeout(f"{name} did not prove its identity within {timeout:g} s") from exc
+        credentials = credentials or _NO_CREDENTIALS
+        async with in_time(timeout, ConnectTimeout, f"{name} did not prove its identity"):
+            options = limits, keepalive, untaken, payloads
+            return await cls._proved(sock, credentials, None, name, *options)
 
     @classmethod
     async def _proved(
