@@ -127,7 +127,7 @@ class WeightStrategy:
         is_dict = isinstance(destination, Mapping) and not is_tensor_collection(destination)
         if is_dict and not inplace:
             raise ConfigError("Cannot update state_dict out of place")
-        layout = Layout.plan(leaves, NO_LIMITS)
+        layout = Layout.plan(leaves.leaves, NO_LIMITS)
         Target(destination, strict=strict).apply_tensors(
             layout,
             [leaf.tensor for leaf in leaves.leaves],

@@ -561,7 +561,7 @@ class Applier:
                 assert isinstance(self._target, Target)
                 leaves = collect(self._target.target)
                 tensors = [leaf.tensor for leaf in leaves.leaves]
-                layout = Layout.plan(leaves, NO_LIMITS)
+                layout = Layout.plan(leaves.leaves, NO_LIMITS)
                 target.apply_tensors(layout, tensors, leaves.values)
             else:
                 self._detach()  # first, as the two may have parameters in common

@@ -20,7 +20,7 @@ import torch
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.receiver.updates import Buffers, Staged, UpdateReader
-from aiosync.tensors import FlatBuffer, Layout, Leaf, Leaves
+from aiosync.tensors import FlatBuffer, Layout, Leaf
 from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import copy_bytes, copy_tensors
 from aiosync.tensors.values import EXTRA_STATE, inner_names
@@ -244,8 +244,8 @@ class Transformer:
             if name in found:
                 raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
             found[name] = tensor.detach()
-        leaves = tuple(Leaf(name, tensor) for name, tensor in found.items())
-        layout = Layout.plan(Leaves(leaves), NO_LIMITS)
+        leaves = (Leaf(name, tensor) for name, tensor in found.items())
+        layout = Layout.plan(leaves, NO_LIMITS)
         flat = self._buffers.take(layout.nbytes)
         copy_tensors(zip(flat.views(layout), found.values(), strict=True))
         return layout, flat

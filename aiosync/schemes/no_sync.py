@@ -51,7 +51,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             except ConfigError as exc:  # of no concern to workers that have a model of their own
                 unpack = functools.partial(_refuse, str(exc))
             else:
-                layout = Layout.plan(leaves, NO_LIMITS)
+                layout = Layout.plan(leaves.leaves, NO_LIMITS)
                 flat = FlatBuffer(layout.nbytes)
                 flat.array[:] = 0
                 copy_tensors(

@@ -105,14 +105,15 @@ class Plan:
         equal: Those that get leaves which were sent separately.
         values: Where the values go; those of modules may be bare tensors.
         stateless: Extra state that was not sent, and stays.
-        flips: Parameters that become views, and ``flip_leaves`` what they become views of.
-        pick: Of tensors in the order of the leaves, those that ``flips`` become views of; only if
-            that changes all there is to change, and cannot fail.
-        digest: Of the layout.
-        owns: Tensors that get new memory first, because theirs is not theirs alone.
-        installs: Tensors that are replaced; the flag says that they become views.
+        moves: Tensors that get other memory, which are ``moved``: the flag says that it is that of
+            the leaf, else they get some of their own.
+        puts: Other tensors take the places of these; the flag says the same.
         copies: What is copied in place: the tensors are ``copied``, and ``addresses`` where they
             are.
+        once: The target is another one afterwards, for which there is no plan yet.
+        pick: Of tensors in the order of the leaves, those that ``moved`` become views of; only if
+            that changes all there is to change, and cannot fail.
+        digest: Of the layout.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class Plan:
         self.tree: ModuleTree | None
         self.found, self.tree = walk(target)
         by_object: dict[int, Spot] = {}
-        for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
-            by_object.setdefault(id(tensor), Spot(tensor, [])).places.append(place)
+        for place in self.found.places:
+            by_object.setdefault(id(place.tensor), Spot(place.tensor, [])).places.append(place)
         self.spots: list[Spot] = list(by_object.values())
         self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
         self._refuse_kinds()
@@ -150,19 +151,19 @@ class Plan:
         self.assigned: list[Spot] = [spot for spot in self.spots if spot.leaves]
         self.equal: list[Spot] = [spot for spot in self.assigned if len(spot.leaves) > 1]
         self._refuse_overlapping()
-        self.flips: list[torch.Tensor] = []
-        self.flip_leaves: list[int] = []
-        self.owns: list[tuple[torch.Tensor, int]] = []
-        self.installs: list[tuple[Spot, int, bool]] = []
+        self.moves: list[tuple[torch.Tensor, int, bool]] = []
+        self.puts: list[tuple[Spot, int, bool]] = []
         self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
+        self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
         self.copied: list[torch.Tensor] = [tensor for tensor, _ in self.copies]
         self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied))
+        self.once: bool = bool(self.puts) or not all(is_view for _, _, is_view in self.moves)
         self.digest: bytes = layout.digest
         self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-        more = self.values or self.equal or self.owns or self.installs or self.addresses
-        if self.flips and not more:
-            self.pick = itemgetter(*self.flip_leaves, self.flip_leaves[-1])
+        if self.moves and not (self.once or self.values or self.equal or self.copies):
+            leaves = [leaf for _, leaf, _ in self.moves]
+            self.pick = itemgetter(*leaves, leaves[-1])  # of one it would give no sequence
 
     def _refuse_kinds(self) -> None:
         """Raise if a tensor cannot get weights for what it is, or for what holds it."""
@@ -268,25 +269,25 @@ class Plan:
             same_dtype = tensor.dtype is layout.dtypes[leaf]
             may_view = mode == "flip" and type(tensor) is nn.Parameter and same_dtype
             shared = mode == "flip" and _is_shared(tensor)
-            key = memory_key(tensor)
+            memory = memory_key(tensor)
             split = any(  # only one of the tables of a TensorDictParams has it
                 is_tensordict_params(owner)
-                and tensor is not owner._parameters.get(name, owner._buffers.get(name))
-                for _, owner, name, *_ in spot.places
+                and tensor is not owner._parameters.get(key, owner._buffers.get(key))
+                for _, owner, key, *_ in spot.places
             )
             if tensor.is_meta or mode == "replace" or split:
-                view = may_view and views.setdefault(leaf, key) == key
-                self.installs.append((spot, leaf, view))
+                view = may_view and views.setdefault(leaf, memory) == memory
+                self.puts.append((spot, leaf, view))
             elif (
                 may_view
                 and is_plain_cpu(tensor)
                 and (self.tree is not None or not shared)
-                and views.setdefault(leaf, key) == key  # a second one that is not tied here copies
+                and views.setdefault(leaf, memory)
+                == memory  # a second one that is not tied here copies
             ):
-                self.flips.append(tensor)
-                self.flip_leaves.append(leaf)
+                self.moves.append((tensor, leaf, True))
             elif (shared and self.tree is not None) or in_flat_memory(tensor):
-                self.owns.append((tensor, leaf))
+                self.moves.append((tensor, leaf, False))  # its memory is not its alone
             else:
                 self.copies.append((tensor, leaf))
 
@@ -423,7 +424,7 @@ class Target:
             and plan.is_valid(self.target)
         ):
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
-            _flip(plan.flips, plan.pick(flat.views(layout)))
+            _flip(plan.moved, plan.pick(flat.views(layout)))
             return
         self.apply_tensors(layout, flat.views(layout), values, "copy" if copy else "flip")
 
@@ -521,8 +522,7 @@ class Target:
                 f"what it has: {', '.join(plan.stateless)}; send the module itself to send it",
                 stacklevel=2,
             )
-        # What gets other objects or memory now has to be looked at again by the next apply.
-        if not (plan.installs or plan.owns):
+        if not plan.once:
             self._plan, self._key = plan, key
         return plan
 
@@ -535,9 +535,11 @@ class Target:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
-        owned = [
-            torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
-            for tensor, leaf in plan.owns
+        memory = [
+            sources[leaf]
+            if is_view
+            else torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
+            for tensor, leaf, is_view in plan.moves
         ]
         if plan.values:
             _back_up(plan, undo)
@@ -546,9 +548,8 @@ class Target:
         if plan.copies:
             copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies))
             torch.autograd.graph.increment_version(plan.copied)
-        moved = [*plan.flips, *(tensor for tensor, _ in plan.owns)]
-        if moved:
-            _flip(moved, [*(sources[leaf] for leaf in plan.flip_leaves), *owned])
+        if plan.moves:
+            _flip(plan.moved, memory)
 
     def _change_values(
         self,
@@ -584,7 +585,7 @@ def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> Non
 
 def _back_up(plan: Plan, undo: Undo) -> None:
     """Remember all memory and elements of a target."""
-    moved = {id(tensor) for tensor in (*plan.flips, *(tensor for tensor, _ in plan.owns))}
+    moved = set(map(id, plan.moved))
     for tensor in filter(is_ordinary, plan.tensors):
         if id(tensor) not in moved:
             undo.append(partial(tensor.copy_, tensor.detach().clone()))
@@ -599,7 +600,7 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Pla
     """
     new: list[tuple[Place, torch.Tensor]] = []
     first: dict[tuple[Any, ...], torch.Tensor] = {}
-    for spot, leaf, view in plan.installs:
+    for spot, leaf, view in plan.puts:
         old, source = spot.tensor, sources[leaf]
         key = (leaf, type(old), old.dtype, old.requires_grad) if old.is_meta else (id(spot),)
         tensor = first.get(key)

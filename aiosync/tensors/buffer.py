@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from aiosync.tensors.walk import Leaves
+    from aiosync.tensors.walk import Leaf
     from aiosync.types import Limits
 
 __all__ = [
@@ -115,7 +115,7 @@ class Layout:
         }
 
     @classmethod
-    def plan(cls, leaves: Leaves, limits: Limits = DEFAULT_LIMITS) -> Layout:
+    def plan(cls, leaves: Iterable[Leaf], limits: Limits = DEFAULT_LIMITS) -> Layout:
         """Lay the leaves out one after the other, each on a multiple of 64 bytes.
 
         Args:
@@ -133,7 +133,7 @@ class Layout:
                 each.kind,
                 each.aliases,
             )
-            for each in leaves.leaves
+            for each in leaves
         )
         return cls(plan_manifest(facts, limits))
 

@@ -173,11 +173,12 @@ class _Plan:
     def __init__(self, found: Found, layout: Layout) -> None:
         self.layout: Layout = layout
         self.names: list[tuple[str, str, bool]] = _names(found)
-        groups = group_tied(found.tensors)
+        tensors = found.tensors
+        groups = group_tied(tensors)
         self.firsts: list[int] = [group[0] for group in groups]
         self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
-        self.in_all_places: Sequence[torch.Tensor] = found.tensors  # of the last source
-        self.tensors: list[torch.Tensor] = [found.tensors[first] for first in self.firsts]
+        self.in_all_places: Sequence[torch.Tensor] = tensors  # of the last source
+        self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
@@ -278,14 +279,15 @@ class Flattener:
         else:
             found = tree.select(self.extract_as)
         values = found.pack()
-        if plan is None or plan.names != _names(found) or not plan.fits(found.tensors):
-            leaves = to_leaves(found, values)
-            layout = Layout.plan(self._cast(found, leaves), self._limits)
+        tensors = found.tensors
+        if plan is None or plan.names != _names(found) or not plan.fits(tensors):
+            leaves = self._cast(found, to_leaves(found, values))
+            layout = Layout.plan(leaves, self._limits)
             if plan is not None and plan.layout.digest == layout.digest:
                 layout = plan.layout
             plan = self._plan = _Plan(found, layout)
         plan.outline = keys
-        prepared = plan.prepared(found.tensors, values)
+        prepared = plan.prepared(tensors, values)
         is_steady = (
             tree is not None
             and not found.values
@@ -294,11 +296,11 @@ class Flattener:
         self._tree, self._steady = tree, prepared if is_steady else None
         return prepared
 
-    def _cast(self, found: Found, leaves: Leaves) -> Leaves:
+    def _cast(self, found: Found, leaves: Leaves) -> Sequence[Leaf]:
         """The leaves, with others in the place of those that have another dtype on the way."""
         rule, used, cast = self._rule, set[Pattern](), list[Leaf]()
         if rule is None:
-            return leaves
+            return leaves.leaves
         inside = inner_names(leaves.values)
         computed = {place.name for place in found.places if not place.persistent}
         for leaf in leaves.leaves:
@@ -316,7 +318,7 @@ class Flattener:
                 f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
                 f"{len(cast)} is named {cast[0].name!r}. Correct or remove them"
             )
-        return Leaves(tuple(cast))
+        return cast
 
 
 class _Program:

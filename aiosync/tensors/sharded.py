@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, SyncTimeout, TransportBroken
-from aiosync.tensors.walk import ExtractAs, Found, Source, walk
+from aiosync.tensors.walk import ExtractAs, Place, Source, walk
 
 __all__ = ["gather_weights"]
 
@@ -63,24 +63,21 @@ def gather_weights(
     if isinstance(source, nn.Module):
         _reshard(source)
     found, _ = walk(source, extract_as)
-    sharded = [pair for pair in _named(found) if _is_sharded(pair[1])]
+    sharded = [place for place in found.places if _is_sharded(place.tensor)]
     if sharded:
         _meet(sharded, timeout)
     result: dict[str, Any] = {}
     whole: dict[int, torch.Tensor] = {}  # tied ones once, also on ranks that keep none
-    for name, tensor in _named(found):
+    for place in found.places:
+        tensor = place.tensor
         if id(tensor) not in whole:
-            full = _gather(name, tensor) if _is_sharded(tensor) else tensor.detach()
+            full = _gather(place) if _is_sharded(tensor) else tensor.detach()
             if keep and device is not None:
                 full = full.to(device)
             whole[id(tensor)] = full if keep else full.new_empty(0)
-        result[name] = whole[id(tensor)]
+        result[place.name] = whole[id(tensor)]
     result.update((name, place.read()) for name, place in found.values.items())
     return result if keep else {}
-
-
-def _named(found: Found) -> list[tuple[str, torch.Tensor]]:
-    return [(place.name, each) for place, each in zip(found.places, found.tensors, strict=True)]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -103,32 +100,33 @@ def _reshard(source: nn.Module) -> None:
             module.reshard()
 
 
-def _gather(name: str, tensor: Any) -> torch.Tensor:
+def _gather(place: Place) -> torch.Tensor:
     try:
         with torch.inference_mode(False), torch.no_grad():
-            full = tensor.detach().full_tensor()
-            if type(full) is not torch.Tensor:  # a collective that was not waited for
-                full = full.wait()
+            full: Any = place.tensor.detach().full_tensor()
+            # Or a collective that was not waited for.
+            whole: torch.Tensor = full if type(full) is torch.Tensor else full.wait()
     except RuntimeError as exc:
-        raise TransportBroken(f"gathering {name!r} from its mesh failed: {exc}") from exc
-    whole: torch.Tensor = full
+        raise TransportBroken(f"gathering {place.name!r} from its mesh failed: {exc}") from exc
     return whole
 
 
-def _meet(picked: Sequence[tuple[str, Any]], timeout: float | None) -> None:
+def _meet(picked: Sequence[Place], timeout: float | None) -> None:
     """Wait until all ranks have called this, and see whether they want to gather the same.
 
     Collectives wait for each other as long as their group allows, half an hour by default, and
     ranks that gather different tensors would wait so long, or mix them up.
     """
     want = hashlib.blake2b(digest_size=7)
-    for name, tensor in picked:
-        want.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.placements};".encode())
-    number = int.from_bytes(want.digest())
     meshes: list[Any] = []
-    for _, tensor in picked:
+    for place in picked:
+        tensor = place.tensor
+        want.update(
+            f"{place.name} {tuple(tensor.shape)} {tensor.dtype} {tensor.placements};".encode()
+        )
         if tensor.device_mesh not in meshes:
             meshes.append(tensor.device_mesh)
+    number = int.from_bytes(want.digest())
     for mesh in meshes:
         if mesh.get_coordinate() is None:
             raise ConfigError(f"this process is not a member of {mesh}: only members can gather")

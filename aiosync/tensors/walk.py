@@ -75,6 +75,7 @@ class Place(NamedTuple):
         name: Dotted name from the root.
         owner: Module, TensorDict or mapping that holds it directly.
         key: Key in the owner.
+        tensor: What was there; ``None`` where a value is.
         kind: ``"param"`` or ``"buffer"``.
         persistent: Part of ``state_dict()``.
     """
@@ -82,6 +83,7 @@ class Place(NamedTuple):
     name: str
     owner: Any
     key: str
+    tensor: Any
     kind: Kind
     persistent: bool = True
 
@@ -101,19 +103,26 @@ class Found:
 
     Attributes:
         places: One for each occurrence of a tensor.
-        tensors: The tensors, parallel to ``places``.
         values: Where values are that are not tensors, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Iterable[Place] = ()) -> None:
         self.places: list[Place] = []
-        self.tensors: list[torch.Tensor] = []
         self.values: dict[str, Place] = {}
+        for place in places:
+            self.add(place)
 
-    def add(self, place: Place, tensor: torch.Tensor) -> None:
-        """Append one tensor."""
-        self.places.append(place)
-        self.tensors.append(tensor)
+    def add(self, place: Place) -> None:
+        """Take a place."""
+        if place.tensor is None:
+            self.values[place.name] = place
+        else:
+            self.places.append(place)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors, parallel to ``places``."""
+        return [place.tensor for place in self.places]
 
     def pack(self) -> dict[str, Any]:
         """Pack the values; the tensors inside become leaves. A bare tensor is a leaf itself.
@@ -131,14 +140,16 @@ class Found:
         return encode_values(packed)
 
     def _add_inner(self, name: str, tensor: torch.Tensor) -> None:
-        self.add(Place(name, None, name, "buffer"), tensor)
+        self.add(Place(name, None, name, tensor, "buffer"))
 
     def same_as(self, other: Found) -> bool:
         """Whether the same names lead to the very same tensor objects."""
         return (
-            len(self.tensors) == len(other.tensors)
-            and all(map(is_, self.tensors, other.tensors))
-            and [place.name for place in self.places] == [place.name for place in other.places]
+            len(self.places) == len(other.places)
+            and all(
+                one.tensor is each.tensor and one.name == each.name
+                for one, each in zip(self.places, other.places, strict=True)
+            )
             and self.values.keys() == other.values.keys()
         )
 
@@ -223,15 +234,15 @@ class ModuleTree:
             params, buffers = _in_use(params, inner), _in_use(buffers, inner)
         for key, param in params.items():
             if param is not None:
-                self.found.add(Place(prefix + key, module, key, "param"), param)
+                self.found.add(Place(prefix + key, module, key, param, "param"))
         hidden = module._non_persistent_buffers_set
         for key, buffer in buffers.items():
             if buffer is not None:
-                place = Place(prefix + key, module, key, "buffer", key not in hidden)
-                self.found.add(place, buffer)
+                self.found.add(
+                    Place(prefix + key, module, key, buffer, "buffer", key not in hidden)
+                )
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = prefix + EXTRA_STATE
-            self.found.values[name] = Place(name, module, EXTRA_STATE, "buffer")
+            self.found.add(Place(prefix + EXTRA_STATE, module, EXTRA_STATE, None, "buffer"))
         wrapped = _wrapped(module)
         for key, child in module._modules.items():
             if child is not None:
@@ -282,12 +293,8 @@ class ModuleTree:
             return find_nested(self.root.state_dict())
         if extract_as == "tensordict":
             self.refuse_hidden()
-        found = Found()
-        found.values = self.found.values
-        for place, tensor in zip(self.found.places, self.found.tensors, strict=True):
-            if place.persistent or extract_as == "tensordict":
-                found.add(place, tensor)
-        return found
+        everything = [*self.found.places, *self.found.values.values()]
+        return Found(each for each in everything if each.persistent or extract_as == "tensordict")
 
     def refuse_hidden(self) -> None:
         """Raise if a module saves more than its parameters, buffers and extra state.
@@ -316,8 +323,7 @@ class ModuleTree:
 
 def _inner_tensors(td: Any) -> dict[str, torch.Tensor]:
     """What the TensorDict of a ``TensorDictParams`` holds, by dotted name."""
-    found = _walk(td, "")
-    return {place.name: value for place, value in found if isinstance(value, torch.Tensor)}
+    return {place.name: place.tensor for place in _walk(td, "") if place.tensor is not None}
 
 
 def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -351,25 +357,20 @@ def find_nested(source: Any) -> Found:
     Raises:
         ConfigError: A key is not a string.
     """
-    found = Found()
-    for place, value in _walk(source, ""):
-        if isinstance(value, torch.Tensor):
-            found.add(place, value)
-        else:
-            found.values[place.name] = place
-    return found
+    return Found(_walk(source, ""))
 
 
-def _walk(source: Any, prefix: str) -> Iterator[tuple[Place, Any]]:
+def _walk(source: Any, prefix: str) -> Iterator[Place]:
     for key, value in _items(source):
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
         name = prefix + (EXTRA_STATE if key == ROOT_STATE else key)
         name = name.replace("_orig_mod.", "") if "_orig_mod." in name else name
         is_state = name.rpartition(".")[2] == EXTRA_STATE
-        if is_state or isinstance(value, torch.Tensor) or not is_nested(value):
+        tensor = value if isinstance(value, torch.Tensor) else None
+        if is_state or tensor is not None or not is_nested(value):
             is_buffer = is_state or isinstance(value, nn.Buffer)
-            yield Place(name, source, key, "buffer" if is_buffer else "param"), value
+            yield Place(name, source, key, tensor, "buffer" if is_buffer else "param")
         else:
             yield from _walk(value, f"{prefix}{key}.")
 
@@ -501,8 +502,8 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     bad = [
         f"{place.name!r} is a {type(tensor).__name__} on the {tensor.device} device"
         f" ({'nested' if tensor.is_nested else tensor.layout}, {tensor.dtype})"
-        for place, tensor in zip(found.places, found.tensors, strict=True)
-        if not has_values(tensor)
+        for place in found.places
+        if not has_values(tensor := place.tensor)
     ]
     if bad:
         raise ConfigError(
@@ -518,7 +519,7 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     for first, *others in group_tied(found.tensors):
         place = found.places[first]
         aliases = tuple(found.places[other].name for other in others)
-        leaves.append(Leaf(place.name, found.tensors[first], place.kind, aliases))
+        leaves.append(Leaf(place.name, place.tensor, place.kind, aliases))
     return Leaves(tuple(leaves), values)
 
 

@@ -107,7 +107,7 @@ def test_copy_keeps_the_memory_of_the_target() -> None:
 )
 def test_large_tensors_of_any_kind_are_copied_from(tensor: torch.Tensor) -> None:
     target = {"w": torch.zeros(300, 600, dtype=tensor.dtype)}
-    Target(target).apply_tensors(Layout.plan(collect({"w": tensor})), [tensor], {})
+    Target(target).apply_tensors(Layout.plan(collect({"w": tensor}).leaves), [tensor], {})
     assert torch.equal(target["w"], tensor)
 
 

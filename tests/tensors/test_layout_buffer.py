@@ -110,7 +110,7 @@ def test_the_pieces_are_the_copy(step: int) -> None:
 )
 def test_where_a_copy_is_better_there_is_none(tensors: list[torch.Tensor]) -> None:
     leaves = collect({f"t{i}": tensor for i, tensor in enumerate(tensors)})
-    assert LiveBytes.of(Layout.plan(leaves), tensors) is None
+    assert LiveBytes.of(Layout.plan(leaves.leaves), tensors) is None
 
 
 # -- the pool of threads for large copies ---------------------------------------------------------
