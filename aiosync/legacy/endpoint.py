@@ -68,8 +68,7 @@ class Weights:
     version: int = 0
 
     def __del__(self) -> None:
-        if self.flat.exclusive():
-            self.give_back()
+        self.give_back()
 
     def rebuild(self, form: str | None = None) -> Any:
         """A nested TensorDict, or a state dict with dotted names, as views of the memory."""

@@ -601,7 +601,7 @@ class Applier:
         self._detach()
         current, self.current = self.current, None
         if current is not None and not self.copy:
-            self.call_soon(self._updates.retire, current)
+            self.call_soon(current.give_back)
         self.inbox.forget()
         self.guard.held = 0, 0
         self._use(None, chosen)
@@ -649,7 +649,7 @@ class Applier:
                 # The memory goes back to the trainer, who writes the next version into it; but not
                 # below a forward that does not end. To that the values stay the same.
                 if self.guard.exclusively(self._detach, timeout=0.0):
-                    self._updates.retire(current)
+                    current.give_back()
                 else:
                     with FORKING:  # a thread may be applying: one after the other
                         self._detach()

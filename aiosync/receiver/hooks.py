@@ -19,7 +19,7 @@ import torch
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.receiver.updates import Buffers, Staged, UpdateReader
+from aiosync.receiver.updates import Buffers, Staged
 from aiosync.tensors import FlatBuffer, Layout, Leaf
 from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import copy_bytes, copy_tensors
@@ -131,7 +131,6 @@ class Transformer:
         transform: What to do with them; ``None`` to copy them as they are.
         before: Called on the loop with epoch and version, before that.
         tasks: Runs the waiting part.
-        updates: Gets the received memory back.
         done: Called on the loop with the update as the model wants it and ``None``; or as it came,
             and why it cannot be had: the caller gives its memory back then.
 
@@ -144,13 +143,11 @@ class Transformer:
         transform: Transform | None,
         before: Callable[[int, int], object] | None,
         tasks: TaskOwner,
-        updates: UpdateReader,
         done: Callable[[Staged, BaseException | None], None],
     ) -> None:
         self._transform = transform
         self._before = before
         self._tasks = tasks
-        self._updates = updates
         self._done = done
         self._next: Staged | None = None
         self.is_busy: bool = False
@@ -176,7 +173,7 @@ class Transformer:
         """Forget every buffer, and let the thread end."""
         self._closed = True
         self._next = None
-        self._buffers.close()
+        self._buffers = Buffers()
         self._thread.close(patience=_CLOSE_SECONDS)
 
     async def _run(self) -> None:
@@ -191,7 +188,7 @@ class Transformer:
                 except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
                     self._done(staged, exc)
                     continue
-                self._updates.retire(staged)
+                staged.give_back()
                 give_back = functools.partial(self._buffers.put_back, flat)
                 result = dataclasses.replace(
                     staged,

@@ -130,9 +130,7 @@ class WeightReceiver:
         self._num_answers = 0  # to pull()
         self._transformer: Transformer | None = None
         if transform is not None or before_apply is not None:
-            self._transformer = Transformer(
-                transform, before_apply, self._tasks, self.updates, self._transformed
-            )
+            self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
         self.guard: Guard = guard
         self.applier: Applier = Applier(
             self,
@@ -335,7 +333,7 @@ class WeightReceiver:
         else:
             self._refuse(staged.epoch, staged.version, error)
             self.applier.note("refused", staged)
-            self.updates.retire(staged)
+            staged.give_back()
             self._changed.notify()
 
     # -- answers -------------------------------------------------------------------------------
@@ -392,7 +390,7 @@ class WeightReceiver:
                 # What loads may have kept it, and Ctrl-C may have come once the model had changed.
                 # The trainer does not wait while memory is looked at and unmapped.
                 if gone is not None and gone.slot is None:
-                    self._loop.call_soon(self.updates.retire, gone)
+                    self._loop.call_soon(gone.give_back)
             else:
                 self._skip(staged)
             self._changed.notify()

@@ -8,6 +8,7 @@ import asyncio.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ class Buffers:
     """Buffers that were used, to be used again."""
 
     def __init__(self) -> None:
-        self._spare: list[FlatBuffer] | None = []
+        self._spare: list[FlatBuffer] = []
 
     def take(self, nbytes: int) -> FlatBuffer:
         """A buffer of so many bytes.
@@ -81,11 +82,10 @@ class Buffers:
         Raises:
             TransportBroken: There is no memory.
         """
-        spare = self._spare or []
-        for index, flat in enumerate(spare):
+        for index, flat in enumerate(self._spare):
             if flat.nbytes == nbytes:
-                return spare.pop(index)
-        spare.clear()
+                return self._spare.pop(index)
+        self._spare.clear()
         try:
             return FlatBuffer(nbytes)
         except MemoryError as exc:
@@ -94,13 +94,9 @@ class Buffers:
             ) from exc
 
     def put_back(self, flat: FlatBuffer) -> None:
-        """Nothing uses a buffer any more."""
-        if self._spare is not None and len(self._spare) < 2:
+        """Its owner uses a buffer no more. One that a tensor views goes with the last of those."""
+        if len(self._spare) < 2 and flat.exclusive():
             self._spare.append(flat)
-
-    def close(self) -> None:
-        """Keep none, from now on."""
-        self._spare = None
 
 
 class UpdateReader:
@@ -187,8 +183,6 @@ class UpdateReader:
             while len(self._layouts) > _KNOWN_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
             return None
-        if not isinstance(message, Update):
-            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
         more = update.trace, layout.nbytes
@@ -204,13 +198,13 @@ class UpdateReader:
             if landing is None:
                 landing = self._buffers.take(layout.nbytes)
                 _fill(landing, received)
-        give_back = lambda flat=landing: self._buffers.put_back(flat)  # noqa: E731 - bound to it
+        give_back = functools.partial(self._buffers.put_back, landing)
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
-            raise RemoteProtocolError(f"{type(message).__name__} came with a payload")
+            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")
@@ -299,14 +293,6 @@ class UpdateReader:
         more: Any = {"slot": slot, "slots": slots, "sent_at": slot.sent_at}
         return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, **more)
 
-    def retire(self, staged: Staged) -> None:
-        """The module left ``staged``: give its memory back, unless something else uses it.
-
-        Then it goes when its last user lets go.
-        """
-        if staged.slot is not None or staged.flat.exclusive():
-            staged.give_back()
-
     def keep(self, staged: Staged | None) -> None:
         """Give what is in a slot memory of this process: nobody keeps the sender from it now."""
         if self.slots is not None and staged is not None and staged.slot is not None:
@@ -315,7 +301,7 @@ class UpdateReader:
 
     def close(self) -> None:
         """Forget every buffer."""
-        self._buffers.close()
+        self._buffers = Buffers()  # what is given back after this is kept by nobody
         self._assembly = self._landing = self._running = None
         self._part = memoryview(b"")
         self._mapped.clear()
