@@ -6,6 +6,7 @@ This module must never import pytest or torch.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
@@ -212,6 +213,17 @@ def check(*needs: str) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]
         return Check(name, (body.__doc__ or "").splitlines()[0], frozenset(needs), body)
 
     return make
+
+
+def link_check(body: Callable[[Transport, Transport, Tasks], Coroutine[Any, Any, None]]) -> Check:
+    """Make a check of a function that works with one link, which needs no hook."""
+
+    @functools.wraps(body)
+    async def check_link(bench: Bench) -> None:
+        async with bench.link() as link:
+            await body(*link)
+
+    return check()(check_link)
 
 
 # -- waiting and expecting -------------------------------------------------------------------------

@@ -57,7 +57,6 @@ class CancelOutcome(Generic[_T]):
 async def _run_once(
     operation: Callable[[], Coroutine[Any, Any, _T]], point: int, late: bool
 ) -> CancelOutcome[_T]:
-    outcomes: list[CancelOutcome[_T]] = []
     delivered = False
 
     def cancel(_: object = None) -> None:
@@ -84,19 +83,19 @@ async def _run_once(
                 thrown = exc
         raise AssertionError
 
-    async def body() -> None:
+    async def body() -> CancelOutcome[_T]:
         try:
             result = await stepwise(operation())
-            outcomes.append(CancelOutcome(point, late, delivered, result))
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # for the check
-            outcomes.append(CancelOutcome(point, late, delivered, error=exc))
+            return CancelOutcome(point, late, delivered, error=exc)
+        return CancelOutcome(point, late, delivered, result)
 
     task = asyncio.ensure_future(body())
     try:
         await asyncio.wait({task})
     finally:
         task.cancel()
-    return outcomes[0]
+    return task.result()
 
 
 async def cancel_at_every_await(

@@ -46,6 +46,7 @@ from aiosync.testing._tools import (
     Hooks,
     Lending,
     Link,
+    Tasks,
     TransportFactory,
     arrives,
     cancel,
@@ -58,6 +59,7 @@ from aiosync.testing._tools import (
     gets,
     intact_or_cut,
     is_blocked,
+    link_check,
     pattern,
     receive_all,
     require,
@@ -87,8 +89,8 @@ __all__ = [
 # -- payloads --------------------------------------------------------------------------------------
 
 
-@check()
-async def check_payloads(bench: Bench) -> None:
+@link_check
+async def check_payloads(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """No payload, single bytes, and many buffers of any type and size arrive, in both ways."""
     data = pattern(8 * MIB + 13)
     table = memoryview(data[:4096]).cast("B", shape=[32, 128])
@@ -96,28 +98,26 @@ async def check_payloads(bench: Bench) -> None:
     payloads: list[list[Any]] = [[], [b""], [b"\x00"], [b"\xff"], [data]]
     few = [data[:1], b"", bytearray(data[1:70_000]), memoryview(data)[70_007:], b"", table, floats]
     payloads += [few, [data[at : at + 3] for at in range(0, 6000, 3)]]
-    async with bench.link() as (sender, receiver, _):
-        for version, payload in enumerate(payloads, 1):
-            await deliver(sender, receiver, version, *payload)
-            await deliver(receiver, sender, version, *payload)
+    for version, payload in enumerate(payloads, 1):
+        await deliver(sender, receiver, version, *payload)
+        await deliver(receiver, sender, version, *payload)
 
 
-@check()
-async def check_full_duplex(bench: Bench) -> None:
+@link_check
+async def check_full_duplex(left: Transport, right: Transport, tasks: Tasks) -> None:
     """200 messages and two of 8 MiB arrive once each, in order, in both directions at once."""
     payloads = [pattern(version * 37 if version % 3 else 0, version) for version in range(200)]
     payloads += [pattern(8 * MIB, seed) for seed in (1, 2)]
-    async with bench.link() as (left, right, tasks):
-        running = [
-            tasks.start(move(end, payloads))
-            for move in (send_all, receive_all)
-            for end in (left, right)
-        ]
-        await within(asyncio.gather(*running), "four transfers at once")
+    running = [
+        tasks.start(move(end, payloads))
+        for move in (send_all, receive_all)
+        for end in (left, right)
+    ]
+    await within(asyncio.gather(*running), "four transfers at once")
 
 
-@check()
-async def check_messages_intact(bench: Bench) -> None:
+@link_check
+async def check_messages_intact(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """All of a message and of an ack arrives; of the error of a NACK a long text is clipped."""
     message = Update(
         epoch=2**63 - 1,
@@ -134,44 +134,42 @@ async def check_messages_intact(bench: Bench) -> None:
         (AckStatus.SKIPPED, None),
         (AckStatus.NACK, ValueError("é" * 200_000)),
     ]
-    async with bench.link() as (sender, receiver, _):
-        await within(sender.send(message), "send()")
-        await gets(receiver, message)
-        for status, error in acks:
-            await within(receiver.ack(EPOCH, 1, status, error=error), f"ack({status.name})")
-        await gets(sender, *(make_ack(EPOCH, 1, status, error) for status, error in acks[:-1]))
-        clipped = (await within(sender.recv(), "recv() of the NACK with a long text")).message
-        require(
-            isinstance(clipped, Ack)
-            and (clipped.status, clipped.error_type) == (AckStatus.NACK, "ValueError")
-            and clipped.error_text.startswith("é" * 100),
-            f"expected a NACK with its error's type and text, got {clipped!r:.200}",
-        )
+    await within(sender.send(message), "send()")
+    await gets(receiver, message)
+    for status, error in acks:
+        await within(receiver.ack(EPOCH, 1, status, error=error), f"ack({status.name})")
+    await gets(sender, *(make_ack(EPOCH, 1, status, error) for status, error in acks[:-1]))
+    clipped = (await within(sender.recv(), "recv() of the NACK with a long text")).message
+    require(
+        isinstance(clipped, Ack)
+        and (clipped.status, clipped.error_type) == (AckStatus.NACK, "ValueError")
+        and clipped.error_text.startswith("é" * 100),
+        f"expected a NACK with its error's type and text, got {clipped!r:.200}",
+    )
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@check()
-async def check_lent_buffers(bench: Bench) -> None:
+@link_check
+async def check_lent_buffers(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """The lender is called once, with message and size; the payload lands in what it lent."""
     payload = pattern(300 * KIB)
-    async with bench.link() as (sender, receiver, _):
-        for version, cuts in enumerate(((0,), (1,), (5, 100_000), (5, 5, 299 * KIB)), 1):
-            edges = pairwise([0, *cuts, len(payload)])
-            lent = [bytearray(after - before) for before, after in edges]
-            lender = Lending(*lent)
-            received = await deliver(
-                sender, receiver, version, payload[:999], payload[999:], into=lender
-            )
-            calls = [(update(version), len(payload))]
-            require(lender.calls == calls, f"expected {calls} of the lender, got {lender.calls}")
-            require(b"".join(lent) == payload, "the payload did not land in what was lent")
-            lent[-1][-1] ^= 0xFF
-            require(
-                b"".join(received.payload) == b"".join(lent),
-                "Received.payload is not the memory that was lent",
-            )
+    for version, cuts in enumerate(((0,), (1,), (5, 100_000), (5, 5, 299 * KIB)), 1):
+        edges = pairwise([0, *cuts, len(payload)])
+        lent = [bytearray(after - before) for before, after in edges]
+        lender = Lending(*lent)
+        received = await deliver(
+            sender, receiver, version, payload[:999], payload[999:], into=lender
+        )
+        calls = [(update(version), len(payload))]
+        require(lender.calls == calls, f"expected {calls} of the lender, got {lender.calls}")
+        require(b"".join(lent) == payload, "the payload did not land in what was lent")
+        lent[-1][-1] ^= 0xFF
+        require(
+            b"".join(received.payload) == b"".join(lent),
+            "Received.payload is not the memory that was lent",
+        )
 
 
 @check()
@@ -191,18 +189,17 @@ async def check_lender_refuses(bench: Bench) -> None:
     require(refusal in causes, f"the lender's error is lost: {error!r} without it as the cause")
 
 
-@check()
-async def check_payload_stays(bench: Bench) -> None:
+@link_check
+async def check_payload_stays(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """Without a lender the payload stays as it is, also after the next one and after aclose()."""
     first, second = pattern(64 * KIB, 1), pattern(64 * KIB, 2)
-    async with bench.link() as (sender, receiver, _):
-        await within(send(sender, 1, first), "send() of the first")
-        kept = await arrives(receiver.recv(), 1, first)
-        await within(send(sender, 2, second), "send() of the second")
-        later = await arrives(receiver.recv(), 2, second)
-        await within(receiver.aclose(), "aclose() with a payload in use")
-        verify(kept, 1, first)
-        verify(later, 2, second)
+    await within(send(sender, 1, first), "send() of the first")
+    kept = await arrives(receiver.recv(), 1, first)
+    await within(send(sender, 2, second), "send() of the second")
+    later = await arrives(receiver.recv(), 2, second)
+    await within(receiver.aclose(), "aclose() with a payload in use")
+    verify(kept, 1, first)
+    verify(later, 2, second)
 
 
 @check()
@@ -242,54 +239,53 @@ async def check_backpressure(bench: Bench) -> None:
             await deliver(sender, receiver, last + 1, b"after")
 
 
-@check()
-async def check_checkpoints(bench: Bench) -> None:
+@link_check
+async def check_checkpoints(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """send(), recv() and ack() let other tasks run at least once, even when all is ready."""
-    async with bench.link() as (sender, receiver, _):
-        for version in range(1, 4):
-            payload = [pattern(64)] if version == 2 else []
-            for what, operation in (
-                ("send() on a free link", partial(send, sender, version, *payload)),
-                ("recv() of a ready message", receiver.recv),
-                ("ack()", partial(receiver.ack, EPOCH, version, AckStatus.APPLIED)),
-                ("recv(timeout=0) of a ready ack", partial(sender.recv, timeout=0)),
-            ):
-                ran: list[bool] = []
-                asyncio.get_running_loop().call_soon(ran.append, True)
-                await operation()
-                require(bool(ran), f"{what} did not let the loop run: it is no checkpoint")
-                await settle()
-
-
-@check()
-async def check_recv_timeout(bench: Bench) -> None:
-    """recv(timeout=0) takes a ready message; RecvTimeout leaves the link intact."""
-    async with bench.link() as (sender, receiver, _):
-        for version in (1, 2, 3):
-            for timeout in (0.02, 0):
-                receiving = receiver.recv(timeout=timeout)
-                await expect(RecvTimeout, receiving, f"recv({timeout=}) on a silent link")
-            payload = pattern(100 * (version - 1))
-            await within(send(sender, version, payload), "send()")
+    for version in range(1, 4):
+        payload = [pattern(64)] if version == 2 else []
+        for what, operation in (
+            ("send() on a free link", partial(send, sender, version, *payload)),
+            ("recv() of a ready message", receiver.recv),
+            ("ack()", partial(receiver.ack, EPOCH, version, AckStatus.APPLIED)),
+            ("recv(timeout=0) of a ready ack", partial(sender.recv, timeout=0)),
+        ):
+            ran: list[bool] = []
+            asyncio.get_running_loop().call_soon(ran.append, True)
+            await operation()
+            require(bool(ran), f"{what} did not let the loop run: it is no checkpoint")
             await settle()
-            await arrives(receiver.recv(timeout=0), version, payload)
 
 
-@check()
-async def check_recv_timeout_loses_nothing(bench: Bench) -> None:
+@link_check
+async def check_recv_timeout(sender: Transport, receiver: Transport, _: Tasks) -> None:
+    """recv(timeout=0) takes a ready message; RecvTimeout leaves the link intact."""
+    for version in (1, 2, 3):
+        for timeout in (0.02, 0):
+            receiving = receiver.recv(timeout=timeout)
+            await expect(RecvTimeout, receiving, f"recv({timeout=}) on a silent link")
+        payload = pattern(100 * (version - 1))
+        await within(send(sender, version, payload), "send()")
+        await settle()
+        await arrives(receiver.recv(timeout=0), version, payload)
+
+
+@link_check
+async def check_recv_timeout_loses_nothing(
+    sender: Transport, receiver: Transport, tasks: Tasks
+) -> None:
     """Deadlines that race with messages neither lose nor repeat one."""
     payloads = [b"x" * version if version % 2 else b"" for version in range(1, 61)]
-    async with bench.link() as (sender, receiver, tasks):
 
-        async def keep_trying() -> Received:
-            while True:
-                with suppress(RecvTimeout):
-                    return await receiver.recv(timeout=0.0004)
+    async def keep_trying() -> Received:
+        while True:
+            with suppress(RecvTimeout):
+                return await receiver.recv(timeout=0.0004)
 
-        sending = tasks.start(send_all(sender, payloads, pause=0.0007))
-        for version, payload in enumerate(payloads, 1):
-            await arrives(keep_trying(), version, payload)
-        await within(sending, "the sender")
+    sending = tasks.start(send_all(sender, payloads, pause=0.0007))
+    for version, payload in enumerate(payloads, 1):
+        await arrives(keep_trying(), version, payload)
+    await within(sending, "the sender")
 
 
 @check()
@@ -305,75 +301,71 @@ async def check_send_timeout(bench: Bench) -> None:
             await intact_or_cut(link, version, "SendTimeout")
 
 
-@check()
-async def check_oversize_header_refused(bench: Bench) -> None:
+@link_check
+async def check_oversize_header_refused(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """A header over the limit is LocalProtocolError at the sender and leaves the link intact."""
     message = Update(epoch=EPOCH, version=1, digest=bytes(16), values={"blob": bytes(17 * MIB)})
-    async with bench.link() as (sender, receiver, _):
-        await expect(LocalProtocolError, sender.send(message), "send() of a 17 MiB header")
-        with suppress(LocalProtocolError):
-            require(not sender.send_nowait(message), "send_nowait() took a 17 MiB header")
-        await deliver(sender, receiver, 2, b"after")
+    await expect(LocalProtocolError, sender.send(message), "send() of a 17 MiB header")
+    with suppress(LocalProtocolError):
+        require(not sender.send_nowait(message), "send_nowait() took a 17 MiB header")
+    await deliver(sender, receiver, 2, b"after")
 
 
 # -- the ways that do not wait keep the promises of those that do ----------------------------------
 
 
-@check()
-async def check_send_nowait(bench: Bench) -> None:
+@link_check
+async def check_send_nowait(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
     """What send_nowait() took arrives once and in order; what it did not take left no trace."""
     payloads = {version: pattern(64 * KIB, version) for version in range(1, 1025)}
     payloads |= dict.fromkeys(range(5001, 5004), b"")  # there may be room for these
-    async with bench.link() as (sender, receiver, tasks):
-        taken = [
-            version
-            for version, payload in payloads.items()
-            if sender.send_nowait(update(version), [payload])
-        ]
-        require(len(taken) < 1024, f"send_nowait() took {len(taken)} messages unread")
-        sending = tasks.start(send(sender, 9000, b"waited for"))
-        for version in taken:
-            await arrives(receiver.recv(), version, payloads[version])
-        await arrives(receiver.recv(), 9000, b"waited for")
-        await within(sending, "send() after send_nowait() returned False")
-        await deliver(sender, receiver, 9001, b"last")
+    taken = [
+        version
+        for version, payload in payloads.items()
+        if sender.send_nowait(update(version), [payload])
+    ]
+    require(len(taken) < 1024, f"send_nowait() took {len(taken)} messages unread")
+    sending = tasks.start(send(sender, 9000, b"waited for"))
+    for version in taken:
+        await arrives(receiver.recv(), version, payloads[version])
+    await arrives(receiver.recv(), 9000, b"waited for")
+    await within(sending, "send() after send_nowait() returned False")
+    await deliver(sender, receiver, 9001, b"last")
 
 
-@check()
-async def check_batch_nowait(bench: Bench) -> None:
+@link_check
+async def check_batch_nowait(sender: Transport, receiver: Transport, _: Tasks) -> None:
     """A batch that the link took arrives whole and in order; of a refused one nothing does."""
     *batch, last = [Ack(EPOCH, version, AckStatus.RECEIVED) for version in (1, 2, 3, 4)]
-    async with bench.link() as (sender, receiver, _):
-        taken = receiver.send_batch_nowait(batch)
-        await within(receiver.send(last), "send() after send_batch_nowait()")
-        await gets(sender, *(batch if taken else []), last)
+    taken = receiver.send_batch_nowait(batch)
+    await within(receiver.send(last), "send() after send_batch_nowait()")
+    await gets(sender, *(batch if taken else []), last)
 
 
-@check()
-async def check_subscribe(bench: Bench) -> None:
+@link_check
+async def check_subscribe(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
     """With a handler every message comes once and in order, to it or out of recv()."""
     sent = [Ack(EPOCH, version, AckStatus.RECEIVED) for version in range(1, 21)]
     seen: list[Message] = []
-    async with bench.link() as (sender, receiver, tasks):
 
-        def handle(received: Received) -> None:
-            seen.append(received.message)
+    def handle(received: Received) -> None:
+        seen.append(received.message)
 
-        async def pull() -> None:
-            while True:
-                handle(await sender.recv())
+    async def pull() -> None:
+        while True:
+            handle(await sender.recv())
 
-        sender.subscribe(handle)
-        pulling = tasks.start(pull())
-        for ack in sent:
-            await within(receiver.send(ack), "send() to a side with a handler")
-        for _ in range(500):
-            if len(seen) < len(sent):
-                await asyncio.sleep(0.01)
-        require(  # and nothing comes twice
-            await is_blocked(pulling, 0.05) and seen == sent,
-            f"sent {len(sent)} acks, got {seen}, {pulling}",
-        )
+    sender.subscribe(handle)
+    pulling = tasks.start(pull())
+    for ack in sent:
+        await within(receiver.send(ack), "send() to a side with a handler")
+    for _ in range(500):
+        if len(seen) < len(sent):
+            await asyncio.sleep(0.01)
+    require(  # and nothing comes twice
+        await is_blocked(pulling, 0.05) and seen == sent,
+        f"sent {len(sent)} acks, got {seen}, {pulling}",
+    )
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -427,28 +419,27 @@ async def check_unlent_memory_is_bounded(bench: Bench) -> None:
 # -- one at a time ---------------------------------------------------------------------------------
 
 
-@check()
-async def check_second_call_is_busy(bench: Bench) -> None:
+@link_check
+async def check_second_call_is_busy(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
     """A second recv(), send(), ack() or send_nowait() is TransportBusy; the first one goes on."""
     ack = Ack(EPOCH, 1, AckStatus.APPLIED)
-    async with bench.link() as (sender, receiver, tasks):
-        last, sending = await clog(tasks, sender)
-        receiving = tasks.start(gets(sender, ack))
-        await is_blocked(receiving)
-        for what, operation in (
-            ("send()", partial(send, sender, 99)),
-            ("ack()", partial(sender.ack, EPOCH, 99, AckStatus.APPLIED)),
-            ("recv()", sender.recv),
-            ("recv(timeout=0)", partial(sender.recv, timeout=0)),
-        ):
-            await expect(TransportBusy, operation(), f"a second {what}")
-        with suppress(TransportBusy):
-            require(not sender.send_nowait(update(99)), "send_nowait() works during a send()")
-        await within(receiver.send(ack), "send() of an ack")
-        await within(receiving, "the first recv()")
-        await drain(receiver, last)
-        await within(sending, "the first send()")
-        await deliver(sender, receiver, last + 1)
+    last, sending = await clog(tasks, sender)
+    receiving = tasks.start(gets(sender, ack))
+    await is_blocked(receiving)
+    for what, operation in (
+        ("send()", partial(send, sender, 99)),
+        ("ack()", partial(sender.ack, EPOCH, 99, AckStatus.APPLIED)),
+        ("recv()", sender.recv),
+        ("recv(timeout=0)", partial(sender.recv, timeout=0)),
+    ):
+        await expect(TransportBusy, operation(), f"a second {what}")
+    with suppress(TransportBusy):
+        require(not sender.send_nowait(update(99)), "send_nowait() works during a send()")
+    await within(receiver.send(ack), "send() of an ack")
+    await within(receiving, "the first recv()")
+    await drain(receiver, last)
+    await within(sending, "the first send()")
+    await deliver(sender, receiver, last + 1)
 
 
 # -- closing ---------------------------------------------------------------------------------------
@@ -573,14 +564,13 @@ async def check_cut_mid_message(bench: Bench) -> None:
             await expect(ENDED, receiver.recv(), "recv() after the cut")
 
 
-@check()
-async def check_repr(bench: Bench) -> None:
+@link_check
+async def check_repr(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
     """repr() says something while a payload is under way and after the end, but not the payload."""
-    async with bench.link() as (sender, receiver, tasks):
-        await is_blocked(tasks.start(send(sender, 1, b"SECRET" * 10**6)))
-        shown = [repr(sender), repr(receiver)]
-        await within(sender.aclose(), "aclose()")
-        shown += [repr(sender), repr(receiver)]
+    await is_blocked(tasks.start(send(sender, 1, b"SECRET" * 10**6)))
+    shown = [repr(sender), repr(receiver)]
+    await within(sender.aclose(), "aclose()")
+    shown += [repr(sender), repr(receiver)]
     require(all(0 < len(text) < 2000 for text in shown), "repr() is empty or very long")
     require("SECRET" not in "".join(shown), "repr() shows bytes of a payload")
 
