@@ -216,7 +216,14 @@ class WorkerThread:
         """
         ended: asyncio.Future[tuple[_T | None, BaseException | None]]
         ended = asyncio.get_running_loop().create_future()
-        self._put((call, ended))
+        if self._closed:
+            raise RuntimeError(f"{self._name} was closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._working += 1
+        self._jobs.put((call, ended))
         try:
             result, error = await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -227,16 +234,6 @@ class WorkerThread:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise error
         raise RuntimeError(f"{type(error).__name__} was raised: {error}") from error
-
-    def _put(self, job: _Job) -> None:
-        if self._closed:
-            raise RuntimeError(f"{self._name} was closed")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._working += 1
-        self._jobs.put(job)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -271,7 +268,5 @@ def _tell(ended: asyncio.Future[Any], outcome: tuple[Any, BaseException | None])
         if not ended.done():
             ended.set_result(outcome)
 
-    try:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
         ended.get_loop().call_soon_threadsafe(tell)
-    except RuntimeError:
-        return  # the loop is closed: nobody is left to be told
