@@ -59,7 +59,6 @@ _OPTIONAL = (
 _ADVICE = {"reachable": "is the trainer past connect() there, or `aiosync serve` running?"}
 _ANSWER_SECONDS = 10.0
 _WIDTH = 160  # a pipe has none; rows stay whole
-_EMPTY = "99aa06d3014798d86001c324468d497f"  # XXH3-128 of no bytes
 
 
 def doctor(
@@ -94,7 +93,6 @@ def doctor(
             **{name: functools.partial(_version_of, name) for name in _REQUIRED},
             "optional": _optional,
             "event loop": _event_loop,
-            "digest": _digest,
             "cores": lambda: f"{usable_cores()} usable of {os.cpu_count()}",
             "torch threads": functools.partial(_torch_threads, workers),
             **({"memfd": _memfd} if sys.platform == "linux" else {}),
@@ -178,14 +176,6 @@ def _event_loop() -> str:
     loop.close()
     found = f"{type(loop).__module__}.{type(loop).__qualname__}"
     return found if found.startswith("uvloop") else f"{found}\nuvloop is faster: pip install uvloop"
-
-
-def _digest() -> str:
-    from aiosync.wire import checksum
-
-    if checksum(b"").hex() != _EMPTY:
-        raise ConfigError("xxhash computes something else: pip install --force-reinstall xxhash")
-    return "XXH3 with 128 bits"
 
 
 def _torch_threads(workers: int) -> str:

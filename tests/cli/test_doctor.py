@@ -64,7 +64,7 @@ def test_each_check_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, found
     assert found["torch"] == f"ok {torch.__version__}"
     assert "not installed:" in found["optional"]
-    for name in ("tensordict", "anyio", "msgpack", "digest", "cores", "memfd", "unix sockets"):
+    for name in ("tensordict", "anyio", "msgpack", "xxhash", "cores", "memfd", "unix sockets"):
         assert found[name].startswith("ok "), name
     assert {"event loop", "torch threads", "open files"} <= found.keys()
     assert found["end"] == "Everything that aiosync needs is available."
