@@ -12,7 +12,7 @@ Pure bookkeeping: events in, outcomes out. Must not import asyncio nor transport
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,6 +54,24 @@ class Outcome:
     error: AiosyncError | None = None
 
 
+def lacking(newest: Group, older: Sequence[Snapshot]) -> list[Snapshot]:
+    """The older ones that hold something which nothing newer holds: never more than names.
+
+    Args:
+        newest: What comes next.
+        older: Oldest first, as what is returned.
+    """
+    needed, newer = list[Snapshot](), set[str]()
+    for each in reversed(older):
+        if len(newest) == 1 and each.holds_same(newest[0]):  # mostly: to compare names is dear
+            continue
+        newer = newer or _names_of(newest)
+        if not each.names <= newer:
+            needed.append(each)
+            newer |= each.names
+    return needed[::-1]
+
+
 def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
     return set[str]().union(*(each.names for each in snapshots))
 
@@ -79,25 +97,12 @@ class Chain:
         """All of them, oldest first."""
         return [each for group in self.groups for each in group]
 
-    def lacking(self, names: Collection[str]) -> list[Snapshot]:
-        """Those that hold something which nothing newer holds: never more of them than names.
-
-        Args:
-            names: What the next one holds.
-        """
-        needed, newer = list[Snapshot](), set(names)
-        for each in reversed(self.snapshots()):
-            if not each.names <= newer:
-                needed.append(each)
-                newer |= each.names
-        return needed[::-1]
-
     def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
         """Put a group at the end, and leave out what is not needed before it.
 
         Args:
             group: What comes; takes over a reference to each.
-            needed: See :meth:`lacking`.
+            needed: See :func:`lacking`.
             parts: What was between an update that is left out and this group comes with it.
 
         Returns:
@@ -144,7 +149,8 @@ class Outbox:
         unreceived: The one of these that shuts the window.
         newest: The version that was offered last, or that the receiver had; 0 for none.
         applied: Newest version that the receiver said it applied; 0 before the first.
-        visible: Newest version that the receiver sees without being told; 0 for none.
+        received: Newest version that is complete there, applied or not; 0 before the first.
+        named: Newest version that the receiver sees without being told; 0 for none.
         skipped: How many versions were overtaken by a newer one.
         error: Why this outbox was closed, or ``None``. Sticky.
     """
@@ -156,11 +162,12 @@ class Outbox:
         self.unreceived: int | None = None
         self.newest: int = has
         self.applied: int = has
-        self.visible: int = 0
+        self.received: int = has
+        self.named: int = 0
         self.skipped: int = 0
         self.error: AiosyncError | None = None
         self._worker_idx = worker_idx
-        self._covers: Group = ()  # holds every name of what is in flight, and need not wait for it
+        self._taken: Group = ()  # the last group; holds every name of what is in flight
 
     @property
     def is_idle(self) -> bool:
@@ -179,24 +186,14 @@ class Outbox:
         Returns:
             The outcomes of the versions that it replaced.
         """
-        queue, covers, version = self.queue, self._covers, group[-1].version
+        queue, self.newest = self.queue, group[-1].version
         for each in group:
             each.retain()
-        self.newest = version
-        if not (queue.groups or self.in_flight):  # mostly
-            self._covers = group
+        if not queue.groups:  # mostly
             queue.groups.append(group)
             return []
-        needed: list[Snapshot] = []
-        alike = len(group) == 1 == len(covers) and covers[0].holds_same(group[0])
-        if not (alike and queue.groups in ([], [covers])):  # else it holds all that they do
-            names = _names_of(group)
-            needed = queue.lacking(names)
-            alike = not needed and _names_of(covers) <= names
-        replaced = queue.add(group, needed, parts=parts)
-        if alike:
-            self._covers = queue.groups[-1]
-        return [self._skip(each, version) for each in replaced]
+        replaced = queue.add(group, lacking(group, queue.snapshots()), parts=parts)
+        return [self._skip(each, self.newest) for each in replaced]
 
     def take(self) -> Group | None:
         """Move the first update of the queue into flight, with its references; shut the window.
@@ -208,9 +205,9 @@ class Outbox:
         groups, flying = self.queue.groups, self.in_flight
         if not groups or self.unreceived is not None or len(flying) >= MAX_IN_FLIGHT:
             return None
-        if flying and groups[0] is not self._covers:
-            return None
-        self._covers = group = groups.pop(0)
+        if flying and lacking(groups[0], self._taken):
+            return None  # it waits for them
+        self._taken = group = groups.pop(0)
         self.unreceived = version = group[-1].version
         self.in_flight = (*flying, version)
         return group
@@ -239,11 +236,13 @@ class Outbox:
         """
         version, status, flying = ack.version, ack.status, self.in_flight
         if ack.epoch != self.epoch or version not in flying:
-            if ack.epoch == self.epoch and version == self.visible and status == AckStatus.NACK:
-                self.visible = 0  # it looked, and could not take what it saw
+            if ack.epoch == self.epoch and version == self.named and status == AckStatus.NACK:
+                self.named = 0  # it looked, and could not take what it saw
                 return [self._refused(ack)]
             return []
         at = flying.index(version)
+        if status != AckStatus.NACK:
+            self.received = max(self.received, version)
         if status == AckStatus.SKIPPED:
             if version == flying[-1]:  # there is nothing newer that could have replaced it
                 return []
@@ -346,7 +345,7 @@ class History:
     def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
         """What somebody who gets a chain would get as well if ``snapshot`` came next."""
         known = self.parts or snapshot.names <= _names_of(chain.snapshots())
-        return chain.lacking(snapshot.names) if known else []
+        return lacking((snapshot,), chain.snapshots()) if known else []
 
     def forget(self, idx: int) -> None:
         """A worker that comes again under this index gets what the others get."""

@@ -356,7 +356,7 @@ class WeightSender:
         if snapshot is None:
             return None
         for link in links:
-            if not link.knows(snapshot.slot):
+            if not link.looks_for(plan.layout.digest, snapshot.slot):
                 snapshot.release()
                 return None
         return self._dispatch(
@@ -683,7 +683,7 @@ class WeightSender:
 
         def found() -> dict[int, int]:
             links = self.workers.subscribers
-            return {each.idx: each.received_version if staged else each.visible for each in links}
+            return {each.idx: each.outbox.received if staged else each.visible for each in links}
 
         def reached() -> bool:
             versions, failed = found(), {}

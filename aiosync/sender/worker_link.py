@@ -33,7 +33,7 @@ from aiosync.tensors.buffer import merged
 from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
-from aiosync.types import AckStatus, Limits
+from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
     Ack,
@@ -101,7 +101,6 @@ class WorkerLink:
         hello: As given.
         wanted: The least version that it asked for, until that is answered.
         outbox: What is on its way, in the epoch of the sender now.
-        received_version: Newest version that is complete there, applied or not.
         since: Time of the handshake, on ``time.monotonic()``'s clock.
         sent_nbytes: Bytes of payloads that the link took.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
@@ -120,7 +119,6 @@ class WorkerLink:
         self.wanted: int | None = None
         epoch = registry.epoch
         self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
-        self.received_version: int = self.outbox.applied
         self.sent_nbytes: int = 0
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
@@ -163,7 +161,7 @@ class WorkerLink:
     @property
     def visible(self) -> int:
         """Version that the worker uses from now on, or has; 0 for none."""
-        return max(self.outbox.applied, self.outbox.visible)
+        return max(self.outbox.applied, self.outbox.named)
 
     @property
     def lag(self) -> int:
@@ -174,7 +172,7 @@ class WorkerLink:
     @property
     def is_behind(self) -> bool:
         """Whether the worker has not taken yet what it was named without a message."""
-        return self.publisher is not None and self.publisher.holds < self.outbox.visible
+        return self.publisher is not None and self.publisher.holds < self.outbox.named
 
     # -- updates by message --------------------------------------------------------------------
 
@@ -193,18 +191,18 @@ class WorkerLink:
     def _pump(self) -> None:
         """Write what may go now: at once where the link takes it, else in the background."""
         while not (self._writing or self.outbox.error):
-            if self._word is not None:
-                self._write_soon(())
-                return
-            group = self.outbox.take()
+            group = () if self._word is not None else self.outbox.take()
             if group is None:
                 return
+            epoch = self.outbox.epoch  # another sender may take over before the task begins
             try:
-                if len(group) > 1 or not self._write_now(group[0]):
-                    self._write_soon(tuple(each.retain() for each in group))
+                if len(group) != 1 or not self._write_now(group[0]):
+                    self._writing = True
+                    writing = self._write(tuple(each.retain() for each in group), epoch)
+                    self._registry.tasks.start(writing, f"aiosync send to worker {self.idx}")
                 return
             except AiosyncError as exc:
-                self._failed(group, exc, self.outbox.epoch)  # what waited for it is next
+                self._failed(group, exc, epoch)  # what waited for it is next
             finally:
                 for each in group:
                     each.release()
@@ -220,13 +218,6 @@ class WorkerLink:
                 if step is not None and not self.transport.send_nowait(*step):
                     return False
         return True
-
-    def _write_soon(self, group: Group) -> None:
-        self._writing = True
-        # The epoch of now: another sender may take over before the task begins.
-        self._registry.tasks.start(
-            self._write(group, self.outbox.epoch), f"aiosync send to worker {self.idx}"
-        )
 
     async def _write(self, group: Group, epoch: int) -> None:
         """Write a word that waits, and updates, to which this has a reference."""
@@ -356,27 +347,23 @@ class WorkerLink:
 
     # -- what the worker sees without being told -----------------------------------------------
 
-    def looks_for(self, digest: bytes) -> bool:
+    def looks_for(self, digest: bytes, slot: Slot | None = None) -> bool:
         """Whether the worker takes updates of this manifest, once named, before it computes again.
 
         Not while others are on their way to it: their answers come in order.
+
+        Args:
+            digest: Of the manifest.
+            slot: It has to be able to read from it, too.
         """
         publisher = self.publisher
         return (
             publisher is not None
             and publisher.promised == digest
+            and (slot is None or slot.segment.segment_id in publisher.announced)
             and not (self._writing or self.outbox.error)
             and not (self._channel and self._channel.ended)  # which the loop is about to see
             and not (self.outbox.queue.groups or self.outbox.in_flight)
-        )
-
-    def knows(self, slot: Slot | None) -> bool:
-        """Whether the worker has the segment of a slot, so that it can read from it."""
-        publisher = self.publisher
-        return (
-            publisher is not None
-            and slot is not None
-            and slot.segment.segment_id in publisher.announced
         )
 
     def see(self, snapshot: Snapshot, looks: bool) -> bool:
@@ -386,19 +373,18 @@ class WorkerLink:
             snapshot: The update.
             looks: It is known that naming it is enough.
         """
-        publisher, slot, digest = self.publisher, snapshot.slot, snapshot.layout.digest
+        publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
             return False
+        digest = snapshot.layout.digest
         if not looks and (
-            snapshot.filling is not None
-            or snapshot.values
-            or not (self.looks_for(digest) and self.knows(slot))
+            snapshot.filling is not None or snapshot.values or not self.looks_for(digest, slot)
         ):
             return False
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
         publisher.store(slot, snapshot.version)
-        self.outbox.newest = self.outbox.visible = self.received_version = snapshot.version
+        outbox.newest = outbox.named = outbox.received = snapshot.version
         return True
 
     def ring(self) -> None:
@@ -422,8 +408,6 @@ class WorkerLink:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Ack):
-            if message.epoch == self.outbox.epoch and message.status is not AckStatus.NACK:
-                self.received_version = max(self.received_version, message.version)
             outcomes = self.outbox.on_ack(message)
             self._registry.on_outcomes(self, outcomes)  # some wait for no more than that it arrived
             if self.outbox.queue.groups:
@@ -452,7 +436,6 @@ class WorkerLink:
             self.wanted = self.wanted or 1  # the rest of what it asked for never comes
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.outbox = Outbox(epoch, self.idx)
-        self.received_version = 0
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:

@@ -494,7 +494,7 @@ class WorkerRegistry:
             return True
         if link is None or not link.hello.subscribe or not self.history.for_worker(idx).version:
             return link is not None
-        return (link.visible if link.hello.has_target else link.received_version) >= version
+        return (link.visible if link.hello.has_target else link.outbox.received) >= version
 
     def awaited(self, version: int) -> str:
         """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""

@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "a part takes the place of another that waits",
         "sender/outbox.py",
-        "alike = not needed and _names_of(covers) <= names",
-        "alike, needed = True, []",
+        "queue.add(group, lacking(group, queue.snapshots()), parts=parts)",
+        "queue.add(group, [], parts=parts)",
         contract("parts"),
     ),
     # -- the send and its report
