@@ -60,17 +60,13 @@ class Inbox:
         self.newest_epoch = epoch
         self.newest = version
 
-    def found(self, epoch: int, version: int) -> None:
-        """Register that an update was applied that was found, and need not have been offered."""
-        if epoch != self.newest_epoch or version > self.newest:
-            self.newest_epoch, self.newest = epoch, version
-        self.epoch, self.version = epoch, version
-
     def applied(self, epoch: int, version: int) -> None:
-        """Register that an offered update was applied.
+        """Register that an update was applied, whether or not it was offered.
 
         It may be one of an epoch before: it was being applied when the next epoch came.
         """
+        if epoch == self.newest_epoch and version > self.newest:
+            self.newest = version
         self.epoch, self.version = epoch, version
 
     def forget(self) -> None:

@@ -201,9 +201,11 @@ class Applier:
 
     def _is_quick(self, staged: Staged) -> bool:
         target = self._target
-        if not isinstance(target, Target) or self.copy:
-            return False
-        return target.is_quick(staged.layout, staged.values)
+        return (
+            not self.copy
+            and isinstance(target, Target)
+            and target.is_quick(staged.layout, staged.values)
+        )
 
     # -- asking for it -------------------------------------------------------------------------
 
@@ -386,8 +388,7 @@ class Applier:
                     raise
                 error = exc
             # Readers see the version together with the weights, and not before all of them.
-            registers = inbox.applied if slot is None else inbox.found
-            registers(staged.epoch, staged.version)
+            inbox.applied(staged.epoch, staged.version)
             guard.held = staged.epoch, staged.version
         staged.error = error
         gone = self._before if taken and not self.copy else staged

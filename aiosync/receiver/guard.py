@@ -112,7 +112,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
-        self._parts: list[weakref.ref[nn.Module]] = []  # those that have its hooks
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have its hooks
         self._watch: _Watch | None = None
         self.reset()
         _guards.add(self)
@@ -294,9 +294,7 @@ class Guard:
         self._sweep()
         if self._applying is not None and self._applying[0] != thread:
             return _LOOK_SECONDS
-        if asyncio._get_running_loop() is not None:
-            return 0.0
-        if not (self._open or self._claims):
+        if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
         if forward and any(
             not isinstance(read, FrameType) for reads in self._open.values() for read in reads
@@ -534,7 +532,7 @@ class Guard:
         if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
             # What was compiled before takes for granted that hooks never change.
             torch.compiler.reset()
-        self._parts = [weakref.ref(part) for part in parts]
+        self._parts.update(parts)
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self))
         self._module = weakref.ref(module)  # now: whoever was interrupted has to begin anew
@@ -544,14 +542,13 @@ class Guard:
 
     def uninstall(self) -> None:
         """Do not guard it any more. Idempotent."""
-        for reference in self._parts:
-            part = reference()
-            if part is not None:
-                hooks = _hooks[part]
-                hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
+        for part in list(self._parts):
+            hooks = _hooks[part]
+            hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
         if self._watch is not None:
             self._watch.end()
-        self._parts, self._module, self._watch = [], None, None
+        self._parts.clear()
+        self._module = self._watch = None
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

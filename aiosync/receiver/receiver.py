@@ -269,6 +269,8 @@ class WeightReceiver:
             return
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
+        # Before anything of this epoch can be read, and be newer than what is offered.
+        news = self._transformer is None and self._is_news(epoch, version)
         self.updates.epoch = epoch
         if self._transformer is not None:
             staged = self.applier.look()
@@ -279,7 +281,7 @@ class WeightReceiver:
                 if staged.slot is not None:
                     slots.refuse(staged.slot)
                 self._stage(staged)
-        elif self._is_news(epoch, version):
+        elif news:
             older = self.applier.owe(version)
             if older:
                 self._answer(epoch, older, AckStatus.SKIPPED)

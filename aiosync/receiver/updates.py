@@ -220,18 +220,16 @@ class UpdateReader:
 
     def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
         """What an update is a part of, and where that lands; a newer one takes the place."""
-        current, landing = self._assembly, self._landing
         named = (update.epoch, update.version, update.digest)
-        if current is not None and landing is not None:
-            if (current.epoch, current.version, current.digest) == named:
-                return current, landing
+        current, landing = self._assembly, self._landing
         if landing is None or landing.nbytes != layout.nbytes:
-            self._landing = self._assembly = None  # before another one is allocated
+            current = self._landing = self._assembly = None  # before another one is allocated
             landing = self._landing = self._buffers.take(layout.nbytes)
-        self._began = time.perf_counter()
-        current = self._assembly = Assembly(
-            layout.nbytes, layout.digest, update.epoch, update.version
-        )
+        if current is None or (current.epoch, current.version, current.digest) != named:
+            self._began = time.perf_counter()
+            current = self._assembly = Assembly(
+                layout.nbytes, layout.digest, update.epoch, update.version
+            )
         return current, landing
 
     def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
