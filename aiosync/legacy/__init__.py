@@ -5,12 +5,7 @@ For programs that were written for ``init_on_worker()``, ``get_sender()`` and
 change in a worker as a whole. Importing it starts nothing.
 """
 
-from aiosync.legacy.remote import (
-    DistributedTransport,
-    RayActorTransport,
-    RayTransport,
-    RPCTransport,
-)
+from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.schemes import (
     DistributedWeightSyncScheme,
@@ -34,6 +29,7 @@ from aiosync.legacy.updaters import (
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+from aiosync.legacy.updaters.distributed import DistributedTransport
 from aiosync.strategy import WeightStrategy
 
 __all__ = [

@@ -1,44 +1,28 @@
-"""The older generation's transports to collectors elsewhere, which take weights themselves.
+"""The older generation's transports to collectors elsewhere, by calls of Ray and RPC.
 
-What travels, and how, is the business of Ray, RPC or ``torch.distributed``. Ray and RPC are loaded
-when they are needed. Must not import schemes.
+Both are loaded when they are needed. Must not import schemes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from aiosync.errors import (
-    AckTimeout,
-    ApplyError,
-    ConfigError,
-    PeerClosed,
-    TransportBroken,
-)
-from aiosync.legacy.endpoint import Copier
+from aiosync.errors import AckTimeout, ApplyError, ConfigError, PeerClosed
 from aiosync.legacy.transports import Answered, Finish
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports.ray import need_cluster
 
 __all__ = [
-    "DistributedTransport",
     "RPCTransport",
     "RayActorTransport",
     "RayTransport",
     "finish_ray_call",
     "finish_rpc_call",
 ]
-
-_PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the store
-
-
-# -- calls ----------------------------------------------------------------------------------------
 
 
 class RayTransport(Answered):
@@ -200,119 +184,3 @@ def _copied(weights: Any) -> Any:
     if isinstance(weights, Mapping) and not is_tensordict(weights):
         return {name: _copied(value) for name, value in weights.items()}
     return weights.detach().clone() if hasattr(weights, "detach") else weights
-
-
-# -- a store, and a process group -----------------------------------------------------------------
-
-
-class DistributedTransport(Answered):
-    """Sends weights to a worker of TorchRL's ``DistributedCollector``, in the way of its loop.
-
-    That takes an order from a key of a store, receives one tensor after the other in the default
-    process group, and answers by another key; it does so when it has collected its batch. An order
-    is given only when the last one was taken, as it would overwrite it. Between processes of your
-    own use :class:`aiosync.sync.DistributedWeightSyncScheme` and ``connect()``.
-
-    Args:
-        store: The store of the collector; not closed.
-        rank: Rank of the worker.
-        sync: ``send_weights()`` waits until the worker answered.
-        timeout: Seconds that answers are waited for; ``None`` for ever.
-
-    Attributes:
-        is_alive: Says whether the worker's process lives, if somebody knows.
-    """
-
-    def __init__(
-        self, store: Any, rank: int, sync: bool = True, *, timeout: float | None = 120.0
-    ) -> None:
-        super().__init__(timeout)
-        self._store = store
-        self.rank = rank
-        self.sync = sync
-        self.is_alive: Callable[[], bool] = lambda: True
-        self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
-        self._owed: list[Any] = []  # what a worker that did not answer may still read
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights, and with ``sync`` wait until the worker said that it applied them.
-
-        See :class:`MPTransport`; the store may be gone, too (``TransportBroken``).
-        """
-        finish = self.begin(model_id, weights)
-        if self.sync:
-            finish(self.timeout)
-
-    def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`; the weights have the names that the worker has."""
-        del model_id  # a worker has one
-        return self.order(Copier().copy(weights).rebuild("tensordict"))
-
-    def order(self, snapshot: Any) -> Finish:
-        """The same of a TensorDict that nobody changes any more."""
-        self._wait(self._is_settled, self.timeout)
-        if self._owed:
-            self._finish(self.timeout)  # what was given up
-        self._owed = [snapshot]
-        with _reaching():
-            self._store.set(self._order, b"update_weights")
-            self._owed += snapshot.isend(self.rank, return_early=True)
-        return self._finish
-
-    def is_free(self) -> bool:
-        """Whether an order may be given, or cannot: the last one was taken, and answered."""
-        try:
-            return not self.is_alive() or self._is_settled()
-        except RuntimeError:
-            return True  # order() raises it
-
-    def _is_settled(self) -> bool:
-        if self._owed:
-            return bool(self._store.check([self._answer]))
-        return not self._store.check([self._order])
-
-    def _finish(self, timeout: float | None) -> None:
-        self._wait(lambda: self._store.check([self._answer]), timeout)
-        with _reaching():
-            status = self._store.get(self._answer)
-            self._store.delete_key(self._answer)
-            _, *futures = self._owed
-            self._owed = []
-            if status != b"updated":
-                raise ApplyError(f"rank {self.rank} answered {status!r}, and not 'updated'")
-            for future in futures:
-                future.wait()  # everything was received
-
-    def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
-        give_up = None if timeout is None else time.monotonic() + timeout
-        pause = _PAUSE_SECONDS[0]
-        # A wait in the store would write to stderr when it ends without success, and keep
-        # Ctrl-C from being seen.
-        with _reaching():
-            while not condition():
-                if not self.is_alive():
-                    raise PeerClosed(f"the process of rank {self.rank} has ended")
-                if give_up is not None and time.monotonic() >= give_up:
-                    within = f"within {timeout:.3g} s" if timeout else "in time"
-                    raise AckTimeout(f"rank {self.rank} did not answer {within}")
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSE_SECONDS[1])
-
-    def check_connection(self) -> bool:
-        """Whether the store answers, and the worker's process lives, if somebody knows."""
-        try:
-            with _reaching():
-                self._store.check([self._answer])
-        except TransportBroken:
-            return False
-        return self.is_alive()
-
-
-@contextlib.contextmanager
-def _reaching() -> Iterator[None]:
-    """Say what it means that the store, or the group, raised something."""
-    try:
-        yield
-    except RuntimeError as exc:
-        text = str(exc).partition("\n")[0]
-        raise TransportBroken(f"the store or the process group failed: {text}") from exc

@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.legacy.remote import (
-    DistributedTransport,
-    RayActorTransport,
-    RayTransport,
-    RPCTransport,
-)
+from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport
+from aiosync.legacy.updaters.distributed import DistributedTransport
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 

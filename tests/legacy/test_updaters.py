@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 import aiosync
@@ -167,24 +166,19 @@ def test_vanilla_copies_all_or_nothing() -> None:
     assert policy.bias.tolist() == [1.0, 1.0]
 
 
-def test_multi_processed_without_a_collector_copies() -> None:
-    ours = {0: TensorDict({"w": torch.zeros(2)}), 1: TensorDict({"w": torch.zeros(2)})}
-    updater = legacy.MultiProcessedWeightUpdater(
-        get_server_weights=lambda: {"w": torch.ones(2)}, policy_weights=ours
-    )
-    updater(worker_ids=[1])
-    assert [ours[idx]["w"].sum().item() for idx in ours] == [0.0, 2.0]
-    updater()
-    assert [ours[idx]["w"].sum().item() for idx in ours] == [2.0, 2.0]
-    with pytest.raises(aiosync.ConfigError, match="no weights for worker 2"):
-        updater(worker_ids=2)
-
-
 def test_arguments_that_cannot_be() -> None:
     weights = {"w": torch.zeros(1)}
     legacy.RemoteModuleWeightUpdater()(weights)
     distributed = legacy.DistributedWeightUpdater(object(), {}, 2)
+    multi = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
+    single = Owner(nn.Linear(1, 1))
     workers.refuses(
+        (RuntimeError, "num_workers", lambda: multi(weights)),
+        (
+            aiosync.ConfigError,
+            "MultiSync",
+            lambda: multi.register_collector(single),
+        ),
         (RuntimeError, "explicitly", legacy.RemoteModuleWeightUpdater()),
         (RuntimeError, "at least 1", lambda: distributed(worker_ids=0)),
         (aiosync.ConfigError, "2", lambda: distributed(worker_ids=[2])),

@@ -6,7 +6,6 @@ this starts nothing. Must not import torchrl or ray.
 """
 
 from aiosync.legacy.updaters.base import (
-    DistributedWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
     WeightUpdaterBase,
@@ -16,6 +15,7 @@ from aiosync.legacy.updaters.by_scheme import (
     RayWeightUpdater,
     RPCWeightUpdater,
 )
+from aiosync.legacy.updaters.distributed import DistributedWeightUpdater
 
 __all__ = [
     "DistributedWeightUpdater",

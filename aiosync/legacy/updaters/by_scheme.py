@@ -18,21 +18,19 @@ import abc
 import copy
 import functools
 import math
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.distributed import rpc
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
 from aiosync.legacy.transports import Deliveries, Finish
-from aiosync.legacy.updaters.base import AtOnceWeightUpdater, copy_weights, make_private
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.legacy.updaters.base import AtOnceWeightUpdater
+from aiosync.legacy.updaters.worker import WorkerCollector, receive, receive_by_rpc
 from aiosync.sync import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
@@ -90,11 +88,11 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
 
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
         """The sender, with the receivers of these workers connected."""
-        scheme = self._scheme
-        assert scheme is not None
-        return scheme
+        assert self._scheme is not None
+        return self._scheme
 
     def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+        self._check_open()
         if weights is None:
             weights = getattr(self.collector, "_fallback_policy", None)
             weights = self._known("policy", weights)
@@ -115,14 +113,12 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
     update and never before, and not in the middle of a forward. An update may come while a
     worker collects.
 
-    Without a collector of this kind, weights are copied into ``policy_weights``, which whoever
-    shares that memory sees.
-
     Args:
         get_server_weights: Returns the weights of an update that brings none. ``None`` takes
             the policy that the collector was given.
         policy_weights: Its keys are the workers: indices, or devices, each of which means all
-            workers with that ``policy_device``. Left empty, the workers of the collector.
+            workers with that ``policy_device``. Left empty, the workers of the collector. What
+            they stand for is not used.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     Raises:
@@ -150,20 +146,23 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
             collector: The collector.
 
         Raises:
-            ConfigError: There is a collector already.
+            ConfigError: There is a collector already, or this one has no such workers.
             LocalProtocolError: Its workers run already.
         """
-        multi = any(cls.__name__ == "MultiCollector" for cls in type(collector).__mro__)
-        if multi and hasattr(collector, "procs") and not self._collector_wrs:
+        if all(cls.__name__ != "MultiCollector" for cls in type(collector).__mro__):
+            raise ConfigError(
+                f"a {type(collector).__name__} is no MultiSyncCollector or MultiAsyncCollector, "
+                f"which a {type(self).__name__} is for"
+            )
+        if hasattr(collector, "procs") and not self._collector_wrs:
             raise LocalProtocolError(
                 "the workers of this collector are already running: pass the "
                 f"{type(self).__name__} to its constructor, as weight_updater="
             )
         super().register_collector(collector)
-        if multi:
-            # What TorchRL calls in each worker to make its collector is put in brackets.
-            scheme = copy.copy(self._open(SharedMemWeightSyncScheme))
-            collector.collector_class = WorkerCollector(collector.collector_class, scheme)
+        # What TorchRL calls in each worker to make its collector is put in brackets.
+        scheme = copy.copy(self._open(SharedMemWeightSyncScheme))
+        collector.collector_class = WorkerCollector(collector.collector_class, scheme)
 
     def all_worker_ids(self) -> Iterable[Any]:
         """The keys of ``policy_weights``, or all workers of the collector if it is empty."""
@@ -171,17 +170,6 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
-
-    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
-        self._check_open()
-        if self._scheme is not None:
-            super()._send(weights, worker_ids)
-            return
-        for worker_id in worker_ids:
-            if worker_id not in self._policy_weights:
-                raise ConfigError(f"policy_weights has no weights for worker {worker_id!r}")
-        for worker_id in worker_ids:
-            copy_weights(self._policy_weights[worker_id], weights)
 
     def _indices(self, worker_ids: list[Any]) -> list[int]:
         devices = list(getattr(self.collector, "policy_device", ()))
@@ -307,11 +295,6 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         return functools.partial(finish_rpc_call, done)
 
 
-def receive_by_rpc(reference: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
-    """In an RPC worker: keep the policy of the collector behind a reference up to date."""
-    receive(reference.local_value(), scheme, worker_idx)
-
-
 class RayWeightUpdater(_RemoteWeightUpdater):
     """Sends weights to the actors of a ``RayCollector``.
 
@@ -354,99 +337,3 @@ class RayWeightUpdater(_RemoteWeightUpdater):
 
     def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
         return functools.partial(finish_ray_call, worker.__ray_call__.remote(receive, scheme, idx))
-
-
-# -- in a worker ----------------------------------------------------------------------------------
-
-
-def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
-    """Keep the policy of a collector up to date, for as long as the collector lives.
-
-    Args:
-        collector: A collector that steps its policy itself.
-        scheme: A copy of the trainer's scheme, with no role yet.
-        worker_idx: Index of this worker.
-
-    Raises:
-        ConfigError: The collector has workers of its own, or its policy is not a module.
-        ConnectError: The trainer has ended.
-        ConnectTimeout: The trainer did not answer within the scheme's ``timeout``.
-    """
-    policy = getattr(collector, "policy", None)
-    if hasattr(collector, "pipes") or hasattr(collector, "procs"):
-        raise ConfigError(
-            f"a {type(collector).__name__} hands weights on to workers of its own, which this "
-            "weight updater does not reach: use weight_sync_schemes= instead"
-        )
-    if not isinstance(policy, nn.Module):
-        raise ConfigError(
-            f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
-        )
-    make_private(policy)
-    here = weakref.ref(collector)
-
-    def count(epoch: int, version: int) -> None:
-        del epoch, version
-        found = here()
-        if found is not None:
-            found.increment_version()
-
-    hooks = SchemeHooks(applied=count)
-    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx, hooks=hooks)
-    try:
-        scheme.connect()
-    except BaseException:  # goes on to the trainer
-        scheme.abort()
-        raise
-    weakref.finalize(collector, scheme.abort)  # which keeps it as long
-
-
-class WorkerCollector:
-    """Makes the collector inside a worker of a multi-process collector, and its receiver.
-
-    Stands for the ``collector_class`` that the user gave, which TorchRL calls in each worker.
-
-    Args:
-        collector_class: That class or function; ``None`` for TorchRL's default.
-        scheme: A copy of the trainer's scheme, with no role yet.
-    """
-
-    def __init__(
-        self, collector_class: Callable[..., Any] | None, scheme: WeightSyncScheme
-    ) -> None:
-        self._collector_class = collector_class
-        self._scheme = scheme
-
-    @property
-    def _ignore_rb(self) -> Any:
-        """An option of the class, which TorchRL sets; where it looks for it."""
-        return self._resolve()._ignore_rb
-
-    @_ignore_rb.setter
-    def _ignore_rb(self, value: Any) -> None:
-        self._resolve()._ignore_rb = value
-
-    def _resolve(self) -> Any:
-        if self._collector_class is not None:
-            return self._collector_class
-        return sys.modules["torchrl.collectors"].Collector
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the collector.
-
-        Args:
-            args: Of the collector class.
-            kwargs: Of the collector class, ``worker_idx`` among them.
-        """
-        factory = kwargs.get("policy_factory")
-        if factory is not None:
-            # Before the collector looks at the policy: it may keep views of its memory.
-            kwargs["policy_factory"] = lambda: make_private(factory())
-        make_private(kwargs.get("policy"))
-        collector = self._resolve()(*args, **kwargs)
-        try:
-            receive(collector, self._scheme, int(kwargs["worker_idx"]))
-        except BaseException:  # goes on to the trainer
-            collector.shutdown()
-            raise
-        return collector
