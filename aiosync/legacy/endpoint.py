@@ -33,7 +33,6 @@ from aiosync.protocol import draw_epoch
 from aiosync.receiver.updates import Buffers, UpdateReader
 from aiosync.rendezvous.same_host import peer_pid
 from aiosync.tensors import FlatBuffer, Flattener, Layout
-from aiosync.tensors.apply import named_views
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports._processes import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
@@ -72,7 +71,7 @@ class Weights:
 
     def rebuild(self, form: str | None = None) -> Any:
         """A nested TensorDict, or a state dict with dotted names, as views of the memory."""
-        tensors = dict(named_views(self.layout, self.flat))
+        tensors = dict(self.flat.named_views(self.layout))
         if (form or self.form) == "state_dict":
             return {**tensors, **self.values}
         from tensordict import TensorDict  # not before it is needed

@@ -21,7 +21,6 @@ from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.receiver.updates import Buffers, Staged
 from aiosync.tensors import FlatBuffer, Layout, Leaf
-from aiosync.tensors.apply import named_views
 from aiosync.tensors.copying import copy_bytes, copy_tensors
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.wire import NO_LIMITS
@@ -220,7 +219,7 @@ class Transformer:
         inside = inner_names(staged.values) if staged.values else frozenset[str]()
         outer: list[tuple[str, torch.Tensor]] = []
         inner: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in named_views(staged.layout, staged.flat):
+        for name, tensor in staged.flat.named_views(staged.layout):
             into = inner if name in inside or EXTRA_STATE in name.split(".") else outer
             into.append((name, tensor))
         with torch.inference_mode(False), torch.no_grad():

@@ -252,7 +252,7 @@ class UpdateReader:
         if flat is None or flat.nbytes < payload.nbytes:
             for old in [old for old in self._mapped if old[0] != key[0]]:
                 del self._mapped[old]  # what the sender replaced
-            flat = self._mapped[key] = FlatBuffer.wrap(payload.obj)
+            flat = self._mapped[key] = FlatBuffer(payload.obj)
         return flat
 
     @property
@@ -280,7 +280,7 @@ class UpdateReader:
             return None  # its manifest is on its way, and a message behind it
         flat = self._mapped.get(slot.key)
         if flat is None:
-            flat = self._mapped[slot.key] = FlatBuffer.wrap(slot.memory)
+            flat = self._mapped[slot.key] = FlatBuffer(slot.memory)
 
         def give_back() -> None:
             kept = not flat.exclusive()

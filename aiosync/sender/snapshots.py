@@ -114,7 +114,7 @@ class Snapshot:
             self.buffer: FlatBuffer = memory
             return
         if memory.buffer is None:
-            memory.buffer = FlatBuffer.wrap(memory.view)
+            memory.buffer = FlatBuffer(memory.view)
         self.slot, self.buffer = memory, memory.buffer
         memory.has_memory = memory.in_use = True
 

@@ -23,7 +23,6 @@ from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.tensors import FlatBuffer, Layout
-from aiosync.tensors.apply import named_views
 from aiosync.tensors.values import inner_names, unpack_value
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.tcp import TCPTransport
@@ -81,7 +80,7 @@ class PulledWeights:
         Raises:
             ConfigError: A value is not what a trainer of aiosync sends.
         """
-        tensors = dict(named_views(self.layout, self.buffer))
+        tensors = dict(self.buffer.named_views(self.layout))
 
         def tensor(name: str) -> torch.Tensor:
             if name not in tensors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +48,7 @@ from aiosync.tensors.walk import (
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["LoadTarget", "Loader", "Strict", "Target", "named_views"]
+__all__ = ["LoadTarget", "Loader", "Strict", "Target"]
 
 Mode: TypeAlias = Literal["flip", "copy", "replace"]
 """How tensors get their new values.
@@ -687,14 +687,6 @@ def _unlocked(td: Any) -> AbstractContextManager[Any]:
 # -- functions in the place of a model --------------------------------------------------------
 
 
-def named_views(layout: Layout, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a version, in the order of its manifest; a tied one under each name."""
-    for leaf, view in zip(layout.manifest.leaves, flat.views(layout), strict=True):
-        tensor = view.detach()  # whoever keeps it is seen by FlatBuffer.exclusive()
-        for name in (leaf.name, *leaf.aliases):
-            yield name, tensor
-
-
 class LoadTarget:
     """Hands versions to a function, for engines that load weights in a way of their own.
 
@@ -748,4 +740,4 @@ class LoadTarget:
             Exception: Whatever the function raised. It has to put back what it changed.
         """
         self.check(layout, values)
-        self.load(named_views(layout, flat))
+        self.load(flat.named_views(layout))

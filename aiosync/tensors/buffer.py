@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,8 +31,6 @@ from aiosync.wire import (
 )
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -157,34 +155,26 @@ class FlatBuffer:
         padded_for: Digest of the layout whose padding was zeroed here.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        """Allocate so many bytes, at least 0."""
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        self._adopt(raw[start : start + nbytes])
+    def __init__(self, memory: int | Buffer) -> None:
+        """Allocate so many bytes, or use memory that somebody else allocated.
 
-    @classmethod
-    def wrap(cls, buffer: Buffer) -> Self:
-        """Use memory that somebody else allocated, for example a mapping of a shared segment.
-
-        The memory is kept alive (an ``mmap`` cannot be closed) until the buffer and all views
+        Such memory is kept alive (an ``mmap`` cannot be closed) until the buffer and all views
         are gone; see :meth:`release`. It may be read-only: then nothing may write through the
         views either, a write ends the process.
 
         Args:
-            buffer: C-contiguous memory that starts on a multiple of 64 bytes.
+            memory: A number of bytes, at least 0. Or C-contiguous memory that starts on a multiple
+                of 64 bytes, for example a mapping of a shared segment.
 
         Raises:
             ConfigError: The memory is not aligned.
         """
-        array = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
-        if array.size and array.ctypes.data % ALIGNMENT:
-            raise ConfigError(f"the memory does not start on a multiple of {ALIGNMENT} bytes")
-        flat = cls.__new__(cls)
-        flat._adopt(array)
-        return flat
-
-    def _adopt(self, array: NDArray[np.uint8]) -> None:
+        if isinstance(memory, int):
+            raw = np.empty(memory + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            array: NDArray[np.uint8] = raw[start : start + memory]
+        else:
+            array = np.frombuffer(memoryview(memory).cast("B"), np.uint8)
         self.array: NDArray[np.uint8] = array
         self.nbytes: int = array.size
         self.address: int = array.ctypes.data
@@ -192,6 +182,8 @@ class FlatBuffer:
         self._bytes = memoryview(array.data)
         self._block: Any = None
         if array.size:
+            if self.address % ALIGNMENT:
+                raise ConfigError(f"the memory does not start on a multiple of {ALIGNMENT} bytes")
             # torch warns about read-only memory that it is given; nothing is written here.
             self._block = (ctypes.c_ubyte * array.size).from_address(self.address)
             self._block._owner = array  # lives as long as any view
@@ -230,6 +222,13 @@ class FlatBuffer:
             ]
             self._views[layout.digest] = (views, list(map(torch.Tensor.data_ptr, views)))
         return views
+
+    def named_views(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors in the order of a layout; a tied one under each of its names."""
+        for leaf, view in zip(layout.manifest.leaves, self.views(layout), strict=True):
+            tensor = view.detach()  # whoever keeps it is seen by exclusive()
+            for name in (leaf.name, *leaf.aliases):
+                yield name, tensor
 
     def _make(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
         count = math.prod(shape)

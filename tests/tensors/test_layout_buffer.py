@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_wrap_uses_the_memory_and_lets_it_go() -> None:
     layout, source, _ = packed({"a": torch.arange(4.0)})
     with mmap.mmap(-1, 4096) as block:
-        flat = FlatBuffer.wrap(block)
+        flat = FlatBuffer(block)
         block[: layout.nbytes] = bytes(source.memoryview())
         assert flat.views(layout)[0].tolist() == [0, 1, 2, 3]
         with pytest.raises(BufferError):
@@ -31,7 +31,7 @@ def test_wrap_uses_the_memory_and_lets_it_go() -> None:
         del flat
         with memoryview(block) as view, view[8:] as part:
             with pytest.raises(ConfigError, match="multiple of 64"):
-                FlatBuffer.wrap(part)
+                FlatBuffer(part)
 
 
 def flipped() -> tuple[nn.Linear, FlatBuffer, Layout]:
