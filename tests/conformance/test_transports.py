@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -30,11 +31,13 @@ from aiosync.testing import (
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.stream import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
 from tests._certificates import certificates
+from tests.support.waiting import until
 
 Pair = tuple[Transport, Transport]
 
@@ -90,6 +93,24 @@ async def tls_pair(url: str, sender=None, receiver=None) -> AsyncIterator[Pair]:
             yield one, two
 
 
+@asynccontextmanager
+async def gloo_pair(sender=None, receiver=None) -> AsyncIterator[Pair]:
+    """Payloads above 128 KiB go over the group, smaller ones in the control stream."""
+    left, right = tcp_ends()
+    async with (
+        TCPTransport(left, limits=sender) as one,
+        TCPTransport(right, limits=receiver) as two,
+        DistributedTransport(one, rank=0) as a,
+        DistributedTransport(two, rank=1) as b,
+    ):
+        yield a, b
+
+    def meets_nobody() -> bool:
+        return not any(each.name.startswith("aiosync-gloo") for each in threading.enumerate())
+
+    await until(meets_nobody, 5)  # abort() may leave a thread that does, for three seconds at most
+
+
 @dataclass(frozen=True)
 class Subject:
     """A transport under test."""
@@ -100,15 +121,14 @@ class Subject:
     capabilities: Capabilities
 
 
-def over(name: str, transport, make_ends) -> Subject:
-    """A transport over ends of byte streams."""
-    links = partial(pair, transport, make_ends)
+def subject(name: str, transport, links) -> Subject:
+    """A transport, and what makes links with limits of it."""
     return Subject(name, links, Hooks(cut=cut_stream, limited=links), transport.capabilities)
 
 
-def over_tls(name: str, url: str) -> Subject:
-    links = partial(tls_pair, url)
-    return Subject(name, links, Hooks(cut=cut_stream, limited=links), TCPTransport.capabilities)
+def over(name: str, transport, make_ends) -> Subject:
+    """A transport over ends of byte streams."""
+    return subject(name, transport, partial(pair, transport, make_ends))
 
 
 SUBJECTS = [
@@ -117,8 +137,9 @@ SUBJECTS = [
     replace(over("shm", SharedMemTransport, socket.socketpair), factory=SharedMemTransport.pair),
     over("tcp", TCPTransport, tcp_ends),
     over("unix", TCPTransport, socket.socketpair),
-    over_tls("tcp-tls", "tcp://127.0.0.1:0"),
-    over_tls("unix-tls", "unix://{}/socket"),
+    subject("tcp-tls", TCPTransport, partial(tls_pair, "tcp://127.0.0.1:0")),
+    subject("unix-tls", TCPTransport, partial(tls_pair, "unix://{}/socket")),
+    subject("distributed", DistributedTransport, gloo_pair),
 ]
 
 
