@@ -19,14 +19,15 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import aiosync.cli
-from aiosync.cli.files import load_weights
 from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE
+from tests.support.waiting import wait_until
+from tests.tensors._models import bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,13 +76,6 @@ def _main(
     sys.exit(aiosync.cli.main(args))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-
-
 class Command:
     """A command in a fork, or a program of its own; it writes to files of a folder."""
 
@@ -101,7 +95,7 @@ class Command:
     @property
     def url(self) -> str:
         """The first line that a server prints."""
-        wait_for(lambda: "\n" in self.out.read_text() or self.poll() is not None)
+        wait_until(lambda: "\n" in self.out.read_text() or self.poll() is not None)
         assert self.poll() is None, self.log.read_text()
         return self.out.read_text().partition("\n")[0]
 
@@ -191,12 +185,17 @@ def serving(
     return contextlib.closing(Command(folder, "serve", *args, program=program))
 
 
-def assert_same(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    found = load_weights(path)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype is tensor.dtype
-        assert torch.equal(found[name], tensor)
+def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
+    """What was found in a file is what was saved, bit for bit and of the same types."""
+    assert set(found) == set(saved)
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert found[name].shape == value.shape
+            assert bits(found[name]) == bits(value)
+        else:
+            assert found[name] == value
+            assert type(found[name]) is type(value)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:

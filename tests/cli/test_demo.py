@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,7 +21,7 @@ import aiosync.cli
 from tests.cli._serving import command, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 def demo_args(transport: str, sync: bool) -> list[str]:
@@ -136,98 +136,58 @@ def running(*args: str, until: str) -> Iterator[tuple[subprocess.Popen[str], set
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def workers_of(pid: int) -> set[int]:
-    children: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        children.update(map(int, path.read_text().split()))
-    return {child for child in children if b"spawn_main" in read_cmdline(child)}
-
-
-def read_cmdline(pid: int) -> bytes:
-    with contextlib.suppress(OSError):  # it has just ended
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def interrupt(process: subprocess.Popen[str], workers: set[int]) -> None:
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: workers get it as well
-
-
-def kill_one_worker(process: subprocess.Popen[str], workers: set[int]) -> None:
-    os.kill(min(workers), signal.SIGKILL)
-
-
-INTERRUPTED = (interrupt, 130, "Stopped by Ctrl-C")
-KILLED = (kill_one_worker, 1, "worker")
-SHM, PIPE_SYNC = ("shm", False), ("pipe", True)
-heavy = [pytest.mark.heavy]
+def workers_of(session: int) -> set[int]:
+    """The processes of a session that are workers."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            pid, command_line = int(path.name), (path / "cmdline").read_bytes()
+            if os.getsid(pid) == session and b"spawn_main" in command_line:
+                found.add(pid)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("transport", "sync", "act", "status", "text"),
-    [
-        pytest.param(
-            *variant,
-            *ending,
-            id=f"{'-'.join(map(str, variant))}-{ending[0].__name__}",
-            # Each start is three interpreters with torch: a transport, an API and an ending each.
-            marks=[] if (variant, ending) in ((SHM, INTERRUPTED), (PIPE_SYNC, KILLED)) else heavy,
-        )
-        for variant, endings in (
-            (SHM, (INTERRUPTED, KILLED)),
-            (("shm", True), (INTERRUPTED,)),
-            (("pipe", False), (KILLED,)),
-            (PIPE_SYNC, (INTERRUPTED, KILLED)),
-        )
-        for ending in endings
+    ("transport", "sync", "ending"),
+    [  # each start is three interpreters with torch: a transport, an API and an ending each
+        ("shm", False, "Ctrl-C"),
+        ("pipe", True, "killed"),
+        pytest.param("shm", False, "killed", marks=pytest.mark.heavy),
+        pytest.param("shm", True, "Ctrl-C", marks=pytest.mark.heavy),
+        pytest.param("pipe", False, "killed", marks=pytest.mark.heavy),
+        pytest.param("pipe", True, "Ctrl-C", marks=pytest.mark.heavy),
     ],
 )
-def test_it_ends_cleanly(
-    transport: str,
-    sync: bool,
-    act: Callable[[subprocess.Popen[str], set[int]], Any],
-    status: int,
-    text: str,
-) -> None:
+def test_it_ends_cleanly(transport: str, sync: bool, ending: str) -> None:
     args = [*demo_args(transport, sync), "--seconds", "60"]
     with running(*args, until="version") as (process, workers):
         assert len(workers) == 2
-        act(process, workers)
+        if ending == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)  # as the terminal does: workers get it as well
+        else:
+            os.kill(min(workers), signal.SIGKILL)
         _, err = process.communicate(timeout=20)
+        status, text = (130, "Stopped by Ctrl-C") if ending == "Ctrl-C" else (1, "worker")
         assert process.returncode == status, err
         assert text in err
         assert "Traceback" not in err
-        assert not [pid for pid in workers if alive(pid)]
-
-
-def session_of(pid: int) -> int | None:
-    with contextlib.suppress(OSError):  # it has just ended
-        return os.getsid(pid)
-    return None
+        assert not workers_of(process.pid)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "sync", [pytest.param(False, id="async", marks=heavy), pytest.param(True, id="sync")]
+    "sync",
+    [pytest.param(False, id="async", marks=pytest.mark.heavy), pytest.param(True, id="sync")],
 )
 def test_ctrl_c_while_the_workers_start(sync: bool) -> None:
-    with running(*demo_args("shm", sync), until="aiosync demo") as (process, workers):
-        interrupt(process, workers)
+    with running(*demo_args("shm", sync), until="aiosync demo") as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=20)
         # Python itself ends by the signal where Ctrl-C met an import that runs a text of code.
         assert process.returncode in (130, -signal.SIGINT), err
         assert "Stopped by Ctrl-C" in err
         assert "Traceback" not in err
-        session = [
-            int(path.name)
-            for path in Path("/proc").glob("[0-9]*")
-            if session_of(int(path.name)) == process.pid
-        ]
-        assert not [pid for pid in session if b"spawn_main" in read_cmdline(pid)]
+        assert not workers_of(process.pid)

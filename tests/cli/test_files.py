@@ -22,22 +22,10 @@ from torch import nn
 
 from aiosync.cli.files import SAFETENSORS, TORCH, check_target, load_weights, save_weights
 from aiosync.errors import ConfigError
-from tests.tensors._models import bits
+from tests.cli._serving import assert_same
 
 ENDINGS = SAFETENSORS + TORCH
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
-
-
-def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
-    assert set(found) == set(saved)
-    for name, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            assert found[name].dtype == value.dtype
-            assert found[name].shape == value.shape
-            assert bits(found[name]) == bits(value)
-        else:
-            assert found[name] == value
-            assert type(found[name]) is type(value)
 
 
 # -- there and back ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 
 import aiosync
 import aiosync.cli
+from aiosync.cli.files import load_weights
 from aiosync.server import StoreError, WeightServer, WeightStore
 from tests._certificates import certificates
 from tests.cli._serving import (
@@ -38,11 +40,11 @@ from tests.cli._serving import (
     refused,
     run,
     serving,
-    wait_for,
     write_weights,
 )
 from tests.schemes._harness import PATIENCE, until
 from tests.server._tools import URL, described, trainer
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +122,7 @@ def test_push_pull_and_status_as_processes(
         pulled, told = pulling.result(), telling.result()
     assert (pulled.returncode, pulled.stderr) == (0, "")
     assert pulled.stdout.startswith(f"Pulled policy: version 1 of epoch {line[1]}, ")
-    assert_same(tmp_path / "copy.safetensors", tensors)
+    assert_same(load_weights(tmp_path / "copy.safetensors"), tensors)
     assert (told.returncode, told.stderr) == (0, "")
     values = json.loads(told.stdout)
     (model,) = values["models"]
@@ -144,7 +146,7 @@ def test_a_round_trip_with_tls(
     assert aiosync.cli.main(["push", path, url, *options]) == 0
     assert aiosync.cli.main(["push", path, url, *options]) == 0  # a new epoch each time
     assert aiosync.cli.main(["pull", url, str(tmp_path / "copy.pt"), *options]) == 0
-    assert_same(tmp_path / "copy.pt", tensors)
+    assert_same(load_weights(tmp_path / "copy.pt"), tensors)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" of ")[0] for line in lines] == [
         "Pushed a b: version 1",
@@ -229,12 +231,12 @@ def test_the_pull_token_pulls_and_does_not_push(
     with serving(folder / "two-tokens", *args) as server:
         assert aiosync.cli.main(["push", weights[0], server.url, *own]) == 0
         assert aiosync.cli.main(["pull", server.url, str(tmp_path / "x.pt"), *others]) == 0
-        assert_same(tmp_path / "x.pt", weights[1])
+        assert_same(load_weights(tmp_path / "x.pt"), weights[1])
         status, text = refused(capsys, "push", weights[0], server.url, *others)
         assert status == 1
         assert "AuthError: " in text and "may pull and subscribe, not push 'policy'" in text
         assert "--token-file" in text and "token=" not in text
-        wait_for(lambda: "not push 'policy'" in server.log.read_text())
+        wait_until(lambda: "not push 'policy'" in server.log.read_text())
     status, text = refused(capsys, "serve", *args[:2], "--pull-token-file", str(readers))
     assert (status, "--pull-token-file needs another token beside it" in text) == (2, True)
 
@@ -362,20 +364,10 @@ def test_ctrl_c_ends_a_pull_that_waits(
 
     args = ("pull", url, str(tmp_path / "copy.pt"), "--model-id", "never")
     with contextlib.closing(Command(tmp_path / "said", *args)) as pulling:
-        wait_for(waits)
+        wait_until(waits)
         pulling.send_signal(signal.SIGINT)
         assert pulling.ended() == (130, "", "Stopped by Ctrl-C.\n")
     assert os.listdir(tmp_path) == ["said"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_on_a_terminal_a_push_shows_how_much_there_is(
-    servers: dict[str, Command], weights: tuple[str, dict[str, torch.Tensor]]
-) -> None:
-    with Terminal(80) as terminal:
-        terminal.start("push", weights[0], servers["plain"].url, "--model-id", "shown", quiet=True)
-        terminal.read_until(lambda shown: " of 240." in shown)
 
 
 # -- what a push does -------------------------------------------------------------------------
@@ -438,3 +430,133 @@ def test_a_server_answers_prometheus_and_probes(
             with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
                 assert answer.status == 200
         assert server.end() == (0, "")
+
+
+# -- signals and kills ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_signals_end_a_server_in_order(
+    folder: Path, weights: tuple[str, dict[str, torch.Tensor]]
+) -> None:
+    tcp = "tcp://127.0.0.1:0"
+    unix = f"unix://{folder / 'ends'}"
+    store = folder / "ends-store"
+    with (
+        serving(folder / "term", "--listen", unix, "--store", str(store), fresh=True) as term,
+        serving(folder / "int", "--listen", tcp, fresh=True) as interrupted,
+    ):
+        assert aiosync.cli.main(["push", weights[0], term.url]) == 0
+        assert term.end(signal.SIGTERM) == (0, "")
+        assert interrupted.end(signal.SIGINT) == (130, "")
+    log = term.log.read_text().splitlines()
+    assert len(log) == 1 and "policy: version 1 of epoch" in log[0]
+    assert interrupted.log.read_text() == "Stopped by Ctrl-C.\n"
+    assert not (folder / "ends").exists()
+    stored = WeightStore(store).load("policy")
+    assert stored is not None and stored.version == 1
+
+
+STUCK = """
+import sys, time
+from aiosync.server import WeightStore
+WeightStore.save = lambda *args: time.sleep(600)
+from aiosync.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_second_signal_ends_a_server_at_once(
+    folder: Path,
+    weights: tuple[str, dict[str, torch.Tensor]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = [sys.executable, "-c", STUCK]
+    unix = f"unix://{folder / 'stuck'}"
+    args = ("--listen", unix, "--store", str(folder / "stuck-store"))
+    with serving(folder / "stuck-log", *args, program=program) as server:
+        # The trainer is told that the version is not on disk.
+        status, text = refused(capsys, "push", weights[0], server.url, "--timeout", "1")
+        assert (status, "AckTimeout" in text) == (1, True)
+        server.send_signal(signal.SIGINT)
+        wait_until(lambda: not (folder / "stuck").exists())  # it ends, and waits for the disk
+        assert server.poll() is None
+        server.send_signal(signal.SIGINT)
+        assert server.wait() == 130
+
+
+def pushed(path: str, url: str) -> contextlib.closing[Command]:
+    """A push that is under way."""
+    args = ("push", path, url, "--timeout", "60")
+    return contextlib.closing(Command(Path(f"{path}-pushed"), *args))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: Path) -> None:
+    big = [{"w": torch.full((8, 2**20), float(value))} for value in (1, 2)]  # 32 MiB
+    for number, tensors in enumerate(big, 1):
+        torch.save(tensors, tmp_path / f"{number}.pt")
+    store = folder / "kill-store"
+    args = ("--listen", f"unix://{folder / 'kill'}", "--store", str(store))
+    copy = tmp_path / "copy.pt"
+    with serving(folder / "kill-1", *args) as first:
+        assert aiosync.cli.main(["push", str(tmp_path / "1.pt"), first.url]) == 0
+        with pushed(str(tmp_path / "2.pt"), first.url) as pushing:
+            before = os.stat(store / "policy.safetensors").st_ino
+            wait_until(
+                lambda: (
+                    any(name.endswith(".tmp") for name in os.listdir(store))
+                    or os.stat(store / "policy.safetensors").st_ino != before
+                )
+            )
+            first.close()
+            stored = WeightStore(store).load("policy")  # which checks every byte
+            assert stored is not None
+            (name,) = [leaf.name for leaf in stored.layout.manifest.leaves]
+            value = float(stored.buffer.views(stored.layout)[0][0, 0])
+            assert (name, value in (1.0, 2.0)) == ("w", True)
+            # The push goes on with the next server, and ends well.
+            with serving(folder / "kill-2", *args) as second:
+                assert second.url == args[1]
+                status, out, err = pushing.ended()
+                assert (status, err) == (0, "")
+                assert out.startswith("Pushed policy: version 1 of epoch ")
+                second.close()
+    with serving(folder / "kill-3", *args) as third:
+        assert aiosync.cli.main(["pull", third.url, str(copy)]) == 0
+        assert_same(load_weights(copy), big[1])
+
+
+# -- on a terminal ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_a_terminal_shows_is_true(folder: Path) -> None:
+    url = f"unix://{folder / 'tty'}"
+    with Terminal(160) as terminal:
+        server = terminal.start("serve", "--listen", url)
+        terminal.read_until(lambda shown: f"{url}\r\n" in shown)
+        pulling = terminal.start("pull", url, str(folder / "x.pt"), quiet=True)
+        for text in ("pull policy", f"waits for {url}"):  # the bar
+            terminal.read_until(lambda shown, text=text: text in shown)
+        pulling.send_signal(signal.SIGINT)
+        assert pulling.wait(PATIENCE) == 130
+        server.send_signal(signal.SIGINT)
+        terminal.read_until(lambda shown: shown.count("Stopped by Ctrl-C.") == 2)
+        assert server.wait(PATIENCE) == 130
+        assert b"\x1b[?25h" in terminal.raw  # the cursor is back
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_on_a_terminal_a_push_shows_how_much_there_is(
+    servers: dict[str, Command], weights: tuple[str, dict[str, torch.Tensor]]
+) -> None:
+    with Terminal(80) as terminal:
+        terminal.start("push", weights[0], servers["plain"].url, "--model-id", "shown", quiet=True)
+        terminal.read_until(lambda shown: " of 240." in shown)

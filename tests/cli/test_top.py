@@ -37,13 +37,12 @@ from tests.cli._serving import (
     Terminal,
     refused,
     serving,
-    wait_for,
 )
 from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer, worker
-from tests.support.waiting import free_address
+from tests.support.waiting import free_address, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -465,7 +464,7 @@ async def test_one_answer_is_for_all_readers_and_the_newest_is_let_in() -> None:
 def test_a_server_and_top_show_the_page(tmp_path: Path) -> None:
     args = ("--listen", "tcp://127.0.0.1:0", "--dashboard", "127.0.0.1:0")
     with serving(tmp_path / "server", *args) as server:
-        wait_for(lambda: "Dashboard at http://127.0.0.1:" in server.log.read_text())
+        wait_until(lambda: "Dashboard at http://127.0.0.1:" in server.log.read_text())
         pages = [server.log.read_text().partition(" at ")[2].strip()]
         top = Command(tmp_path / "top", "top", server.url, "--html", "127.0.0.1:0")
         with contextlib.closing(top):
