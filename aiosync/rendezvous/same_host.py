@@ -27,13 +27,10 @@ from aiosync.errors import (
 from aiosync.rendezvous.listener import Listener, first_word
 from aiosync.transports._processes import is_gone
 from aiosync.transports.address import Address
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Transport, in_time
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.shared_memory import Arena, SharedMemTransport
-from aiosync.transports.tcp import (
-    prove_as_dialer,
-    prove_as_listener,
-)
+from aiosync.transports.tcp import prove_as_dialer, prove_as_listener
 from aiosync.types import Limits
 from aiosync.wire import Hello, Setup
 
@@ -50,7 +47,7 @@ __all__ = [
 _BACKLOG = 1024
 _NOT_YET = (ConnectionRefusedError, FileNotFoundError, BlockingIOError)
 _MAX_STRANGERS = 1024
-_KIND, _CALLED = "here", "called"
+_SETUP = "here", "called"  # kind and key of what a worker says once both have proved who they are
 
 
 def new_address() -> str:
@@ -205,8 +202,8 @@ class SameHost(Listener):
             async with asyncio.timeout(self._handshake_timeout):
                 await prove_as_listener(link, self._credentials)
                 said = (await link.recv()).message
-            if not isinstance(said, Setup) or (said.kind, said.key) != (_KIND, _CALLED):
-                raise RemoteProtocolError(f"{type(said).__name__} instead of a name")
+            if not isinstance(said, Setup) or (said.kind, said.key) != _SETUP:
+                raise RemoteProtocolError(f"expected Setup, got {type(said).__name__}")
             hello = await first_word(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
             link.abort()  # it was told; a worker then comes the other way, where it is counted
@@ -244,15 +241,13 @@ async def dial_here(
         return None
     link = _link(sock, pid, f"the trainer at {address}", limits)
     try:
-        async with asyncio.timeout(timeout):
+        async with in_time(timeout, ConnectTimeout, f"{link.name} did not answer"):
             await prove_as_dialer(link, credentials)
-            await link.send(Setup(_KIND, _CALLED))
+            await link.send(Setup(*_SETUP))
     except BaseException as exc:  # raised again where the caller sees it
         link.abort()
-        if isinstance(exc, AiosyncError):
+        if isinstance(exc, AiosyncError) and not isinstance(exc, ConnectTimeout):
             return None
-        if isinstance(exc, TimeoutError):
-            raise ConnectTimeout(f"{link.channel.name} did not answer") from exc
         raise
     link.take_segments(True)
     return link

@@ -27,7 +27,7 @@ from aiosync.schemes.tcp import StreamScheme
 from aiosync.sender import Streaming
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports.address import Address, any_port_of, own_host
+from aiosync.transports.address import Address, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.data_plane import DataPlaneTransport
@@ -375,7 +375,7 @@ class DistributedWeightSyncScheme(ClusterScheme):
 
     def _default_address(self) -> Address:
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
-        return any_port_of(own_host(towards))
+        return Address("tcp", own_host(towards))
 
     def _early_address(self) -> Address | None:
         return None if self._addresses or self._store is not None else self._default_address()
@@ -527,7 +527,7 @@ class RPCWeightSyncScheme(ClusterScheme):
         return RPCTransport(sock, limits=self.limits, name=name)
 
     def _default_address(self) -> Address:
-        return any_port_of(own_host(os.environ.get("MASTER_ADDR")))
+        return Address("tcp", own_host(os.environ.get("MASTER_ADDR")))
 
     # -- the sender tells the workers ----------------------------------------------------------
 

@@ -25,7 +25,7 @@ from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import How
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.transports.address import Address, any_port_of
+from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.data_plane import DataPlaneTransport
 from aiosync.transports.ray import (
@@ -260,7 +260,7 @@ class RayWeightSyncScheme(ClusterScheme):
         return RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
 
     def _default_address(self) -> Address:
-        return any_port_of(need_cluster().util.get_node_ip_address())
+        return Address("tcp", need_cluster().util.get_node_ip_address())
 
     # -- finding each other --------------------------------------------------------------------
 

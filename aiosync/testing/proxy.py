@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
-from aiosync.transports.address import Address, any_port_of, bind
+from aiosync.transports.address import Address, bind
 
 __all__ = ["FaultProxy", "Faults", "Plan", "PlanSource"]
 
@@ -121,7 +121,7 @@ class FaultProxy:
             folder = tempfile.TemporaryDirectory(prefix="aiosync-proxy-")
             address = Address("unix", path=f"{self._cleanup.enter_context(folder)}/socket")
         else:
-            address = any_port_of("::1" if ":" in upstream.host else "127.0.0.1")
+            address = Address("tcp", "::1" if ":" in upstream.host else "127.0.0.1")
         listener, address = bind(address)
         self._cleanup.enter_context(_prepare(listener))
         self.url = str(address)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Address", "any_port_of", "bind", "own_host"]
+__all__ = ["Address", "bind", "own_host"]
 
 _BACKLOG = 1024
 _MAX_PATH_NBYTES = 107  # of sockaddr_un on Linux
@@ -153,8 +153,3 @@ def own_host(towards: str | None) -> str:
                 probe.connect((towards, 9))
                 return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-def any_port_of(host: str) -> Address:
-    """``tcp://host:0``, for numbers of both families."""
-    return Address.parse(f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")

@@ -13,7 +13,15 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -59,6 +67,7 @@ __all__ = [
     "SharedPayload",
     "Threads",
     "copy_bytes",
+    "cut",
     "first_line",
     "outlast",
     "result_of",
@@ -509,18 +518,29 @@ async def result_of(
     return running.result()
 
 
-def copy_bytes(sources: Iterable[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
+def cut(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
+    """The same bytes in other pieces: a list of views for each size, of one if it lies in one."""
+    left, piece = iter(pieces), memoryview(b"")
+    for size in sizes:
+        views: list[memoryview] = []
+        missing = size
+        while missing:
+            while not piece:
+                piece = next(left)
+            views.append(piece[:missing])
+            piece = piece[missing:]
+            missing -= views[-1].nbytes
+        yield views
+
+
+def copy_bytes(sources: Sequence[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
     """Copy, however the two sides are cut into pieces; without the GIL."""
-    left = iter(targets)
-    target = np.empty(0, np.uint8)
-    for source in sources:
-        rest = source
-        while rest.size:
-            while not target.size:
-                target = np.frombuffer(next(left), np.uint8)
-            step = min(rest.size, target.size)
-            np.copyto(target[:step], rest[:step])
-            rest, target = rest[step:], target[step:]
+    sizes = [source.nbytes for source in sources]
+    for source, views in zip(sources, cut(targets, sizes), strict=False):
+        at = 0
+        for view in views:
+            np.copyto(np.frombuffer(view, np.uint8), source[at : at + view.nbytes])
+            at += view.nbytes
 
 
 def first_line(error: BaseException | None) -> str:

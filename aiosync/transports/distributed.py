@@ -13,7 +13,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from aiosync.transports.data_plane import (
     Progress,
     Threads,
     copy_bytes,
+    cut,
     first_line,
 )
 from aiosync.transports.stream import FramedTransport
@@ -310,13 +311,15 @@ class DistributedTransport(DataPlaneTransport):
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
         waits: deque[_Wait] = deque()
+        nbytes = sum(view.nbytes for view in pieces)
+        sizes = [min(_CHUNK_NBYTES, nbytes - at) for at in range(0, nbytes, _CHUNK_NBYTES)]
         sent, patience = 0, self._patience
         try:
-            for chunk in _chunks_of(pieces, _CHUNK_NBYTES):
+            for size, chunk in zip(sizes, cut(pieces, sizes), strict=True):
                 if self._stop:
                     break
                 if copying is not None:
-                    sent += sum(view.nbytes for view in chunk)
+                    sent += size
                     copying.wait(sent)
                 if len(waits) >= _WINDOW:
                     waits.popleft()(patience)
@@ -387,21 +390,3 @@ class DistributedTransport(DataPlaneTransport):
         finally:
             self.abort()
         await self._threads.aclose(_CLOSE_SECONDS)
-
-
-def _chunks_of(pieces: list[memoryview], chunk_nbytes: int) -> Iterator[list[memoryview]]:
-    """Cut a payload into chunks; each is a list of views, of one if it lies in one piece."""
-    chunk: list[memoryview] = []
-    room = chunk_nbytes
-    for piece in pieces:
-        offset = 0
-        while offset < piece.nbytes:
-            step = min(room, piece.nbytes - offset)
-            chunk.append(piece[offset : offset + step])
-            offset += step
-            room -= step
-            if not room:
-                yield chunk
-                chunk, room = [], chunk_nbytes
-    if chunk:
-        yield chunk

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
 
+from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -511,7 +512,7 @@ class RayActorTransport(Transport):
         self._manifest: Manifest | None = None
         hello = Hello("receiver", model_id, 0, strategy="any", has_target=True)
         self._answers: deque[Message] = deque([hello])
-        self._arrived = asyncio.Event()
+        self._arrival = Notifier()
         self._running: set[str] = set()
         self._closed = False
         self._error: AiosyncError | None = None
@@ -594,11 +595,11 @@ class RayActorTransport(Transport):
             return
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
         self._answers.append(make_ack(epoch, version, status, reason))
-        self._arrived.set()
+        self._arrival.notify()
 
     def _end(self, error: AiosyncError) -> None:
         self._error = error
-        self._arrived.set()
+        self._arrival.notify()
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -609,8 +610,7 @@ class RayActorTransport(Transport):
             async with in_time(timeout, RecvTimeout, f"{self._name} did not answer"):
                 while not self._answers or self._closed:
                     self._check()
-                    self._arrived.clear()
-                    await self._arrived.wait()
+                    await self._arrival.wait()
         message = self._answers.popleft()
         if isinstance(message, Hello):
             message = replace(message, model_id=self.model_id)
@@ -633,7 +633,7 @@ class RayActorTransport(Transport):
         """See :meth:`aclose`."""
         self._closed = True
         self._manifest = None
-        self._arrived.set()
+        self._arrival.notify()
         if self._objects is not None:
             self._objects.abort()
 

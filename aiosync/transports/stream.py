@@ -211,7 +211,7 @@ class FramedTransport(Transport):
         self._room = Notifier()
         self._sending = self._writing = False
 
-        self._resume()
+        self._go_on()
         close_in_child(self)
 
     @staticmethod
@@ -431,17 +431,12 @@ class FramedTransport(Transport):
         self._pull()
         if self._event is not None:
             self._arrival.notify()  # a recv() may have begun to wait before this ran
-        elif self._gone is None:
-            self._resume()
-
-    def _resume(self) -> None:
-        if self.ended:
-            return
-        if not self._reading:
-            self._reading = True
-            self._loop.add_reader(self.io.fd, self._read)
-        if self.io.reads_out:
-            self._read_soon()
+        elif self._gone is None and not self.ended:
+            if not self._reading:
+                self._reading = True
+                self._loop.add_reader(self.io.fd, self._read)
+            if self.io.reads_out:
+                self._read_soon()
 
     def _pause(self) -> None:
         if self._reading:
