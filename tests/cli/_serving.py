@@ -212,6 +212,13 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     return status, text
 
 
+def written(path: Path, text: str, mode: int = 0o600) -> str:
+    """A file of a token, and who may read it."""
+    path.touch(mode)
+    path.write_text(text)
+    return str(path)
+
+
 def write_weights(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
     """A file, and what is in it: tied names, an integer, an odd number of bytes."""
     generator = torch.Generator().manual_seed(0)

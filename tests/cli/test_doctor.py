@@ -20,7 +20,7 @@ import torch
 import aiosync.cli
 from aiosync.server import WeightClient, WeightServer
 from tests._certificates import certificates
-from tests.cli._serving import SECRET, Terminal, refused
+from tests.cli._serving import SECRET, Terminal, refused, written
 from tests.schemes._harness import PATIENCE
 from tests.server._tools import URL, send, trainer, worker
 
@@ -48,12 +48,6 @@ def rows(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str,
         else:
             found["end"] = line
     return status, found
-
-
-def written(path: Path, text: str, mode: int = 0o600) -> str:
-    path.touch(mode)
-    path.write_text(text)
-    return str(path)
 
 
 # -- this machine -------------------------------------------------------------------------------

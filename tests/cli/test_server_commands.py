@@ -15,7 +15,6 @@ import re
 import signal
 import socket
 import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from tests.cli._serving import (
     run,
     serving,
     write_weights,
+    written,
 )
 from tests.schemes._harness import PATIENCE, until
 from tests.server._tools import URL, described, trainer
@@ -59,10 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def token_file(folder: Path) -> str:
-    path = folder / "token"
-    path.touch(0o600)
-    path.write_text(f"{SECRET}\n")
-    return str(path)
+    return written(folder / "token", f"{SECRET}\n")
 
 
 TLS_SERVER = ("--tls-cert", "good.pem", "--tls-ca", "ca.pem", "--tls-verify-clients")
@@ -190,10 +187,7 @@ def test_a_wrong_token_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = servers["token"].url
-    wrong = tmp_path / "wrong"
-    wrong.touch(0o600)
-    wrong.write_text("something else entirely")
-    given = ("--token-file", str(wrong))
+    given = ("--token-file", written(tmp_path / "wrong", "something else entirely"))
     target = str(tmp_path / "copy.pt")
     for args in (("status", url), ("push", weights[0], url), ("pull", url, target)):
         status, text = refused(capsys, *args, *given)
@@ -223,11 +217,9 @@ def test_the_pull_token_pulls_and_does_not_push(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    readers = tmp_path / "readers"
-    readers.touch(0o600)
-    readers.write_text("another secret, for the workers")
-    own, others = ("--token-file", token_file), ("--token-file", str(readers))
-    args = ("--listen", f"unix://{folder / 'two'}", *own, "--pull-token-file", str(readers))
+    readers = written(tmp_path / "readers", "another secret, for the workers")
+    own, others = ("--token-file", token_file), ("--token-file", readers)
+    args = ("--listen", f"unix://{folder / 'two'}", *own, "--pull-token-file", readers)
     with serving(folder / "two-tokens", *args) as server:
         assert aiosync.cli.main(["push", weights[0], server.url, *own]) == 0
         assert aiosync.cli.main(["pull", server.url, str(tmp_path / "x.pt"), *others]) == 0
@@ -237,7 +229,7 @@ def test_the_pull_token_pulls_and_does_not_push(
         assert "AuthError: " in text and "may pull and subscribe, not push 'policy'" in text
         assert "--token-file" in text and "token=" not in text
         wait_until(lambda: "not push 'policy'" in server.log.read_text())
-    status, text = refused(capsys, "serve", *args[:2], "--pull-token-file", str(readers))
+    status, text = refused(capsys, "serve", *args[:2], "--pull-token-file", readers)
     assert (status, "--pull-token-file needs another token beside it" in text) == (2, True)
 
 
@@ -283,7 +275,7 @@ def test_wrong_usage_is_status_2(
     file.chmod(0o755)  # what may be executed is no folder all the same
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and nothing that makes sense")
     empty.touch()
-    with contextlib.closing(listening()) as busy:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
         names = {
             "file": str(file.with_suffix("")),
             "no": str(tmp_path / "no"),
@@ -301,13 +293,6 @@ def test_wrong_usage_is_status_2(
     assert text in shown
     assert names["secret"] not in shown
     assert shown.startswith(f"aiosync {args[0]}:")
-
-
-def listening() -> socket.socket:
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    sock.listen()
-    return sock
 
 
 @pytest.mark.parametrize(
@@ -409,27 +394,6 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
-
-
-# -- metrics ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_server_answers_prometheus_and_probes(
-    folder: Path, weights: tuple[str, dict[str, torch.Tensor]]
-) -> None:
-    pytest.importorskip("prometheus_client")
-    options = ("--listen", "tcp://127.0.0.1:0", "--metrics", "127.0.0.1:0")
-    with serving(folder / "metrics", *options) as server:
-        assert aiosync.cli.main(["push", weights[0], server.url]) == 0
-        [metrics] = re.findall(r"^Metrics at (http://\S+)$", server.log.read_text(), re.MULTILINE)
-        with urllib.request.urlopen(metrics, timeout=PATIENCE) as answer:
-            assert b'aiosync_version{model="policy",role="server"} 1.0' in answer.read()
-        for path in ("healthz", "readyz"):
-            url = metrics.replace("metrics", path)
-            with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-                assert answer.status == 200
-        assert server.end() == (0, "")
 
 
 # -- signals and kills ------------------------------------------------------------------------

@@ -37,12 +37,13 @@ from tests.cli._serving import (
     Terminal,
     refused,
     serving,
+    write_weights,
 )
 from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer, worker
-from tests.support.waiting import free_address, wait_until
+from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -407,30 +408,32 @@ async def test_the_stream_of_the_page_is_read_by_a_client() -> None:
             await reader.read()
 
 
+class Source:
+    """Gives the same answer to whoever asks, and counts that."""
+
+    def __init__(self, *answer: SyncStats) -> None:
+        self.answer, self.asked = answer, 0
+
+    async def __call__(self) -> Any:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return self.answer
+
+
 @pytest.mark.asyncio
 async def test_a_reader_that_hung_up_is_asked_for_no_more() -> None:
-    asked = 0
-
-    async def ask() -> Any:
-        nonlocal asked
-        asked += 1
-        return [SIXTEEN]
-
+    ask = Source(SIXTEEN)
     async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 1.0) as url:
         async with requested(url, "/events") as (_, reader):
             assert (await event(reader))["models"]
         await asyncio.sleep(1.5)
-        assert asked == 1
+        assert ask.asked == 1
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_for_ten_seconds_is_let_go() -> None:
-    many = [dataclasses.replace(SIXTEEN, workers=SIXTEEN.workers * 200)] * 4
-
-    async def ask() -> Any:
-        return many
-
+    ask = Source(*[dataclasses.replace(SIXTEEN, workers=SIXTEEN.workers * 200)] * 4)
     async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 0.01) as url:
         async with requested(url, "/events") as (_, reader):
             await asyncio.sleep(13)  # the other side waits with the second or third event
@@ -441,44 +444,46 @@ async def test_a_reader_that_takes_nothing_for_ten_seconds_is_let_go() -> None:
 
 @pytest.mark.asyncio
 async def test_one_answer_is_for_all_readers_and_the_newest_is_let_in() -> None:
-    asked = 0
-
-    async def ask() -> Any:
-        nonlocal asked
-        asked += 1
-        await asyncio.sleep(0)
-        return [SIXTEEN]
-
+    ask = Source(SIXTEEN)
     async with asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as readers:
         async with serve_page("127.0.0.1:0", "it", ask, 1000.0) as url:
             for _ in range(40):
                 _, reader = await readers.enter_async_context(requested(url, "/events"))
                 assert (await event(reader))["models"]
-            assert asked == 1
+            assert ask.asked == 1
             async with requested(url, "/") as (head, _):
                 assert head.startswith("HTTP/1.1 200 ")
 
 
+def fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as page:
+        return bytes(page.read())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_server_and_top_show_the_page(tmp_path: Path) -> None:
-    args = ("--listen", "tcp://127.0.0.1:0", "--dashboard", "127.0.0.1:0")
-    with serving(tmp_path / "server", *args) as server:
-        wait_until(lambda: "Dashboard at http://127.0.0.1:" in server.log.read_text())
-        pages = [server.log.read_text().partition(" at ")[2].strip()]
+def test_a_server_has_the_page_and_metrics_and_top_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    args = ("--listen", "tcp://127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    with serving(tmp_path / "server", *args, "--dashboard", "127.0.0.1:0") as server:
+        assert server.url
+        metrics, *pages = re.findall(r"^\w+ at (http://\S+)$", server.log.read_text(), re.M)
         top = Command(tmp_path / "top", "top", server.url, "--html", "127.0.0.1:0")
         with contextlib.closing(top):
             pages.append(top.url)
             for url in pages:
-                with urllib.request.urlopen(url, timeout=PATIENCE) as page:
-                    assert scripts_of(page.read().decode())
+                assert scripts_of(fetched(url).decode())
                 with urllib.request.urlopen(f"{url}events", timeout=PATIENCE) as stream:
                     said = json.loads(stream.readline().removeprefix(b"data: "))
                     assert said == {"about": server.url, "trouble": "", "models": []}
             top.send_signal(signal.SIGINT)
             assert top.wait() == 130
             assert top.log.read_text() == "Stopped by Ctrl-C.\n"
-        assert server.end(signal.SIGTERM)[0] == 0
+        assert aiosync.cli.main(["push", write_weights(tmp_path)[0], server.url]) == 0
+        assert b'aiosync_version{model="policy",role="server"} 1.0' in fetched(metrics)
+        for path in ("healthz", "readyz"):
+            assert fetched(metrics.replace("metrics", path))
+        assert server.end() == (0, "")
 
 
 @pytest.mark.parametrize("option", ["--dashboard", "--metrics"])
