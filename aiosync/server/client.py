@@ -7,9 +7,13 @@ are pulled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import ssl
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiosync._log import Waiting
 from aiosync.errors import (
@@ -21,26 +25,90 @@ from aiosync.errors import (
     RecvTimeout,
     RemoteProtocolError,
     TransportBroken,
+    TransportError,
 )
 from aiosync.protocol import validate_timeout
-from aiosync.rendezvous.dialer import Dialer
+from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
+from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.transports.address import Address
+from aiosync.transports.base import Received, make_ack
 from aiosync.transports.credentials import TLS, Credentials, Secret
-from aiosync.types import Limits
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import AckStatus, Limits
 from aiosync.wire import (
+    Fetch,
     Hello,
+    Leave,
+    ManifestMessage,
     Refuse,
     Status,
+    Update,
+    Welcome,
     stats_from,
 )
 
 if TYPE_CHECKING:
-    from aiosync.events import SyncStats
-    from aiosync.server.pulling import PulledWeights, PullProgress
+    import torch
 
-__all__ = ["WeightClient"]
+    from aiosync.events import SyncStats
+    from aiosync.receiver.updates import Staged
+    from aiosync.tensors import FlatBuffer, Layout
+
+__all__ = ["PullProgress", "PulledWeights", "WeightClient"]
 
 _ATTEMPT_SECONDS = 10.0
+
+PullProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes that are here and verified, and with how many there will be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PulledWeights:
+    """One complete version, in memory of its own.
+
+    Attributes:
+        model_id: Which model.
+        epoch: Epoch of the trainer that made it.
+        version: Its number in that epoch.
+        layout: Where each tensor lies in ``buffer``.
+        buffer: The tensors.
+        values: What is not a tensor, by dotted name, as it travelled.
+        reconnects: How often the link was lost and replaced meanwhile.
+    """
+
+    model_id: str
+    epoch: int
+    version: int
+    layout: Layout
+    buffer: FlatBuffer
+    values: Mapping[str, Any]
+    reconnects: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, with the padding between them."""
+        return self.layout.nbytes
+
+    def mapping(self) -> dict[str, Any]:
+        """Tensors and values by dotted name, as ``load_state_dict()`` takes them.
+
+        The tensors are views of :attr:`buffer`; tied ones are one object under each name.
+
+        Raises:
+            ConfigError: A value is not what a trainer of aiosync sends.
+        """
+        from aiosync.tensors.values import inner_names, unpack_value
+
+        tensors = dict(self.buffer.named_views(self.layout))
+
+        def tensor(name: str) -> torch.Tensor:
+            if name not in tensors:
+                raise ConfigError(f"a value names the tensor {name!r}, which did not come with it")
+            return tensors[name]
+
+        values = {name: unpack_value(value, tensor) for name, value in self.values.items()}
+        inside = inner_names(self.values)
+        return {name: each for name, each in tensors.items() if name not in inside} | values
 
 
 class WeightClient:
@@ -191,11 +259,10 @@ class WeightClient:
             Class A.
         """
         from aiosync.schemes.sources import as_model_id
-        from aiosync.server.pulling import Pull
 
         validate_timeout(timeout)
         least = max(1, min_version)
-        pull = Pull(self._dialer, as_model_id(model_id), least, progress)
+        pull = _Pull(self._dialer, as_model_id(model_id), least, progress)
         try:
             with Waiting("pull()", timeout, pull.describe, model=model_id):
                 async with asyncio.timeout(timeout):
@@ -206,3 +273,127 @@ class WeightClient:
             raise RecvTimeout(pull.describe(f" within {timeout:g} s")) from exc
         finally:
             pull.close()
+
+
+class _Pull:
+    """One call of :meth:`WeightClient.pull`."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        model_id: str,
+        least: int,
+        progress: PullProgress | None,
+    ) -> None:
+        from aiosync.receiver.updates import UpdateReader
+
+        self._dialer = dialer
+        self._model_id = model_id
+        self._least = least
+        self._progress = progress
+        self._session = secrets.token_bytes(16)
+        self._welcome: Welcome | None = None
+        self._link: TCPTransport | None = None
+        self._updates = UpdateReader()
+        self._lost: AiosyncError | None = None
+        self._partial: tuple[int, int, int] | None = None  # announced over this link as here
+        self._total = 0  # bytes of what arrives
+        self._moved = False  # something arrived over this link
+        self._reconnects = 0
+        self._pauses = Backoff()
+
+    async def run(self) -> PulledWeights:
+        """Get the weights, over one link after the other."""
+        return await retry(
+            lambda left: self._attempt(), None, final=self._is_final, backoff=self._pauses
+        )
+
+    def _is_final(self, error: AiosyncError) -> bool:
+        if isinstance(error, RemoteProtocolError):
+            # The two did not agree about the part that was here, perhaps: begin anew, once.
+            return self._partial is None
+        # Before there was a Welcome nobody is there, as far as anybody knows.
+        again = isinstance(error, (TransportError, ConnectTimeout)) and self._welcome is not None
+        return is_final(error) or not again
+
+    async def _attempt(self) -> PulledWeights:
+        """Over one link."""
+        self._moved = False
+        self._partial = self._updates.partial
+        try:
+            link = self._link = await self._dialer.dial(again=self._welcome is not None)
+            self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
+            self._updates.use_link(link)
+            await link.send(Fetch(self._least))
+            while (staged := self._take(await link.recv(into=self._updates.lender))) is None:
+                pass
+            epoch, version = staged.epoch, staged.version
+            with contextlib.suppress(AiosyncError):  # it is here; the other side's statistics
+                ack = make_ack(epoch, version, AckStatus.APPLIED, None)
+                await link.send(ack, timeout=HANDSHAKE_SECONDS)
+                await link.send(Leave(), timeout=HANDSHAKE_SECONDS)  # it is not lost
+            return PulledWeights(
+                *(self._model_id, epoch, version, staged.layout, staged.flat, staged.values),
+                reconnects=self._reconnects,
+            )
+        except AiosyncError as exc:
+            self._lost = exc
+            self.close()
+            if self._moved:
+                self._pauses.reset()
+            self._reconnects += 1
+            raise
+
+    def _hello(self) -> Hello:
+        partial = self._partial or (None, None, 0)
+        return Hello(
+            role="receiver",
+            model_id=self._model_id,
+            pid=os.getpid(),
+            strategy=ANY_STRATEGY,
+            session=self._session,
+            subscribe=False,
+            partial_epoch=partial[0],
+            partial_version=partial[1],
+            partial_nbytes=partial[2],
+        )
+
+    def _take(self, received: Received) -> Staged | None:
+        """A manifest, or a part of an update; the update that it completes, if it does."""
+        message = received.message
+        if isinstance(message, ManifestMessage):
+            self._total = message.manifest.nbytes
+        staged = self._updates.read(received)
+        if isinstance(message, Update):
+            self._moved = True
+            if self._progress is not None:
+                self._progress(self._total if staged is not None else self._here, self._total)
+        return staged
+
+    @property
+    def _here(self) -> int:
+        """Verified bytes of an update that arrives."""
+        return 0 if self._updates.partial is None else self._updates.partial[2]
+
+    def close(self) -> None:
+        """Close the link; what has arrived stays."""
+        if self._link is not None:
+            self._link.abort()
+
+    def describe(self, within: str = "") -> str:
+        """Why there is nothing yet, or ``within`` some time."""
+        url, what = self._dialer.address, f"model {self._model_id!r}"
+        if self._lost is not None and not self._moved:
+            return f"{url} was lost ({self._lost}) and not reached again{within}"
+        if self._total:
+            return f"{self._here} of {self._total} bytes of {what} arrived from {url}{within}"
+        if self._welcome is None:
+            return f"{url} did not answer{within}"
+        if self._welcome.version == 0:
+            advice = self._welcome.note or "is a trainer running, or the model_id another one?"
+            return f"{url} has no version of {what} yet, and got none{within}; {advice}"
+        return (
+            f"{url} has no version {self._least} of {what}, and got none{within}; it had version "
+            f"{self._welcome.version}; min_version= may be too high: each `aiosync push`, and each "
+            "trainer restarted without first_version=, counts from 1 again"
+        )
