@@ -16,7 +16,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from aiosync._log import log
 from aiosync._meter import Meter
@@ -45,10 +45,6 @@ from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
 from aiosync.wire import DEFAULT_LIMITS, Hello, Refuse, stats_values
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 __all__ = ["WeightServer"]
 
@@ -526,12 +522,7 @@ class WeightServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def _on_crash(self, error: BaseException) -> None:

@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
@@ -21,9 +21,6 @@ from aiosync.schemes.inside import follow, life_of
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
     from aiosync.receiver.applier import Applier
     from aiosync.receiver.hooks import Transform
     from aiosync.receiver.receiver import WeightReceiver
@@ -219,12 +216,7 @@ class WeightFeed:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     # -- looking -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from aiosync._log import log
 from aiosync._tasks import Notifier
@@ -27,10 +27,6 @@ from aiosync.errors import (
 from aiosync.protocol import validate_seconds, validate_timeout
 from aiosync.schemes import Ready
 from aiosync.spans import VersionSpan
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 __all__ = ["Admission", "AdmissionGate", "Mode", "Swap"]
 
@@ -464,12 +460,7 @@ class Admission:
             retry_after=_RETRY_SECONDS,
         )
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         _inside.set(tuple(each for each in _inside.get() if each is not self))
         holder = self._holder
         holder._parts -= 1
@@ -538,12 +529,7 @@ class Swap:
             self._gate._swap = None
             self._gate._changed.notify()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         gate = self._gate
         try:
             if exc_type is None:

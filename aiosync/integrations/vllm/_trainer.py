@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 
@@ -35,9 +35,6 @@ from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightS
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.transports.credentials import TLS, Secret
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Activation", "AiosyncTrainerEngine", "AiosyncTrainerInitInfo", "span_of"]
 
