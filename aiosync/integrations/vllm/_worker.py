@@ -9,6 +9,7 @@ side.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -473,7 +474,7 @@ class Undo:
 
     def begin(self) -> None:
         """Copy values in a thread, for the next update. The model must not change meanwhile."""
-        self._noted: tuple[list[Any], ...] | None = None
+        self._noted: tuple[list[Any], list[Any]] | None = None
         if self._pool is not None:
             self._copied = self._pool.submit(self._copy)
 
@@ -486,12 +487,12 @@ class Undo:
     def _copy(self) -> None:
         old, self._copies = self._copies, {}
         for tensor in _tensors(self._model):
-            _, copy = old.pop(id(tensor), (None, None))
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            _, kept = old.pop(id(tensor), (None, None))
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 pin = tensor.device.type == "cuda"
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
-            copy.copy_(tensor.data)
-            self._copies[id(tensor)] = (tensor, copy)
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
+            kept.copy_(tensor.data)
+            self._copies[id(tensor)] = (tensor, kept)
 
     def note(self, timeout: float) -> None:
         """Note what the model consists of, once its values are copied: an update begins.
@@ -505,49 +506,32 @@ class Undo:
         except TimeoutError as exc:
             late = f"the weights could not be copied within {timeout:g} s"
             raise SyncTimeout(late) from exc
-        values = [(tensor, tensor.data, copy) for tensor, copy in self._copies.values()]
-        # Attributes, too: some kernels keep packed weights in closures.
-        modules = [
-            (
-                module,
-                dict(module.__dict__),
-                dict(module._parameters),
-                dict(module._buffers),
-                set(module._non_persistent_buffers_set),
-            )
-            for module in self._model.modules()
-        ]
+        values = [(tensor, tensor.data, kept) for tensor, kept in self._copies.values()]
         # Loaders of parameters that stay the same objects are wrapped during a reload.
-        attributes = [(tensor, dict(tensor.__dict__)) for tensor in _tensors(self._model)]
-        self._noted = (values, modules, attributes)
+        containers: list[Any] = [tensor.__dict__ for tensor in _tensors(self._model)]
+        for module in self._model.modules():
+            # Attributes, too: some kernels keep packed weights in closures.
+            containers += [module.__dict__, module._parameters, module._buffers]
+            containers.append(module._non_persistent_buffers_set)
+        self._noted = values, [(each, copy.copy(each)) for each in containers]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back: modules, their attributes, parameters, buffers, values."""
         assert self._noted is not None
-        (values, modules, attributes), self._noted = self._noted, None
-        for module, own, parameters, buffers, passing in modules:
-            _refill(module.__dict__, own)
-            _refill(module._parameters, parameters)
-            _refill(module._buffers, buffers)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(passing)
-        for tensor, given in attributes:
-            _refill(tensor.__dict__, given)
-        for tensor, data, copy in values:
+        (values, containers), self._noted = self._noted, None
+        for each, content in containers:  # dictionaries, and sets
+            each.clear()
+            each.update(content)
+        for tensor, data, kept in values:
             if tensor.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
                 tensor.data = data
-            tensor.data.copy_(copy)
+            tensor.data.copy_(kept)
 
     def close(self) -> None:
         """Let the copies go. Waits for the copy that is under way."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _refill(target: dict[str, Any], values: dict[str, Any]) -> None:
-    target.clear()
-    target.update(values)
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
