@@ -6,7 +6,6 @@ Must not import torch, nor, but inside a function, what imports it: ``--help`` h
 from __future__ import annotations
 
 import logging
-import os
 import stat
 import sys
 import time
@@ -52,8 +51,6 @@ TOKEN_VARIABLE = "AIOSYNC_TOKEN"
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
-
-_MAX_TOKEN_NBYTES = 65536
 
 _FLAGS = {
     "TLS(cert=..., key=...)": "--tls-cert and --tls-key",
@@ -173,22 +170,10 @@ def read_token(path: Path | None, console: Console, option: str = "--token-file"
     Raises:
         ConfigError: It cannot be read, is empty or is too large for a token.
     """
-    if path is None:
-        text = os.environ.get(TOKEN_VARIABLE)
-        return None if text is None else os.fsencode(text)
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read(_MAX_TOKEN_NBYTES + 1)
-    except OSError as exc:
-        raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
-    token = token.removesuffix(b"\n").removesuffix(b"\r")
-    if not token:
-        raise ConfigError(
-            f"{option}: {path} is empty: remove it, and make one with `aiosync token {path}`"
-        )
-    if len(token) > _MAX_TOKEN_NBYTES:
-        raise ConfigError(f"{option}: {path} is too large for a token")
+    from aiosync.transports.credentials import read_token as read
+
+    token = read(path, option)
+    mode = 0 if path is None else path.stat().st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         console.print(f"Note: other users can read {path}: chmod 600 is advised.", markup=False)
     return token

@@ -15,9 +15,15 @@ from typing import Any
 
 from aiosync.errors import ConfigError
 
-__all__ = ["MAKE_A_TOKEN", "TLS", "Credentials", "Secret"]
+__all__ = ["MAKE_A_TOKEN", "TLS", "TOKEN_VARIABLE", "Credentials", "Secret", "read_token"]
 
 MAKE_A_TOKEN = "make one with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
+
+
+TOKEN_VARIABLE = "AIOSYNC_TOKEN"
+"""Environment variable with the token, where no file is given."""
+
+_MAX_TOKEN_NBYTES = 65536
 
 
 class Secret:
@@ -59,6 +65,34 @@ class Secret:
 
 def _unmask(mask: bytes, masked: bytes) -> Secret:
     return Secret(bytes(a ^ b for a, b in zip(mask, masked, strict=True)))
+
+
+def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None:
+    """The token of a file, without one newline at its end, or that of the environment.
+
+    Args:
+        path: The file, if there is one.
+        option: How errors call it.
+
+    Raises:
+        ConfigError: It cannot be read, is empty or is too large for a token.
+    """
+    if path is None:
+        text = os.environ.get(TOKEN_VARIABLE)
+        return None if text is None else os.fsencode(text)
+    try:
+        with open(path, "rb") as file:
+            token = file.read(_MAX_TOKEN_NBYTES + 1)
+    except OSError as exc:
+        raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
+    token = token.removesuffix(b"\n").removesuffix(b"\r")
+    if not token:
+        raise ConfigError(
+            f"{option}: {path} is empty: remove it, and make one with `aiosync token {path}`"
+        )
+    if len(token) > _MAX_TOKEN_NBYTES:
+        raise ConfigError(f"{option}: {path} is too large for a token")
+    return token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,17 @@ what it is. Must not import vLLM, nor the engine's or the trainer's side.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from aiosync.errors import ConfigError
 from aiosync.protocol import validate_seconds
 from aiosync.schemes.inside import meet_at
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._schemes import core_of
-from aiosync.transports.credentials import TLS
+from aiosync.transports.credentials import TLS, read_token
 
-__all__ = ["SHARED", "AiosyncInitInfo", "AiosyncUpdateInfo", "token_of"]
+__all__ = ["SHARED", "AiosyncInitInfo", "AiosyncUpdateInfo"]
 
 SHARED = "shm"
 """Of addresses: shared memory with engines of the trainer's host."""
@@ -76,7 +73,7 @@ class AiosyncInitInfo:
             return TCPWeightSyncScheme(
                 self.address,
                 "state_dict",
-                token=token_of(self.token_file),
+                token=read_token(self.token_file, "token_file"),
                 tls=None if self.tls is None else TLS(**self.tls),
                 reconnect=None,  # the engine outlives trainers, and goes on with what it has
                 **options,
@@ -102,17 +99,3 @@ class AiosyncUpdateInfo:
     version: int
     timeout: float = 10.0
     undo: bool = False
-
-
-def token_of(path: str | None) -> bytes | None:
-    """The token of a file, without a newline at its end, or that of the environment."""
-    if path is None:
-        text = os.environ.get("AIOSYNC_TOKEN")
-        return None if text is None else os.fsencode(text)
-    try:
-        token = Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as exc:
-        raise ConfigError(f"token_file: {path}: cannot be read: {exc.strerror}") from exc
-    if not token:
-        raise ConfigError(f"token_file: {path} is empty")
-    return token

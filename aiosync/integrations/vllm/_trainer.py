@@ -26,7 +26,7 @@ from aiosync.errors import (
     PeerClosed,
 )
 from aiosync.integrations.vllm._clients import VLLMWeightSyncClient, ask, pausing
-from aiosync.integrations.vllm._info import SHARED, token_of
+from aiosync.integrations.vllm._info import SHARED
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import SendHandle
 from aiosync.schemes.inside import meeting_point
@@ -34,7 +34,7 @@ from aiosync.spans import VersionSpan
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
-from aiosync.transports.credentials import TLS, Secret
+from aiosync.transports.credentials import TLS, Secret, read_token
 
 __all__ = ["Activation", "AiosyncTrainerEngine", "AiosyncTrainerInitInfo", "span_of"]
 
@@ -461,7 +461,7 @@ def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
     if info.address == SHARED:
         return SharedMemWeightSyncScheme("state_dict", **options)
     token: Any = info.token.value if isinstance(info.token, Secret) else info.token
-    token = token_of(info.token_file) if token is None else token
+    token = read_token(info.token_file, "token_file") if token is None else token
     return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
 
 
