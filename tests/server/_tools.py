@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import aiosync
 from aiosync.server import WeightServer
 from tests.schemes._harness import PATIENCE
@@ -61,6 +63,13 @@ async def worker(
     async with scheme:
         await scheme.connect(initial=initial)
         yield scheme
+
+
+async def refused(joining: Any, error: type[Exception], text: str) -> None:
+    """A trainer or a worker is not let in."""
+    with pytest.raises(error, match=text):
+        async with joining:
+            pytest.fail("was let in")
 
 
 def described(server: WeightServer, model_id: str = "policy") -> dict[str, Any]:

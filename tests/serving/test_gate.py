@@ -29,9 +29,19 @@ async def refused(entry: Admission | Swap, error: type[Exception], text: str) ->
     return info.value
 
 
-async def entered(gate: AdmissionGate, log: list, name: str, **options) -> None:
+async def admitted(gate: AdmissionGate, **options: Any) -> int:
+    """The version of a request that is over at once."""
     async with gate.request(**options) as version:
-        log.append((name, version))
+        return version
+
+
+async def entered(gate: AdmissionGate, log: list, name: str, **options) -> None:
+    log.append((name, await admitted(gate, **options)))
+
+
+async def switch(gate: AdmissionGate, version: int | None = None, epoch: int | None = None) -> None:
+    async with gate.swap(version=version, epoch=epoch):
+        pass
 
 
 @both_modes
@@ -63,12 +73,9 @@ async def test_nobody_is_let_in_before_there_is_a_version(mode) -> None:
 async def test_it_says_how_long_each_request_waited(mode) -> None:
     gate = AdmissionGate(mode=mode)
     gate.on_admission = (waits := []).append
-    with pytest.raises(aiosync.AdmissionTimeout):
-        async with gate.request(timeout=0.02):
-            pytest.fail("was let in")
+    await refused(gate.request(timeout=0.02), aiosync.AdmissionTimeout, "no complete version")
     assert len(waits) == 1 and waits[0] >= 0.02
-    async with gate.swap():
-        pass
+    await switch(gate)
     async with gate.request():
         assert waits[1:] == [0.0]
 
@@ -120,7 +127,7 @@ async def test_a_switch_gives_up_and_lets_those_in_that_waited() -> None:
     log: list = []
     running = asyncio.ensure_future(_hold(gate))
     await turns()
-    switching = asyncio.ensure_future(_switch(gate))
+    switching = asyncio.ensure_future(switch(gate))
     await turns()
     late = asyncio.ensure_future(entered(gate, log, "late"))
     await turns()
@@ -132,8 +139,7 @@ async def test_a_switch_gives_up_and_lets_those_in_that_waited() -> None:
     assert log == [("late", 3)]
     running.cancel()
     await asyncio.wait([running])
-    async with gate.swap():
-        pass
+    await switch(gate)
     assert gate.version == 4
 
 
@@ -143,8 +149,7 @@ async def test_a_request_that_waits_has_a_deadline() -> None:
         await refused(gate.request(), aiosync.AdmissionTimeout, "took longer than 0.02 s")
         await refused(gate.request(timeout=0), aiosync.AdmissionTimeout, "took longer than 0 s")
         await refused(gate.swap(timeout=0), aiosync.SwapTimeout, "another switch")
-    async with gate.request(timeout=0) as version:
-        assert version == 2
+    assert await admitted(gate, timeout=0) == 2
     assert (gate.running, gate.waiting) == (0, 0)
 
 
@@ -161,8 +166,7 @@ async def test_a_switch_that_fails_or_is_cancelled_changes_nothing(mode) -> None
         switching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await switching
-    async with gate.request(timeout=0) as version:
-        assert version == 1
+    assert await admitted(gate, timeout=0) == 1
     async with gate.swap() as swap:
         swap.version = 1  # nothing new after all
     assert (gate.version, gate.swaps) == (1, 0)
@@ -174,8 +178,7 @@ async def test_a_switch_that_fails_or_is_cancelled_changes_nothing(mode) -> None
             swap.activate(5)
             raise RuntimeError("half-way, but the weights are there")
     assert gate.version == 5
-    async with gate.request(timeout=0):
-        pass
+    await admitted(gate, timeout=0)
 
 
 async def test_a_request_that_fails_or_is_cancelled_leaves() -> None:
@@ -208,7 +211,7 @@ async def _hold(gate: AdmissionGate) -> None:
 async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
     gate = AdmissionGate(initial_version=1)
     async with gate.request():
-        switching = asyncio.ensure_future(_switch(gate))
+        switching = asyncio.ensure_future(switch(gate))
         await turns()
         async with gate.request(timeout=0) as version:  # must not wait for what waits for it
             assert version == 1
@@ -230,11 +233,6 @@ async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
     assert gate.version == 2
 
 
-async def _switch(gate: AdmissionGate) -> None:
-    async with gate.swap():
-        pass
-
-
 async def test_immediate_switches_between_batches() -> None:
     gate = AdmissionGate(mode="immediate", initial_version=1)
     request = gate.request()
@@ -242,7 +240,7 @@ async def test_immediate_switches_between_batches() -> None:
         assert first == 1
         async with gate.batch() as version:
             assert version == 1
-            switching = asyncio.ensure_future(_switch(gate))
+            switching = asyncio.ensure_future(switch(gate))
             await turns()
             assert not switching.done()
             async with gate.batch(timeout=0):  # a part of the batch around it
@@ -252,8 +250,7 @@ async def test_immediate_switches_between_batches() -> None:
         async with gate.batch() as version:
             assert version == 2
         assert request.versions == (1, 2)
-        async with gate.swap():
-            pass
+        await switch(gate)
         assert request.versions == (1, 2)  # nothing was computed with the third
     assert request.versions == (1, 2)
     assert (gate.running, gate.version) == (0, 3)
@@ -266,7 +263,7 @@ async def test_closing_wakes_everybody(mode) -> None:
     await turns()
     outside = [
         asyncio.ensure_future(entered(gate, [], "late", min_version=2)),
-        asyncio.ensure_future(_switch(gate)),
+        asyncio.ensure_future(switch(gate)),
     ]
     await turns()
     gate.close()
@@ -322,8 +319,7 @@ async def test_switches_without_a_pause_let_requests_in(swap_timeout: float | No
     log: list = []
     asking = asyncio.ensure_future(entered(gate, log, "between"))
     for _ in range(20):
-        async with gate.swap():
-            pass
+        await switch(gate)
     assert asking.done()
     assert log[0][1] < 20
 
@@ -347,11 +343,6 @@ async def test_options_and_errors() -> None:
 
 
 # -- which versions answered a request ------------------------------------------------------------
-
-
-async def _switch_to(gate: AdmissionGate, version: int, epoch: int | None = None) -> None:
-    async with gate.swap(version=version, epoch=epoch):
-        pass
 
 
 async def test_the_runs_of_a_request_are_those_of_its_tokens() -> None:
@@ -378,7 +369,7 @@ async def test_the_runs_of_a_request_are_those_of_its_tokens() -> None:
             await turns()
 
     await asyncio.gather(train(), *(generate(length) for length in range(1, 30)))
-    await _switch(gate)
+    await switch(gate)
     for span, tokens in spans:
         assert span == VersionSpan.from_runs([(version, 1) for version in tokens])
         assert staleness(gate.version, span) == gate.version - min(tokens)
@@ -394,7 +385,7 @@ async def test_an_engine_counts_the_tokens_of_requests_that_it_computes_together
     async with short, gate.batch():
         pass  # reads the prompt: no token of the answer
     async with long:
-        switching = asyncio.ensure_future(_switch(gate)) if mode == "immediate" else None
+        switching = asyncio.ensure_future(switch(gate)) if mode == "immediate" else None
         long.count(3, 5)
         await turns()
         long.count(gate.version)
@@ -410,12 +401,12 @@ async def test_an_engine_counts_the_tokens_of_requests_that_it_computes_together
 
 async def test_versions_of_two_trainers_in_one_request_are_no_age() -> None:
     gate = AdmissionGate(mode="immediate")
-    await _switch_to(gate, 57, 0xA)
+    await switch(gate, 57, 0xA)
     async with (request := gate.request()):
         for version, epoch in ((1, 0xB), (2, 0xB)):
             async with gate.batch():
                 pass
-            await _switch_to(gate, version, epoch)
+            await switch(gate, version, epoch)
     assert request.versions == (57, 1)
     assert staleness(60, request.span) is None
     assert staleness(60, request.span, "token") is None
@@ -440,10 +431,10 @@ async def test_nobody_is_let_in_before_the_version_that_is_required(mode) -> Non
     for version, epoch in ((56, 0xA), (99, 0xB), (58, 0xA)):
         await turns()
         assert not log
-        await _switch_to(gate, version, epoch)
+        await switch(gate, version, epoch)
     await waiting
     assert log == [("late", 58)]
-    await _switch_to(gate, 1, 0xB)  # a trainer that was restarted later
+    await switch(gate, 1, 0xB)  # a trainer that was restarted later
     assert gate.ready and gate.waits_for == 0
     gate.require(1, 0xB)  # is there
     assert gate.ready
@@ -454,7 +445,7 @@ async def test_what_is_required_no_more_lets_in_who_waits() -> None:
     assert gate.waits_for == 1
     gate.require(5)
     assert gate.waits_for == 5
-    await _switch_to(gate, 4)
+    await switch(gate, 4)
     waiting = asyncio.ensure_future(entered(gate, log := [], "waited"))
     await turns()
     gate.require(0)
