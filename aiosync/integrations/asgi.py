@@ -133,21 +133,16 @@ class WeightsMiddleware:
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """One call of the server, as ASGI has it."""
-        kind = scope["type"]
-        if kind == "http":
-            path = scope["path"]
-            if root := scope.get("root_path"):
-                path = _below_root(path, root)
-            if path == self.readyz:
-                await self._probe(scope, send)
-            elif scope["method"] == "OPTIONS" or self._is_exempt(path):
-                await self.app(scope, receive, send)
-            else:
-                await self._serve(scope, receive, send)
-        elif kind == "lifespan":
+        if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
-        else:
+        elif scope["type"] != "http":
             await self.app(scope, receive, send)
+        elif (path := _path_of(scope)) == self.readyz:
+            await self._probe(scope, send)
+        elif scope["method"] == "OPTIONS" or self._is_exempt(path):
+            await self.app(scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
 
     def _is_exempt(self, path: str) -> bool:
         return any(
@@ -331,9 +326,10 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
 # -- options and messages ---------------------------------------------------------------------
 
 
-def _below_root(path: str, root: str) -> str:
+def _path_of(scope: _Scope) -> str:
     """The path as the application knows it; some servers leave ``root_path`` out of it."""
-    rest = path.removeprefix(root.rstrip("/"))
+    path: str = scope["path"]
+    rest = path.removeprefix((scope.get("root_path") or "").rstrip("/"))
     return rest if rest.startswith("/") else path if rest else "/"
 
 
