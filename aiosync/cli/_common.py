@@ -148,10 +148,12 @@ def dialling(
         from aiosync.transports.credentials import Credentials
 
         check_model_ids(model_ids)
-        shown = tls_of(wanted=tls, ca=ca, cert=cert, key=key)
-        given: dict[str, Any] = {"tls": shown, "token": read_token(token_file, errors)}
-        Credentials(**given).dialling_context()
-        yield WeightClient(url, **given), given, errors, status
+        proofs: dict[str, Any] = {
+            "tls": tls_of(wanted=tls, ca=ca, cert=cert, key=key),
+            "token": read_token(token_file, errors),
+        }
+        Credentials(**proofs).dialling_context()
+        yield WeightClient(url, **proofs), proofs, errors, status
 
 
 def errors_to() -> Console:

@@ -1,4 +1,4 @@
-"""Weights inside a cluster: a control stream, and a data plane beside it.
+"""Weights inside a cluster: a control stream, and another way beside it for large payloads.
 
 The sender listens, workers dial, as with TCP; how a worker finds the address and what moves
 large payloads is each scheme's own. Workers on the sender's host may read shared memory instead.

@@ -66,9 +66,9 @@ class Snapshot:
     Attributes:
         filling: Until the bytes are in the memory; ``None`` where they are.
         live: The tensors where they are until then, and which must not change yet.
-        kept: Brings them from where only a data plane has them.
+        kept: Brings them from where a transport keeps them, if they are nowhere else.
         checksums: Of the payload's first chunks, as far as links needed them.
-        memo: What carriers made of the payload, for all links.
+        memo: What transports made of the payload, for all links.
         trace: The traceparent of the span of its send, if that has one.
     """
 
@@ -142,7 +142,7 @@ class Snapshot:
                 raise LocalProtocolError(f"there is no copy of the weights: {error}") from error
 
     async def fetched(self) -> None:
-        """The same, also where only a data plane has them by now."""
+        """The same, also where only a transport has them by now."""
         await self.filled()
         if self.kept is not None:
             at, target, pieces = 0, self.buffer.memoryview(), await self.kept()

@@ -92,7 +92,7 @@ CHANGED = "changed"
 """Key of :attr:`SharedPayload.memo`: why that failed, if it was for the tensors."""
 
 KEPT = "kept"
-"""Key of :attr:`SharedPayload.memo`: some data plane keeps the bytes.
+"""Key of :attr:`SharedPayload.memo`: a transport keeps the bytes.
 
 A call that brings them back, as buffers in order: an awaitable of ``Sequence[memoryview]``, which
 raises :class:`~aiosync.errors.LocalProtocolError` where they are gone.
@@ -103,7 +103,7 @@ class SharedPayload(list[memoryview]):
     """A payload that goes over several links, with a place for what is made of it once.
 
     Attributes:
-        memo: Entries of data planes, by keys of their own; cleared when the payload's memory is
+        memo: Entries of transports, by keys of their own; cleared when the payload's memory is
             about to be used for another.
     """
 

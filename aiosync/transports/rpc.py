@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import distributed
 
 from aiosync.errors import ConfigError, ConnectError
+from aiosync.transports.data_plane import first_line
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
 
@@ -85,5 +86,6 @@ async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeo
         await answered.wait()
         future.value()
     except Exception as exc:  # of any type; the caller of connect() sees who is missing
-        text = str(exc).partition("\n")[0]
-        raise ConnectError(f"the RPC worker {name!r} was not told the address: {text}") from exc
+        raise ConnectError(
+            f"the RPC worker {name!r} was not told the address: {first_line(exc)}"
+        ) from exc

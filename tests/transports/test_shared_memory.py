@@ -96,7 +96,8 @@ async def test_slots_of_workers_that_went_on_are_given_back_within_100_sends(las
             await scheme.send()
         assert _segment_nbytes() <= before + last_stays * (nbytes + 2**16)
         if not last_stays:
-            assert _num_written() == mapped  # each has a descriptor
+            # Each has a descriptor. One whose memory was given back stays before one that is used.
+            assert _num_written() <= mapped + 2
         await last.aclose()
 
 
