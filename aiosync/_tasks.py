@@ -14,11 +14,19 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 
-__all__ = ["Notifier", "TaskOwner", "WorkerThread", "current_task", "run_on_loop", "running_loop"]
+__all__ = [
+    "Newest",
+    "Notifier",
+    "TaskOwner",
+    "WorkerThread",
+    "current_task",
+    "run_on_loop",
+    "running_loop",
+]
 
 _T = TypeVar("_T")
 _Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
@@ -177,6 +185,49 @@ class TaskOwner:
                     loop.call_soon_threadsafe(task.cancel)
             elif not loop.is_closed():
                 task.cancel()
+
+
+class Newest(Generic[_T]):
+    """Works at one thing after the other; of those that come meanwhile only at the newest.
+
+    Args:
+        work: What to do with each.
+        tasks: Owner of the task that does it.
+        name: Name of that.
+
+    Attributes:
+        waiting: The newest that came meanwhile.
+        is_busy: It works at one.
+        task: What does so, or did last.
+    """
+
+    def __init__(
+        self, work: Callable[[_T], Coroutine[Any, Any, None]], tasks: TaskOwner, name: str
+    ) -> None:
+        self._work, self._tasks, self._name = work, tasks, name
+        self.waiting: _T | None = None
+        self.is_busy: bool = False
+        self.task: asyncio.Task[None] | None = None
+
+    def begin(self, item: _T) -> _T | None:
+        """Work at this, after what is worked at now.
+
+        Returns:
+            What it takes the place of, and that nobody is going to work at.
+        """
+        old, self.waiting = self.waiting, item
+        if not self.is_busy:
+            self.is_busy = True  # before it starts: an eager task may be over then
+            self.task = self._tasks.start(self._run(), self._name)
+        return old
+
+    async def _run(self) -> None:
+        try:
+            while (item := self.waiting) is not None:
+                self.waiting = None
+                await self._work(item)
+        finally:
+            self.is_busy = False
 
 
 class WorkerThread:

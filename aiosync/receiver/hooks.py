@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aiosync._tasks import TaskOwner, WorkerThread
+from aiosync._tasks import Newest, TaskOwner, WorkerThread
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.receiver.updates import Buffers, Staged
 from aiosync.tensors import FlatBuffer, Layout, Leaf
@@ -124,7 +124,7 @@ async def run_hook(hook: Callable[..., object], *args: object) -> None:
 
 
 class Transformer:
-    """Transforms updates, one at a time; of those that come meanwhile only the newest.
+    """Transforms updates.
 
     Args:
         transform: What to do with them; ``None`` to copy them as they are.
@@ -134,7 +134,7 @@ class Transformer:
             and why it cannot be had: the caller gives its memory back then.
 
     Attributes:
-        is_busy: It works at one.
+        updates: Those that are to be transformed.
     """
 
     def __init__(
@@ -146,65 +146,44 @@ class Transformer:
     ) -> None:
         self._transform = transform
         self._before = before
-        self._tasks = tasks
         self._done = done
-        self._next: Staged | None = None
-        self.is_busy: bool = False
+        self.updates: Newest[Staged] = Newest(self._run, tasks, "aiosync transform")
         self._thread = WorkerThread("aiosync-mapping")
         self._buffers = Buffers()
         self._closed = False
 
-    def begin(self, staged: Staged) -> Staged | None:
-        """Transform this update, after the one that is being transformed now.
-
-        Returns:
-            The one that it takes the place of, and that never will be transformed.
-        """
-        old, self._next = self._next, staged
-        if old is not None:
-            old.give_back()
-        if not self.is_busy:
-            self.is_busy = True
-            self._tasks.start(self._run(), "aiosync transform")
-        return old
-
     def close(self) -> None:
         """Forget every buffer, and let the thread end."""
         self._closed = True
-        self._next = None
+        self.updates.waiting = None
         self._buffers = Buffers()
         self._thread.close(patience=_CLOSE_SECONDS)
 
-    async def _run(self) -> None:
+    async def _run(self, staged: Staged) -> None:
+        work = functools.partial(self._work, staged)
         try:
-            while (staged := self._next) is not None:
-                self._next = None
-                work = functools.partial(self._work, staged)
-                try:
-                    if self._before is not None:
-                        await run_hook(self._before, staged.epoch, staged.version)
-                    layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
-                except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
-                    self._done(staged, exc)
-                    continue
-                staged.give_back()
-                give_back = functools.partial(self._buffers.put_back, flat)
-                result = dataclasses.replace(
-                    staged,
-                    layout=layout,
-                    flat=flat,
-                    give_back=give_back,
-                    slot=None,
-                    slots=None,
-                    lent=False,
-                    trace=staged.trace if staged.slot is None else staged.slot.trace,
-                    began=staged.began or staged.at,
-                    at=time.perf_counter(),
-                )
-                if not self._closed:
-                    self._done(result, None)  # also with a newer one waiting
-        finally:
-            self.is_busy = False
+            if self._before is not None:
+                await run_hook(self._before, staged.epoch, staged.version)
+            layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
+        except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+            self._done(staged, exc)
+            return
+        staged.give_back()
+        give_back = functools.partial(self._buffers.put_back, flat)
+        result = dataclasses.replace(
+            staged,
+            layout=layout,
+            flat=flat,
+            give_back=give_back,
+            slot=None,
+            slots=None,
+            lent=False,
+            trace=staged.trace if staged.slot is None else staged.slot.trace,
+            began=staged.began or staged.at,
+            at=time.perf_counter(),
+        )
+        if not self._closed:
+            self._done(result, None)  # also with a newer one waiting
 
     # -- in the thread -------------------------------------------------------------------------
 

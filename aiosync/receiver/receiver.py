@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
-from aiosync._tasks import Notifier, TaskOwner
+from aiosync._tasks import Newest, Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -156,7 +156,8 @@ class WeightReceiver:
         self._may_promise = self._promises  # on this link: reads have not overlapped yet
         self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
         self.refused: Refusal | None = None
-        self._to_pass_on: tuple[Relay, int, int] | None = None  # or is being passed on
+        self._to_pass_on: Newest[tuple[Relay, int, int]]
+        self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync relay")
         self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
         self.cut_off: tuple[float, AiosyncError] | None = None
@@ -307,9 +308,9 @@ class WeightReceiver:
         if not self._is_news(staged.epoch, staged.version):
             staged.give_back()
         elif self._transformer is not None:
-            old = self._transformer.begin(staged)
+            old = self._transformer.updates.begin(staged)
             if old is not None:
-                self.applier.note("skipped", old)
+                self._skip(old)
         else:
             self._take(staged)
 
@@ -418,25 +419,21 @@ class WeightReceiver:
         if relay is None:
             self._answer(epoch, version, AckStatus.APPLIED)
             return
-        busy, self._to_pass_on = self._to_pass_on is not None, (relay, epoch, version)
-        if not busy:
-            self._tasks.start(self._pass_on(), "aiosync relay")
+        old = self._to_pass_on.begin((relay, epoch, version))
+        if old is not None:
+            self._answer(*old[1:], AckStatus.SKIPPED)
 
-    async def _pass_on(self) -> None:
-        """Pass updates on, one at a time; of those that come meanwhile only the newest."""
-        while (now := self._to_pass_on) is not None:
-            relay, epoch, version = now
-            try:
-                await relay(epoch, version)
-            except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
-                self._refuse(epoch, version, exc)
-                self.meter.ended("refused", epoch, version, time.perf_counter())
-            else:
-                self._passed_on = (epoch, version)
-                self._answer(epoch, version, AckStatus.APPLIED)
-            if self._to_pass_on is now:
-                self._to_pass_on = None
-            self._changed.notify()
+    async def _pass_on(self, applied: tuple[Relay, int, int]) -> None:
+        relay, epoch, version = applied
+        try:
+            await relay(epoch, version)
+        except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
+            self._refuse(epoch, version, exc)
+            self.meter.ended("refused", epoch, version, time.perf_counter())
+        else:
+            self._passed_on = (epoch, version)
+            self._answer(epoch, version, AckStatus.APPLIED)
+        self._changed.notify()
 
     @property
     def held(self) -> tuple[int | None, int]:
@@ -511,7 +508,9 @@ class WeightReceiver:
         inbox, lag, current = self.inbox, self.lag, self.applier.current
         version, worker = inbox.version, self._transformer
         return self.meter.stats(
-            under_way=lambda: self.applier.has_staged + (worker is not None and worker.is_busy),
+            under_way=lambda: (
+                self.applier.has_staged + (worker is not None and worker.updates.is_busy)
+            ),
             epoch=inbox.epoch or 0,
             version=version,
             newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from aiosync._log import log
 from aiosync._meter import Meter
-from aiosync._tasks import TaskOwner
+from aiosync._tasks import Newest, TaskOwner
 from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
@@ -109,8 +109,7 @@ class ServedModel:
         self._session = secrets.token_bytes(16)
         self._updates = UpdateReader()
         self._trainer_epoch: int | None = None
-        self._next: _Arrival | None = None  # only the newest is worth writing, so one waits
-        self._writing: asyncio.Task[None] | None = None
+        self._to_write: Newest[_Arrival] = Newest(self._write, self.workers.tasks, "aiosync store")
         self._ending = False
         self._updated_at: float | None = None  # seconds since the Unix epoch
         self._versions = 0  # complete ones that came
@@ -126,7 +125,7 @@ class ServedModel:
     @property
     def is_brought(self) -> bool:
         """Whether there is a version, or one on its way to the disk, or a trainer."""
-        return bool(self.version) or self.trainer is not None or self._writing is not None
+        return bool(self.version) or self.trainer is not None or self._to_write.is_busy
 
     @property
     def is_unused(self) -> bool:
@@ -245,12 +244,10 @@ class ServedModel:
                 self._serve(arrival)
             return
         arrival.say(AckStatus.RECEIVED)
-        if self._next is not None:
-            self._end(self._next, "skipped", AckStatus.SKIPPED)
-            self._next.snapshot.release()
-        self._next = arrival
-        if self._writing is None:
-            self._writing = self.workers.tasks.start(self._write(self._store), "aiosync store")
+        old = self._to_write.begin(arrival)
+        if old is not None:
+            self._end(old, "skipped", AckStatus.SKIPPED)
+            old.snapshot.release()
 
     def _is_news(self, arrival: _Arrival) -> bool:
         """Whether a version is newer than what is served; its trainer is told where it is not."""
@@ -282,29 +279,25 @@ class ServedModel:
 
     # -- the disk ------------------------------------------------------------------------------
 
-    async def _write(self, store: WeightStore) -> None:
-        """Write the newest version, and serve it, until none waits."""
+    async def _write(self, arrival: _Arrival) -> None:
+        """Write a version, and serve it."""
+        assert self._store is not None
+        if not self._is_news(arrival):
+            return
         try:
-            while self._next is not None:
-                arrival, self._next = self._next, None
-                if not self._is_news(arrival):
-                    continue
-                try:
-                    await self._save(store, arrival)
-                except AiosyncError as exc:  # what was served before is served on
-                    self._end(arrival, "refused", AckStatus.NACK, without_frames(exc))
-                    number = self._meter.finished["refused"]
-                    self._refusal = (
-                        f"not stored, so refused and not served ({number} so far): "
-                        f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
-                    )
-                    log(logging.WARNING, "refused", self._refusal, model=self._model_id)
-                    arrival.snapshot.release()
-                else:
-                    self._refusal = None
-                    self._serve(arrival)
-        finally:
-            self._writing = None
+            await self._save(self._store, arrival)
+        except AiosyncError as exc:  # what was served before is served on
+            self._end(arrival, "refused", AckStatus.NACK, without_frames(exc))
+            number = self._meter.finished["refused"]
+            self._refusal = (
+                f"not stored, so refused and not served ({number} so far): "
+                f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
+            )
+            log(logging.WARNING, "refused", self._refusal, model=self._model_id)
+            arrival.snapshot.release()
+        else:
+            self._refusal = None
+            self._serve(arrival)
 
     async def _save(self, store: WeightStore, arrival: _Arrival) -> None:
         """Write a version, with what it lacks of those before it; none changes meanwhile."""
@@ -321,8 +314,8 @@ class ServedModel:
 
     async def drain(self) -> None:
         """Let the newest version reach the disk, or be refused."""
-        if self._writing is not None:
-            await asyncio.wait({self._writing})
+        if self._to_write.task is not None:
+            await asyncio.wait({self._to_write.task})
 
     async def aclose(self) -> None:
         """Let the newest version reach the disk, and then close every link."""
@@ -341,7 +334,7 @@ class ServedModel:
         version, workers, updated_at = self.version, self.workers, self._updated_at
         found = workers.stats(version, self._meter.age)
         return self._meter.stats(
-            under_way=lambda: self._writing is not None,
+            under_way=lambda: self._to_write.is_busy,
             epoch=self._epoch,
             version=version,
             newest_version=version,

@@ -162,6 +162,32 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
 
 @pytest.mark.asyncio
 @both
+async def test_a_version_that_is_no_longer_to_be_passed_on_is_overtaken(make: Any) -> None:
+    """Also where whoever is to have the next one refuses it."""
+    free = asyncio.Event()
+
+    async def relay(epoch: int, version: int) -> None:
+        await free.wait()
+        if version == 4:
+            raise Refuses("not 4")
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(relay=relay)}
+    free.set()
+    async with here(make(), models.linear(1.0), init) as (sender, receiver):
+        free.clear()
+        handles = []
+        for value in (2.0, 3.0, 4.0):
+            handles.append(sender.send_nowait(models.linear(value)))
+            await harness.until(lambda: receiver.version == handles[-1].version)
+        free.set()
+        with pytest.raises(aiosync.PartialSyncError, match="not 4"):
+            await handles[2]
+        first, second = [await each for each in handles[:2]]
+        assert (first.acked, second.skipped) == ({0}, {0: 4})
+
+
+@pytest.mark.asyncio
+@both
 @pytest.mark.parametrize("kind", ["plain", "slow"])
 async def test_a_model_that_is_refused_does_not_join(make: Any, kind: str) -> None:
     scheme = make(timeout=10.0)
