@@ -102,8 +102,8 @@ class Applier:
         resolve: As given.
         flipped: As given; may be assigned.
         inbox: The versions that are here, and the one that the model has.
-        results: Updates of which the owner was not told yet, each with what the model does not
-            need any more: what it had before, or the update itself.
+        results: Updates of which the owner was not told yet, each with what the model needs no
+            more: what it had before, or the update itself.
         current: What the model has, and views unless it was copied: then only the layout is valid.
         waiting: Complete, and not applied.
         owed: Version that a message asked for, and a word names; 0 for none.
@@ -391,14 +391,15 @@ class Applier:
             inbox.applied(staged.epoch, staged.version)
             guard.held = staged.epoch, staged.version
         staged.error = error
-        gone = self._before if taken and not self.copy else staged
+        # The model needs no more what it had before, or this if it was copied or refused.
+        unused = self._before if taken and not self.copy else staged
         silent = False
         if slot is not None:
-            silent = not self._took(staged, gone, looked and not guard.at_read)
-        elif gone is not None and gone.slot is not None:
-            gone.give_back()  # now, and not without a copy of what still views it
+            silent = not self._took(staged, unused, looked and not guard.at_read)
+        elif unused is not None and unused.slot is not None:
+            unused.give_back()  # now, and not without a copy of what still views it
         if not silent or (taken and error is not None):
-            self._tell(staged, gone)
+            self._tell(staged, unused)
         self._taking = self._before = None
         if error is None:
             self.note("ok", staged, began)
@@ -439,8 +440,13 @@ class Applier:
             staged.trace if staged.slot is None else staged.slot.trace,
         )
 
-    def _took(self, staged: Staged, gone: Staged | None, unread: bool) -> bool:
+    def _took(self, staged: Staged, unused: Staged | None, unread: bool) -> bool:
         """What a word named was taken, or refused: leave the other slots.
+
+        Args:
+            staged: That.
+            unused: What the model needs no more.
+            unread: If it was refused, the next read is to say so.
 
         Returns:
             Whether the owner has to be told.
@@ -448,22 +454,20 @@ class Applier:
         slots, slot = self._updates.slots, staged.slot
         if slots is None or slot is None or staged.slots is not slots:  # it was of a link before
             return True
-        if not staged.taken:
+        if staged.taken:
+            slots.hold(slot)
+        else:
             slots.refuse(slot)
-            staged.give_back()
-            if unread and staged.error is not None:
-                self._unread = slot.want, staged.error
-            else:
-                self.guard.seen, self._unread = slot.want, None
-            return True
-        slots.hold(slot)
-        self.guard.seen, self._unread = slot.want, None
-        if gone is not None and gone.slot is not None:
-            if gone is staged or gone.slot.key != slot.key:
-                gone.give_back()
-        if len(slot.view.locked) > 1 or len(slots.segments) > 1:  # an interrupt left them
-            slots.leave_others()
-        return self.owed > 0 or self._owner.hears_of(staged.layout.digest)
+        if unread and not staged.taken and staged.error is not None:
+            self._unread = slot.want, staged.error
+        else:
+            self.guard.seen, self._unread = slot.want, None
+        if unused is not None and unused.slot is not None:
+            if unused is staged or unused.slot.key != slot.key:
+                unused.give_back()
+        if staged.taken and (len(slot.view.locked) > 1 or len(slots.segments) > 1):
+            slots.leave_others()  # that an interrupt left
+        return not staged.taken or self.owed > 0 or self._owner.hears_of(staged.layout.digest)
 
     def look(self) -> Staged | None:
         """What the word of the link names, if it is news; locked. Under the guard, any thread.
@@ -496,9 +500,9 @@ class Applier:
             time.sleep(_PAUSE_SECONDS)
         return None
 
-    def _tell(self, staged: Staged, gone: Staged | None) -> None:
+    def _tell(self, staged: Staged, unused: Staged | None) -> None:
         # In the order in which they were applied, whichever threads did it.
-        self.results.append((staged, gone))
+        self.results.append((staged, unused))
         here = asyncio._get_running_loop() is self._loop
         if here and staged.error is not None:
             self._owner.report()  # at once: the next thing that runs here may be a send

@@ -116,7 +116,8 @@ class WeightReceiver:
         self.transport: Transport = transport
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner(self.fail)
-        self.updates: UpdateReader = UpdateReader(transport)
+        self.updates: UpdateReader = UpdateReader()
+        self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         # What the trainer was told last of the newest version.
         self._told: tuple[int, int, AckStatus, BaseException | None] = (
@@ -384,7 +385,7 @@ class WeightReceiver:
         """Tell the trainer and whoever waits what became of updates. On the loop."""
         results = self.applier.results
         while results:
-            staged, gone = results.popleft()
+            staged, unused = results.popleft()
             if staged.reported:  # an interrupt had it repeated
                 continue
             staged.reported = True
@@ -392,8 +393,8 @@ class WeightReceiver:
                 self._report(staged)
                 # What loads may have kept it, and Ctrl-C may have come once the model had changed.
                 # The trainer does not wait while memory is looked at and unmapped.
-                if gone is not None and gone.slot is None:
-                    self._loop.call_soon(gone.give_back)
+                if unused is not None and unused.slot is None:
+                    self._loop.call_soon(unused.give_back)
             else:
                 self._skip(staged)
             self._changed.notify()

@@ -102,14 +102,15 @@ class Buffers:
 class UpdateReader:
     """Reads the updates that come over a link, and over the next one after it.
 
-    Pass it to ``recv(into=...)`` as :attr:`lender`, and every manifest and update to :meth:`read`.
+    Give it a link with :meth:`use_link`, pass it to ``recv(into=...)`` as :attr:`lender`, and every
+    manifest and update to :meth:`read`.
 
     Attributes:
         slots: Reads what the word of the link names; ``None`` where none does.
         epoch: Epoch of that, once it is known.
     """
 
-    def __init__(self, transport: Transport | None = None) -> None:
+    def __init__(self) -> None:
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
@@ -122,8 +123,6 @@ class UpdateReader:
         self.slots: SlotReader | None = None
         self.epoch: int | None = None
         self.lender: UpdateReader | None = self  # None where the link lends its own memory
-        if transport is not None:
-            self.use_link(transport)
 
     def use_link(self, transport: Transport) -> None:
         """Go on with this link: what was verified of an update stays."""
