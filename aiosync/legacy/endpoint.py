@@ -36,6 +36,7 @@ from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports._processes import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
+from aiosync.transports.stream import ByteStream
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update
 
@@ -111,24 +112,25 @@ class Endpoint:
     All of it runs on the portal's loop.
 
     Args:
-        sock: Of a two-way pipe; owned from now on.
+        stream: Over a two-way pipe; owned from now on.
 
     Attributes:
         patient: Let no update leave before the other end was used, and keep only the newest of
             those that have not left. May be changed until it is used, like the next two.
-        settles: Keep only the newest update of each model that arrives, and say at once that it
-            is here; otherwise keep each until it is acknowledged or taken.
-        changed: Wakes whoever waits for this, or for another endpoint.
+        newest: Where to keep the newest update of each model that arrives, each of which is
+            answered at once; ``None`` keeps all, until they are acknowledged or taken.
+        changed: Wakes whoever waits for this.
         error: What ended the link; ``None`` while it has not.
         heard: The other end was used.
         arrived: Updates that are here.
         tasks: Owner of what runs for as long as the link.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, stream: ByteStream) -> None:
+        self.sock = stream.sock
+        self._stream = stream
         self.patient: bool = False
-        self.settles: bool = False
+        self.newest: dict[str, Weights] | None = None
         self.changed: Notifier = Notifier()
         self.arrived: deque[Weights] = deque()
         self.error: BaseException | None = None
@@ -141,12 +143,12 @@ class Endpoint:
         self._writes = False
         self._acks: dict[int, Ack] = {}
         # The process at the other end, as far as anybody knows: at first who made the pipe.
-        self._peer = (peer_pid(sock) or 0) if hasattr(socket, "SO_PEERCRED") else 0
+        self._peer = (peer_pid(self.sock) or 0) if hasattr(socket, "SO_PEERCRED") else 0
 
     async def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
         """Call one of the others, with the link below."""
         if self._transport is None:
-            transport = aio.MPTransport(self.sock, name="the other end of the pipe")
+            transport = aio.MPTransport(self._stream, name="the other end of the pipe")
             self._transport = transport
             self._updates.use_link(transport)
             for task in (self._read(transport), self._write(transport), self._watch_process()):
@@ -169,11 +171,6 @@ class Endpoint:
                         raise again(self.error) if known else self.error
                     await self.changed.wait()
         return bool(condition())
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether an update, or the end of the link, is there; looks, and does not wait."""
-        return bool(self.arrived) or self.error is not None
 
     async def _watch_process(self) -> None:
         # Whoever was forked meanwhile has a copy of the other end, which does not end then. Who
@@ -225,8 +222,9 @@ class Endpoint:
             weights, self._writes = None, False  # whose memory is used again
             self.changed.notify()
 
-    async def _all_left(self, seconds: float) -> None:
-        with contextlib.suppress(AiosyncError):  # the link has ended: nobody is left to be told
+    async def all_left(self, seconds: float = _ANSWER_SECONDS) -> None:
+        """Wait until everything has left; so long at most, and for nothing once the link ends."""
+        with contextlib.suppress(AiosyncError):  # nobody is left to be told
             await self.until(lambda: not (self._leaving or self._writes), seconds)
 
     async def wait_for_ack(self, version: int, timeout: float | None) -> None:
@@ -257,8 +255,6 @@ class Endpoint:
             return None
         weights = self.arrived.popleft()
         self.changed.notify()
-        if self.settles:
-            await self._all_left(_ANSWER_SECONDS)  # this process may end with it
         return weights
 
     async def acknowledge(self, weights: Weights, error: BaseException | None = None) -> None:
@@ -269,7 +265,7 @@ class Endpoint:
         if weights in self.arrived:
             self.arrived.remove(weights)
         self._answer(weights, error)
-        await self._all_left(_ANSWER_SECONDS)
+        await self.all_left()
 
     def _answer(self, weights: Weights, error: BaseException | None = None) -> None:
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
@@ -277,8 +273,7 @@ class Endpoint:
 
     async def _read(self, transport: aio.MPTransport) -> None:
         while True:
-            # Of the newest only, there is one for each model, and none may hold up another.
-            await self.until(lambda: self.settles or len(self.arrived) < _MAX_WAITING)
+            await self.until(lambda: len(self.arrived) < _MAX_WAITING)
             self._on_message(await transport.recv(into=self._updates.lender))
             self.changed.notify()
 
@@ -304,11 +299,11 @@ class Endpoint:
                 staged.epoch,
                 staged.version,
             )
-            if self.settles:
-                others = (each for each in self.arrived if each.model_id != weights.model_id)
-                self.arrived = deque(others)
+            if self.newest is None:
+                self.arrived.append(weights)
+            else:
+                self.newest[weights.model_id] = weights
                 self._answer(weights)
-            self.arrived.append(weights)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -324,7 +319,7 @@ class Endpoint:
     async def aclose(self) -> None:
         """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
         if self.heard or not self.patient:
-            await self._all_left(1.0)
+            await self.all_left(1.0)
         self.abort()
         await self.tasks.aclose()
 

@@ -422,10 +422,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         **options: Any,
     ) -> None:
         super().__init__(strategy, **options)
+        registered = SharedMemTransport(policy_weights).policy_weights
+        self.policy_weights: dict[str, TensorDictBase] = registered
         self.auto_register: bool = auto_register
-        self.policy_weights: dict[str, TensorDictBase] = {}
-        for model_id, weights in (policy_weights or {}).items():
-            self.register_shared_weights(model_id, weights)
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model; workers that attach before the first send get these values.

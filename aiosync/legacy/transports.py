@@ -22,16 +22,15 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     PeerClosed,
-    RemoteProtocolError,
     TransportBroken,
     TransportClosed,
-    TransportError,
 )
 from aiosync.legacy.endpoint import PROCESS, Copier, Endpoint, Weights
 from aiosync.strategy import WeightStrategy
 from aiosync.sync import InitialSyncTransport
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors.values import is_tensordict
+from aiosync.transports.stream import ByteStream
 from aiosync.wire import Setup, encode_frame
 
 if TYPE_CHECKING:
@@ -239,7 +238,10 @@ class MPTransport(Answered):
 
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         super().__init__(timeout)
-        self.end: Endpoint = Endpoint(_take_socket(pipe_connection))
+        try:
+            self.end: Endpoint = Endpoint(ByteStream(pipe_connection))
+        except (AttributeError, OSError) as exc:
+            raise ConfigError(f"{pipe_connection!r} is no open end of a pipe: {exc}") from exc
         self._copier = Copier()
         self._unanswered: deque[Weights] = deque()
         self._lease: Lease | None = None
@@ -358,7 +360,8 @@ class MPTransport(Answered):
 
         ``None`` waits as long as it takes.
         """
-        return self.call("poll", self.end.until, lambda: self.end.is_ready, timeout)
+        end = self.end
+        return self.call("poll", end.until, lambda: end.arrived or end.error is not None, timeout)
 
     def recv(self) -> tuple[tuple[str, Any], str]:
         """Wait for weights; ``receiver.apply_weights()`` or :meth:`send_ack` answers them.
@@ -418,27 +421,10 @@ class MPTransport(Answered):
             self.abort()
 
 
-def _take_socket(pipe: Any) -> socket.socket:
-    """The socket below one end of a two-way pipe, whose connection object is closed.
-
-    The program may close its own end afterwards or not: it makes no difference any more.
-    """
-    try:
-        found = socket.socket(fileno=pipe.fileno())
-    except (AttributeError, OSError, ValueError) as exc:
-        raise ConfigError(
-            f"{pipe!r} is no open end of a two-way pipe, multiprocessing.Pipe(duplex=True): {exc}"
-        ) from exc
-    sock = found.dup()
-    found.detach()  # which is the connection's
-    pipe.close()
-    return sock
-
-
 class SharedMemTransport:
-    """Weights that change in place, over any number of two-way pipes.
+    """Weights that change in place, over two-way pipes.
 
-    The trainer registers a pipe for each worker and sends; a worker registers its own end and
+    The trainer registers a pipe for each worker and sends; a worker registers its own end, and
     calls :meth:`receive_weights` where its weights may change. What is sent is copied, and what
     arrives is copied out: neither side ever sees what the other does with its tensors.
 
@@ -463,6 +449,7 @@ class SharedMemTransport:
         self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
         self._links: list[MPTransport] = []
+        self._newest: dict[str, Weights] = {}  # of each model, what has come since the last look
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -474,8 +461,8 @@ class SharedMemTransport:
             ConfigError: It is not two-way (a ``ValueError``).
         """
         link = MPTransport(pipe)
+        link.end.newest = self._newest
         self._links.append(link)
-        link.end.settles, link.end.changed = True, self._links[0].end.changed
 
     def register_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model, whose tensors are kept up to date in place.
@@ -535,37 +522,24 @@ class SharedMemTransport:
         generation did; look at :attr:`policy_weights`.
 
         Args:
-            timeout: Seconds to wait for weights from any pipe when none are here; ``None``
-                waits until another side goes away.
+            timeout: Seconds to wait for weights when none are here; ``None`` waits until the
+                other side goes away.
 
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
             ManifestMismatch: The weights do not fit what is registered (a ``ValueError``).
-            PeerClosed: Another side went away, and nothing has come from the others.
+            PeerClosed: The other side went away.
+            LocalProtocolError: There are several pipes, as in a trainer (a ``RuntimeError``).
         """
-        if self._links and not self._apply_all():
-            first = self._links[0]
-
-            def is_ready() -> bool:
-                return any(link.end.is_ready for link in self._links)
-
-            first.call("receive_weights", first.end.until, is_ready, timeout)
-            self._apply_all()
-
-    def _apply_all(self) -> bool:
-        """Apply what is here; whether anything was."""
-        ended: Exception | None = None
-        count = 0
+        newest = self._newest
+        if len(self._links) > 1:
+            raise LocalProtocolError("receive_weights() is for a worker, which has one pipe")
         for link in self._links:
-            try:
-                while arrived := link.call("receive_weights", link.end.take, 0.0):
-                    self.update_registered(arrived.model_id, arrived.rebuild())
-                    count += 1
-            except (TransportError, RemoteProtocolError) as exc:
-                ended = exc
-        if ended is not None and not count:
-            raise ended
-        return count > 0
+            if link.call("receive_weights", link.end.until, lambda: newest, timeout):
+                link.call("receive_weights", link.end.all_left)  # this process may end with it
+        while newest:
+            model_id = next(iter(newest))
+            self.update_registered(model_id, newest.pop(model_id).rebuild())
 
     def send_ack(self, message: str = "updated") -> None:
         """Do nothing: what arrives is acknowledged by itself."""

@@ -159,6 +159,14 @@ def test_an_old_style_context(make: Any) -> None:
         assert tools.value_of(its.policy) == 3.0
 
 
+def test_pipes_of_a_subclass_of_torchrls_collectors_are_its_own() -> None:
+    theirs: type = type("Theirs", (), {"__module__": "torchrl.collectors"})
+    own = type("Own", (theirs,), {"pipes": ["for orders"], "policy": tools.filled(0.0)})()
+    with MP() as scheme:
+        scheme.init_on_sender(model_id="policy", context=own, num_workers=1)
+        workers.refuses((RuntimeError, "pipes", scheme.get_sender))
+
+
 @pytest.mark.parametrize("keyword", ["model", "weights", "cached_weights"])
 def test_a_registered_source(keyword: str) -> None:
     source, model = tools.filled(5.0), tools.filled(0.0)

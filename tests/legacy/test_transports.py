@@ -203,29 +203,25 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
         assert tools.value_of(model) == 3.0
 
 
-def test_shared_memory_of_many_models_and_pipes() -> None:
-    one, two = Pipe(), Pipe()
-    left, right = (workers.transport("SharedMemTransport", end) for end in one)
+def test_shared_memory_of_many_models() -> None:
+    left, right = (workers.transport("SharedMemTransport", end) for end in Pipe())
     state = {"net.weight": torch.ones(2000), "net.bias": torch.zeros(1)}
     with left as sender, right as receiver:
-        receiver.register_pipe(two[1])
         assert receiver.receive_weights(timeout=0.01) is None
         for number in range(20):  # nobody takes them meanwhile
             sender.send_weights(f"model{number}", state)
-        receiver.receive_weights(timeout=None)  # the other pipe stays silent
+        receiver.receive_weights(timeout=None)
         assert len(receiver.policy_weights) == 20
         state["net.weight"].fill_(5.0)
         for each in (sender, receiver):
             assert each.policy_weights["model3"]["net", "weight"].unique().tolist() == [1.0]
             each.send_ack()
             each.check_ack()
-        with tools.threads(lambda: receiver.receive_weights(None)):  # waits for either pipe
-            with workers.transport("SharedMemTransport", two[0]) as last:
-                last.send_weights("model4", state)
-        assert receiver.policy_weights["model4"]["net", "weight"].unique().tolist() == [5.0]
-        sender.send_weights("model3", state)
-        receiver.receive_weights(timeout=tools.PATIENCE)  # from the one that is left
+        with tools.threads(lambda: receiver.receive_weights(None)):
+            sender.send_weights("model3", state)
         assert receiver.policy_weights["model3"]["net", "weight"].unique().tolist() == [5.0]
+        sender.register_pipe(Pipe()[0])
+        workers.refuses((RuntimeError, "one pipe", sender.receive_weights))
         receiver.close()
         tools.until(lambda: not sender.check_connection())
         workers.refuses((aiosync.PeerClosed, "", lambda: sender.send_weights("model3", state)))
@@ -235,27 +231,16 @@ def test_shared_memory_of_many_models_and_pipes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [_programs.rpc_program, _programs.distributed_program])
-def test_two_processes_in_a_group(program: Any) -> None:
-    port = _rpc_group.free_port()
-    with (
-        workers.process(program, 0, port, method="forkserver") as one,
-        workers.process(program, 1, port, method="forkserver") as two,
-    ):
-        for process in (one, two):
-            process.join(tools.PATIENCE)
-            assert process.exitcode == 0
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stuck_takes_nothing_from_another() -> None:
+@pytest.mark.parametrize(
+    ("program", "count"),
+    [(_programs.rpc_program, 2), (_programs.distributed_program, 2), (_programs.stuck_program, 3)],
+)
+def test_processes_of_a_group(program: Any, count: int) -> None:
     port = _rpc_group.free_port()
     with contextlib.ExitStack() as stack:
         started = [
-            stack.enter_context(
-                workers.process(_programs.stuck_program, rank, port, method="forkserver")
-            )
-            for rank in range(3)
+            stack.enter_context(workers.process(program, rank, port, method="forkserver"))
+            for rank in range(count)
         ]
         for process in started:
             process.join(tools.PATIENCE)
