@@ -53,8 +53,8 @@ def load_weights(
             holds the weights.
 
     Returns:
-        Tensors by dotted name, tied ones as one object under each name, and the values beside
-        them.
+        Tensors by dotted name, and the values beside them. Tied ones are one object under each
+        name, except in ``.safetensors``, which does not say so.
 
     Raises:
         ConfigError: No such file, an unknown ending, damaged, no weights in it, or a checkpoint

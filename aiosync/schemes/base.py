@@ -2,8 +2,7 @@
 
 A scheme is plain configuration until ``init_on_sender()`` or ``init_on_receiver()`` gives it a
 role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. What a kind of
-scheme decides are the methods below "what subclasses decide". May import everything below
-``schemes``.
+scheme decides are the methods below "what subclasses decide".
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import os
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
 
 from aiosync.errors import (
     AiosyncError,
@@ -33,12 +33,7 @@ from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.roles import Life, Trainer, Worker, named
-from aiosync.schemes.sources import (
-    DeviceMap,
-    Sources,
-    as_model_id,
-    resolve_sources,
-)
+from aiosync.schemes.sources import DeviceMap, Sources, as_model_id, resolve_sources
 from aiosync.schemes.state import AppliedUpdate, Ready, SchemeState, SendHandle
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.strategy import WeightStrategy
@@ -48,12 +43,8 @@ from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits, Require, SendReport
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 __all__ = ["WeightSyncScheme"]
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -206,9 +197,20 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Whether no other attempt to meet the trainer follows after an error."""
         return True
 
-    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
+    async def _meet(
+        self,
+        side: Trainer | Worker,
+        timeout: float | None,
+        *,
+        weights: Any,
+        processes: Sequence[Any],
+        initial: bool,
+    ) -> None:
         """Reach the other side, and have the workers at the initial weights."""
-        await side.connect(self, timeout, **given)
+        if isinstance(side, Trainer):
+            await side.connect(self, timeout, weights, processes)
+        else:
+            await side.connect(self, timeout, initial)
 
     # -- roles ---------------------------------------------------------------------------------
 
@@ -484,9 +486,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
         planned = trainer.plan(self, weights)
         sender: WeightSender = trainer.runtime
-        if weights is None and worker_ids is None:  # mostly
-            return await sender.send(planned, None, limit)
-        return await sender.send(planned, named(weights, worker_ids), limit)
+        meant = None if weights is None and worker_ids is None else named(weights, worker_ids)
+        return await sender.send(planned, meant, limit)
 
     def send_nowait(
         self,
@@ -749,7 +750,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         life = self._life
-        if exc is None and life.worker is not None and life.loop is None and not life.closed:
+        if exc is None and life.role == "receiver" and life.loop is None and not life.closed:
             warnings.warn(
                 "this worker never had the trainer's weights: `async with` does not connect, call "
                 "`await scheme.connect()` inside of the block",
@@ -793,8 +794,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         life, side = self._life, self._life.side
         here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
-        if not here or not life.connected or life.closed or side is None:
-            life.why_not_here(method, role)
-        if role not in (None, side.role):
+        usable = here and life.connected and not life.closed
+        if not usable or side is None or role not in (None, side.role):
             life.why_not_here(method, role)
         return side, self.timeout if timeout is None else self._limit(timeout)

@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
 from aiosync.rendezvous.dialer import Left, retry
@@ -24,7 +24,7 @@ from aiosync.schemes.options import EngineOptions, Fixed, Option, count, seconds
 from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import DeviceMap, Sources
 from aiosync.schemes.tcp import StreamScheme
-from aiosync.sender import Streaming
+from aiosync.sender import Streaming, WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address, own_host
@@ -37,9 +37,6 @@ from aiosync.transports.shared_memory import Arena
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
 from aiosync.wire import Hello
-
-if TYPE_CHECKING:
-    from aiosync.sender import WeightSender
 
 __all__ = ["INLINE_NBYTES", "ClusterScheme", "DistributedWeightSyncScheme", "RPCWeightSyncScheme"]
 
@@ -103,7 +100,6 @@ class ClusterScheme(EngineOptions, StreamScheme):
         )
         self._addresses = [] if address is None else [Address.parse(address)]
         self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)
-        self._dial = "receiver"
         self._set_options(
             reconnect=reconnect,
             shared_memory=shared_memory,
@@ -160,7 +156,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         control = TCPTransport(sock, limits=self.limits, name=name)
-        return self._linked(control, listened=self._life.trainer is not None)
+        return self._linked(control, listened=self._life.role == "sender")
 
     def _make_arena(self) -> Arena | None:
         if self._same_host is None:

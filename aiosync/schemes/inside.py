@@ -12,7 +12,7 @@ from typing import Any
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.roles import Life, Trainer
+from aiosync.schemes.roles import Life, Trainer, Worker
 from aiosync.schemes.tcp import StreamScheme
 from aiosync.types import SendReport
 
@@ -95,9 +95,8 @@ def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: An
     Returns:
         Those that it has now.
     """
-    worker = scheme._life.worker
-    if carried or worker is None:
-        changed = scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
-    else:
-        changed = worker.change_hooks(**hooks)
-    return changed
+    side = scheme._life.side
+    if isinstance(side, Worker) and not carried:
+        return side.change_hooks(**hooks)
+    scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
+    return scheme._carried_hooks

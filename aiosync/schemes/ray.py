@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
 import importlib
 import secrets
 import threading
@@ -243,8 +242,8 @@ class RayWeightSyncScheme(ClusterScheme):
             await self._puts_done()
 
     def _given_links(self) -> list[Transport]:
-        trainer = self._life.trainer
-        return [] if trainer is None else list(trainer.links.values())
+        side = self._life.side
+        return list(side.links.values()) if isinstance(side, Trainer) else []
 
     async def _puts_done(self) -> None:
         for link in self._given_links():
@@ -280,9 +279,9 @@ class RayWeightSyncScheme(ClusterScheme):
 
     async def _publish(self, address: Address) -> None:
         self._published, key = str(address).encode(), self.connection_info_name.encode()
-        put = functools.partial(_store()._internal_kv_put, namespace=_NAMESPACE)
+        put = _store()._internal_kv_put
         try:
-            await asyncio.to_thread(put, key, self._published, True)
+            await asyncio.to_thread(put, key, self._published, True, namespace=_NAMESPACE)
         except Exception as exc:  # of any type; connect() and send() raise it
             raise ConnectError(
                 f"the trainer could not be registered in the Ray cluster: "

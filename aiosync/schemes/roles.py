@@ -17,7 +17,7 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from torch import nn
@@ -99,16 +99,6 @@ class Life:
     def role(self) -> Literal["sender", "receiver"] | None:
         """What it is, once it is."""
         return None if self.side is None else self.side.role
-
-    @property
-    def trainer(self) -> Trainer | None:
-        """What it is in the trainer."""
-        return self.side if isinstance(self.side, Trainer) else None
-
-    @property
-    def worker(self) -> Worker | None:
-        """What it is in a worker."""
-        return self.side if isinstance(self.side, Worker) else None
 
     @property
     def runtime(self) -> WeightSender | WeightReceiver | None:
@@ -226,7 +216,7 @@ class Life:
         self.check_process()
         if self.loop is not None:
             raise LocalProtocolError(f"Cannot synchronize weights on {self.role} twice.")
-        name, value = ("worker_idx", worker_idx) if self.trainer else ("weights", weights)
+        name, value = ("worker_idx", worker_idx) if self.role == "sender" else ("weights", weights)
         if value is not None:
             raise LocalProtocolError(
                 f"Cannot specify {name} on {self.role} side during synchronization."
@@ -298,13 +288,10 @@ class Trainer:
         self,
         scheme: WeightSyncScheme,
         timeout: float | None,
-        *,
         weights: Any,
         processes: Sequence[Any],
-        initial: bool,
     ) -> None:
         """Let workers in, and bring them to the initial weights."""
-        del initial
         self._children = multiprocessing.active_children()
         copier = SnapshotCopier(
             scheme._make_arena(),
@@ -546,17 +533,8 @@ class Worker:
 
     # -- the trainer ---------------------------------------------------------------------------
 
-    async def connect(
-        self,
-        scheme: WeightSyncScheme,
-        timeout: float | None,
-        *,
-        weights: Any,
-        processes: Sequence[Any],
-        initial: bool,
-    ) -> None:
+    async def connect(self, scheme: WeightSyncScheme, timeout: float | None, initial: bool) -> None:
         """Meet the trainer, and apply the initial weights."""
-        del weights, processes
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
         model = self._given.target()
@@ -569,9 +547,8 @@ class Worker:
         await self.prepare(scheme, model)
         self.link = kept = self._kept_link(scheme)
         transport, welcome = await kept.connect(timeout)
-        lasting: float | None = getattr(scheme, "reconnect", 0.0)  # which only streams have
-        if not scheme._gives_up:
-            lasting = None
+        # Only streams can be restored.
+        lasting = getattr(scheme, "reconnect", 0.0) if scheme._gives_up else None
         self.runtime = receiver = WeightReceiver(
             transport,
             resolve=self._given.target,
@@ -626,9 +603,6 @@ class Worker:
                 return scheme.create_transport(self.pipe)
             return await scheme._dial_trainer(left, again)
 
-        def say_hello(link: Transport, timeout: float | None) -> Awaitable[Welcome]:
-            return self._greet(scheme, link, timeout)
-
         def final(error: AiosyncError) -> bool:
             text = str(error)
             if isinstance(error, RemoteProtocolError) and text not in foreign:
@@ -641,7 +615,7 @@ class Worker:
         return KeptLink(
             "the trainer",
             reach,
-            say_hello,
+            functools.partial(self._greet, scheme),
             nobody=scheme._nobody,
             final=final if scheme._gives_up else None,
             pauses=Backoff(longest=scheme._longest_pause),

@@ -254,12 +254,12 @@ def _is_source(value: Any) -> bool:
 
 
 def _check_source(name: str, value: Any) -> None:
-    if value is None or _is_source(value):
-        return
-    raise ConfigError(
-        f"{name} must be an nn.Module, a TensorDict or a state dict, got {type(value).__name__}. "
-        "Non-Module policies (such as a random policy) need no weight synchronization"
-    )
+    if value is not None and not _is_source(value):
+        raise ConfigError(
+            f"{name} must be an nn.Module, a TensorDict or a state dict, got "
+            f"{type(value).__name__}. Non-Module policies (such as a random policy) need no weight "
+            "synchronization"
+        )
 
 
 def is_per_worker(weights: Any) -> bool:

@@ -16,7 +16,7 @@ from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_index
 from aiosync.receiver.reading import Guarded, Reading
 from aiosync.schemes.options import SchemeOptions
-from aiosync.schemes.roles import Life
+from aiosync.schemes.roles import Life, Trainer
 from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
 from aiosync.spans import VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
@@ -288,7 +288,8 @@ class SchemeState(SchemeOptions):
     @property
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker has applied, as far as it is known."""
-        return {} if self._life.trainer is None else self._life.trainer.versions
+        side = self._life.side
+        return side.versions if isinstance(side, Trainer) else {}
 
     @property
     def staged_version(self) -> int:
@@ -395,7 +396,7 @@ class SchemeState(SchemeOptions):
             LocalProtocolError: Not a sender.
             ConfigError: There is no such weight.
         """
-        if self._life.trainer is None:
+        if self._life.role != "sender":
             raise LocalProtocolError(
                 "staleness() is the trainer's: elsewhere call aiosync.staleness(newest, span)"
             )
@@ -448,10 +449,9 @@ class SchemeState(SchemeOptions):
                 event loop it is not waited for.
         """
         self._life.check_open()
-        if self._life.worker is None:
-            when = "before init_on_receiver has been called"
-            if self._life.trainer is not None:
-                when = "on a sender side"
+        if self._life.role != "receiver":
+            no_role = self._life.role is None
+            when = "before init_on_receiver has been called" if no_role else "on a sender side"
             raise LocalProtocolError(f"apply_weights() called {when}.")
         target = self._life.given.target()
         if target is None:

@@ -55,10 +55,9 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     _addresses: list[Address]
     _credentials: Credentials
-    _dial: Literal["receiver", "sender", "both"]
+    _dial: Literal["receiver", "sender", "both"] = "receiver"
     # Options of some of these schemes, constants of the others.
     _keepalive: float | None = 30.0
-    _longest_pause = 2.0
     _max_connections: int = 65536
 
     def _reset(self, model_id: str | None) -> None:
@@ -84,7 +83,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         # What a worker says is little, and a trainer's host takes it unless it is gone. A worker
         # may be too busy to take an update for as long as stall_timeout says: no kernel has to
         # end its link before.
-        if self._life.worker is None or self._keepalive is None:
+        if self._life.role != "receiver" or self._keepalive is None:
             return None
         return 2 * self._keepalive
 
@@ -206,10 +205,9 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
     def _takes_links(self) -> bool:
-        worker = self._life.worker
-        assert worker is not None
-        assert worker.link is not None
-        state = worker.link.state
+        link = self._life.link
+        assert link is not None
+        state = link.state
         in_use = state not in (LinkState.DIALING, LinkState.GREETING)
         return state is not LinkState.GAVE_UP and not (in_use and self.reconnect == 0)
 
@@ -315,7 +313,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             raise ConfigError("pass one address; a list is accepted only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]
         self._credentials = Credentials(token=token, tls=tls)
-        self._dial: Literal["receiver", "sender", "both"] = dial
+        self._dial = dial
         self._set_options(
             subscribe=subscribe,
             reconnect=reconnect,
