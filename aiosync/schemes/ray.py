@@ -239,18 +239,15 @@ class RayWeightSyncScheme(ClusterScheme):
         try:
             return await super().send(weights, worker_ids, timeout=timeout, max_lag=max_lag)
         finally:  # also when it failed: the tensors are the caller's again afterwards
-            await self._puts_done()
+            for link in self._given_links():
+                if isinstance(link, RayActorTransport):
+                    await link.idle()
+            if self._objects is not None:
+                await self._objects.threads.idle()
 
     def _given_links(self) -> list[Transport]:
         side = self._life.side
         return list(side.links.values()) if isinstance(side, Trainer) else []
-
-    async def _puts_done(self) -> None:
-        for link in self._given_links():
-            if isinstance(link, RayActorTransport):
-                await link.idle()
-        if self._objects is not None:
-            await self._objects.threads.idle()
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
         if listened and self._objects is None:

@@ -30,7 +30,6 @@ from aiosync.errors import (
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
-    RemoteProtocolError,
     TransportClosed,
 )
 from aiosync.protocol import as_index, as_indices, validate_timeout
@@ -596,20 +595,12 @@ class Worker:
             await run_hook(self.hooks.prepare_model, model)
 
     def _kept_link(self, scheme: WeightSyncScheme) -> KeptLink[Transport, Welcome]:
-        foreign = set[str]()
-
         async def reach(left: Left, again: bool) -> Transport:
             if self.pipe is not None:
                 return scheme.create_transport(self.pipe)
             return await scheme._dial_trainer(left, again)
 
         def final(error: AiosyncError) -> bool:
-            text = str(error)
-            if isinstance(error, RemoteProtocolError) and text not in foreign:
-                foreign.add(text)
-                scheme._life.log(
-                    "waiting", f"who answers is no trainer: {text}", level=logging.WARNING
-                )
             return self.pipe is not None or scheme._is_final(error)
 
         return KeptLink(

@@ -98,8 +98,7 @@ class Ready:
         """Whether the condition holds now."""
         return self._is_set()
 
-    def __bool__(self) -> bool:
-        return self._is_set()
+    __bool__ = is_set
 
     async def wait(self, *, timeout: float | None = None) -> None:
         """Wait until the condition holds.

@@ -143,8 +143,8 @@ async def test_strangers_do_not_fill_the_log(told: Any) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_http_server_is_no_trainer(told: Any) -> None:
-    """That is said at once, while the worker goes on to try."""
+async def test_an_http_server_is_no_trainer() -> None:
+    """The worker goes on to try."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -158,8 +158,6 @@ async def test_an_http_server_is_no_trainer(told: Any) -> None:
         worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
         with pytest.raises(aiosync.ConnectTimeout, match="not aiosync"):
             await worker.connect(timeout=0.5)
-    [record] = told("waiting")
-    assert "b'HTTP': the peer is not aiosync" in record.getMessage()
 
 
 def test_nothing_is_shown_by_itself(fresh: Any) -> None:
