@@ -1,4 +1,4 @@
-"""Applying: which model an owner has, what that has, and having it take updates.
+"""Applying: which model there is, what it has, and having it take updates.
 
 Here nothing is known of messages: what became of an update stands in its :class:`Staged`.
 Everything that belongs to the model changes only under the guard, on whatever thread. What a
@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aiosync._meter import Meter
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
@@ -34,7 +34,7 @@ from aiosync.tensors.apply import LoadTarget, Strict
 from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 
-__all__ = ["Applier", "Owner", "Refusal", "not_applied"]
+__all__ = ["Applier", "Refusal", "not_applied"]
 
 _LOOK_SECONDS = (0.05, 1.0)  # first and last pause
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
@@ -62,30 +62,19 @@ class Refusal:
         return str(self.error) or type(self.error).__name__
 
 
-class Owner(Protocol):
-    """Whoever has an applier."""
-
-    def report(self) -> None:
-        """There are results. Called on the loop, and not under the guard but for a refusal."""
-
-    def hears_of(self, digest: bytes) -> bool:
-        """Whether it wants to know that an update of this manifest was taken. On any thread."""
-
-    def withdraw_promise(self) -> None:
-        """Forwards are not sure to see what is new any more. Called on the loop."""
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing more can be read, for this reason. Called on the loop."""
-
-
 class Applier:
     """Has a model take updates: those that are offered, and those that the word of a link names.
 
     Belongs to one event loop; :meth:`apply_pending` and the guard may be used from any thread.
 
     Args:
-        owner: Is told what became of updates.
         updates: Reads what a word names.
+        report: Called where there are results: on the loop, and not under the guard but for a
+            refusal.
+        hears_of: Whether it is to be told that an update of the manifest with this digest was
+            taken. Called on any thread.
+        withdraw_promise: Called on the loop: forwards are not sure to see what is new any more.
+        fail: Called on the loop with the reason for which nothing more can be read.
         resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
         manual: Apply only in calls that ask for it.
         copy: Copy into the parameters instead of pointing them at the received memory.
@@ -102,7 +91,7 @@ class Applier:
         resolve: As given.
         flipped: As given; may be assigned.
         inbox: The versions that are here, and the one that the model has.
-        results: Updates of which the owner was not told yet, each with what the model needs no
+        results: Updates that were not reported yet, each with what the model needs no
             more: what it had before, or the update itself.
         current: What the model has, and views unless it was copied: then only the layout is valid.
         waiting: Complete, and not applied.
@@ -113,9 +102,12 @@ class Applier:
 
     def __init__(
         self,
-        owner: Owner,
         updates: UpdateReader,
         *,
+        report: Callable[[], None],
+        hears_of: Callable[[bytes], bool],
+        withdraw_promise: Callable[[], None],
+        fail: Callable[[BaseException], None],
         resolve: Callable[[], Any],
         manual: bool,
         copy: bool,
@@ -137,8 +129,11 @@ class Applier:
         self.waiting: Staged | None = None
         self.owed: int = 0
         self.askers: int = 0
-        self._owner = owner
         self._updates = updates
+        self._report = report
+        self._hears_of = hears_of
+        self._withdraw_promise = withdraw_promise
+        self._fail = fail
         self._strict = strict
         self._install_hooks = install_hooks
         self._methods = Methods(guard, methods)
@@ -243,7 +238,7 @@ class Applier:
         # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
         if waits and self._timer is None and not self._closed:
             self._timer = self._loop.call_later(pause, self._look_again, pause)
-        self._owner.report()
+        self._report()
 
     def interrupt_loop(self, error: BaseException) -> None:
         """Have the loop raise what a signal's handler raised, which ends no link; raise others."""
@@ -259,7 +254,7 @@ class Applier:
     def apply_by_hand(self) -> None:
         """From now on apply only on request. On the loop."""
         self.manual = True
-        self._owner.withdraw_promise()
+        self._withdraw_promise()
 
     def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
         """Apply what waits now, on this thread, between two reads.
@@ -288,7 +283,7 @@ class Applier:
             if self._taking is not None:  # it was cut short
                 self.guard.submit(self.apply)
             if asyncio._get_running_loop() is self._loop:
-                self._owner.report()
+                self._report()
         [staged] = results
         if staged is None:
             return None
@@ -383,7 +378,7 @@ class Applier:
             try:
                 if self.flipped is not None:
                     self.flipped(staged.epoch, staged.version)
-            except Exception as exc:  # of the owner, whom the trainer hears
+            except Exception as exc:  # of the hook, and the trainer hears it
                 if _is_interrupt(exc):
                     raise
                 error = exc
@@ -449,7 +444,7 @@ class Applier:
             unread: If it was refused, the next read is to say so.
 
         Returns:
-            Whether the owner has to be told.
+            Whether it has to be told.
         """
         slots, slot = self._updates.slots, staged.slot
         if slots is None or slot is None or staged.slots is not slots:  # it was of a link before
@@ -467,7 +462,7 @@ class Applier:
                 unused.give_back()
         if staged.taken and (len(slot.view.locked) > 1 or len(slots.segments) > 1):
             slots.leave_others()  # that an interrupt left
-        return not staged.taken or self.owed > 0 or self._owner.hears_of(staged.layout.digest)
+        return not staged.taken or self.owed > 0 or self._hears_of(staged.layout.digest)
 
     def look(self) -> Staged | None:
         """What the word of the link names, if it is news; locked. Under the guard, any thread.
@@ -484,7 +479,7 @@ class Applier:
                 if slots is not self._updates.slots:  # another link took its place meanwhile
                     return None
                 error = exc if isinstance(exc, RemoteProtocolError) else None
-                self.call_soon(self._owner.fail, error or RemoteProtocolError(str(exc)))
+                self.call_soon(self._fail, error or RemoteProtocolError(str(exc)))
                 if read_looks:
                     raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
                 return None
@@ -505,9 +500,9 @@ class Applier:
         self.results.append((staged, unused))
         here = asyncio._get_running_loop() is self._loop
         if here and staged.error is not None:
-            self._owner.report()  # at once: the next thing that runs here may be a send
+            self._report()  # at once: the next thing that runs here may be a send
         elif not here or self.guard.at_read:  # else whoever called does it
-            self.call_soon(self._owner.report)
+            self.call_soon(self._report)
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Call on the loop, from any thread; nobody is called once that is closed."""
@@ -530,7 +525,7 @@ class Applier:
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
-        self._owner.withdraw_promise()  # until the new one has taken an update
+        self._withdraw_promise()  # until the new one has taken an update
         same = model is self._target_of  # as yet, if another one was to replace it
         adopt = functools.partial(self._adopt, model, chosen)
         if same or not self.guard.exclusively(adopt, timeout=0.0):

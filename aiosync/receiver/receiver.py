@@ -134,8 +134,11 @@ class WeightReceiver:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
         self.guard: Guard = guard
         self.applier: Applier = Applier(
-            self,
             self.updates,
+            report=self.report,
+            hears_of=self._hears_of,
+            withdraw_promise=self._withdraw_promise,
+            fail=self.fail,
             resolve=resolve,
             manual=apply == "manual",
             copy=copy,
@@ -378,7 +381,7 @@ class WeightReceiver:
         self.refused = Refusal(epoch, version, without_frames(error), since)
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
-        self.withdraw_promise()
+        self._withdraw_promise()
         self._answer(epoch, version, AckStatus.NACK, error)
 
     def report(self) -> None:
@@ -466,15 +469,15 @@ class WeightReceiver:
     def _on_overlap(self) -> None:
         if self._may_promise:
             self._may_promise = False
-            self.applier.call_soon(self.withdraw_promise)
+            self.applier.call_soon(self._withdraw_promise)
 
-    def withdraw_promise(self) -> None:
+    def _withdraw_promise(self) -> None:
         """Say that the model does not follow by itself any more. Idempotent. On the loop."""
         if self._promised is not None and not self._closed:
             self._promised = None
             self._outgoing.say(Promise(b""))
 
-    def hears_of(self, digest: bytes) -> bool:
+    def _hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
         asked = self._num_waiting or self._wanted or self._coming
         return bool(self._promised != digest or asked)

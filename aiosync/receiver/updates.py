@@ -38,7 +38,7 @@ class Staged:
     Attributes:
         taken: The model has it, or had it. If not, and there is no error, something newer came
             before it.
-        error: Why not; or what its owner said to it.
+        error: Why not; or what ``flipped`` raised.
         reported: The receiver knows what became of it.
     """
 
