@@ -231,11 +231,9 @@ class Methods:
             owner = _owner(model, name)
             kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
             self._wrapped.append((owner, kind))
-            names = vars(kind)[_GUARDS]
-            if name not in names:
-                names[name] = {}
-                setattr(kind, name, _attribute(kind, name, names[name]))
-            names[name][self._guard] = None
+            guards = vars(kind)[_GUARDS].setdefault(name, {})
+            guards[self._guard] = None
+            setattr(kind, name, _attribute(kind, name, guards))
 
 
 # In a class that one module has for itself: which guards each method gets into.

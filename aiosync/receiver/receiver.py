@@ -531,10 +531,9 @@ class WeightReceiver:
             raise TransportClosed("this scheme was closed")
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
-                text = "the trainer closed the link, or its process ended"
-                if self._trainer is not None:
-                    text = str(self.error)  # says for how long it was looked for
-                raise PeerClosed(text) from self.error
+                closed = "the trainer closed the link, or its process ended"
+                looked_for = str(self.error)  # says for how long
+                raise PeerClosed(closed if self._trainer is None else looked_for) from self.error
             raise self.error.with_traceback(self._error_traceback)  # it would grow at each raise
 
     def check_refused(self, at_least: int = 0, *, beside: Refusal | None = None) -> None:
