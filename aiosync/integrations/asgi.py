@@ -273,11 +273,10 @@ class WeightsMiddleware:
             except Exception:  # raised again, but of applications that know no lifespans
                 if told or (heard and not stray):
                     raise
-            for number, phase in enumerate(("startup", "shutdown"), 1):
-                if told < number:
-                    if heard < number:
-                        await hear()
-                    await say({"type": f"lifespan.{phase}.complete"})
+            while told < 2:
+                while heard <= told:
+                    await hear()
+                await say({"type": f"lifespan.{('startup', 'shutdown')[told]}.complete"})
 
 
 def lifespan(

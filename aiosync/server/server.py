@@ -137,11 +137,9 @@ class ServedModel:
         snapshot = Snapshot(
             stored.layout, stored.buffer, lambda: None, stored.values, stored.version
         )
-        self._publish(stored.epoch, stored.strategy, snapshot)
-        self._updated_at = saved_at = stored.saved_at or time.time()
-        self._meter.mark(stored.version, time.perf_counter() - (time.time() - saved_at))
+        self._publish(stored.epoch, stored.strategy, snapshot, stored.saved_at or time.time())
 
-    def _publish(self, epoch: int, strategy: str, snapshot: Snapshot) -> None:
+    def _publish(self, epoch: int, strategy: str, snapshot: Snapshot, updated_at: float) -> None:
         """Serve a version; takes over a reference."""
         workers = self.workers
         self.version, workers.strategy = snapshot.version, strategy
@@ -155,8 +153,8 @@ class ServedModel:
             if link.hello.subscribe and link.outbox.newest < snapshot.version:
                 link.offer(snapshot)
         workers.answer_all()
-        self._meter.mark(snapshot.version, time.perf_counter())
-        self._updated_at = time.time()
+        self._meter.mark(snapshot.version, time.perf_counter() - (time.time() - updated_at))
+        self._updated_at = updated_at
 
     # -- the trainer ---------------------------------------------------------------------------
 
@@ -274,7 +272,7 @@ class ServedModel:
         arrival.say(status, error)
 
     def _serve(self, arrival: _Arrival) -> None:
-        self._publish(arrival.epoch, arrival.strategy, arrival.snapshot)
+        self._publish(arrival.epoch, arrival.strategy, arrival.snapshot, time.time())
         self._end(arrival, "ok", AckStatus.APPLIED)
 
     # -- the disk ------------------------------------------------------------------------------
@@ -534,8 +532,6 @@ class WeightServer:
         try:
             if self._closed:
                 raise TransportClosed("this server was closed")
-            if hello.role not in ("sender", "receiver"):
-                raise RemoteProtocolError("unknown role in Hello")
             pushes = hello.role == "sender"
             try:
                 model = self._model_for(hello, link, pushes)

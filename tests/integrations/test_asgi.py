@@ -408,11 +408,15 @@ async def answering(scope: Any, receive: Any, send: Any) -> None:
 
 async def only_starting(scope: Any, receive: Any, send: Any) -> None:
     await receive()
+    await starting_unasked(scope, receive, send)
+
+
+async def starting_unasked(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "lifespan.startup.complete"})
 
 
 @asynchronous
-@pytest.mark.parametrize("app", [raising, returning, answering, only_starting])
+@pytest.mark.parametrize("app", [raising, returning, answering, only_starting, starting_unasked])
 async def test_an_application_that_knows_no_lifespan(app: Any) -> None:
     feed = feed_at()
     async with living(WeightsMiddleware(app, feed)):
