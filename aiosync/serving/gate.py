@@ -177,21 +177,28 @@ class AdmissionGate:
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         limit = _limit_of(timeout, self.timeout)
+
+        def late() -> RecvTimeout:
+            waited = f"no complete version after {limit or 0:g} s"
+            return RecvTimeout(f"{waited}; waits for version {self.waits_for}")
+
+        await self._until(self._is_ready, limit, late)
+
+    async def _until(
+        self,
+        condition: Callable[[], bool],
+        limit: float | None = None,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> None:
+        """Wait until it holds, or the gate is closed, which raises, or ``limit`` seconds are up."""
         try:
             async with asyncio.timeout(limit):
-                await self._until(self._is_ready)
+                while self._closed or not condition():
+                    if self._closed:
+                        raise LocalProtocolError("the gate is closed: this server is shutting down")
+                    await self._changed.wait()
         except TimeoutError as exc:
-            waited = f"no complete version after {limit or 0:g} s"
-            raise RecvTimeout(f"{waited}; waits for version {self.waits_for}") from exc
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it holds, or the gate is closed, which raises."""
-        while True:
-            if self._closed:
-                raise LocalProtocolError("the gate is closed: this server is shutting down")
-            if condition():
-                return
-            await self._changed.wait()
+            raise late() from exc
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -424,15 +431,11 @@ class Admission:
         return self.version
 
     async def _wait(self) -> None:
-        gate = self._gate
+        gate, began = self._gate, time.monotonic()
         limit = _limit_of(self._timeout, gate.timeout)
-        began = time.monotonic()
         gate._waiting += 1
         try:
-            async with asyncio.timeout(limit):
-                await gate._until(lambda: gate._may_enter(self))
-        except TimeoutError as exc:
-            raise self._too_late(limit) from exc
+            await gate._until(lambda: gate._may_enter(self), limit, lambda: self._too_late(limit))
         finally:
             gate._waiting -= 1
             gate._tell(time.monotonic() - began)
