@@ -200,20 +200,15 @@ class Plan:
         for spot in self.spots:
             names = [place.name for place in spot.places]
             sent = {index[name]: name for name in reversed(names) if name in index}
-            if not sent:
-                plain = {name: values[name] for name in names if name in values}
-                mismatched |= {
-                    name: f"expected a tensor, got a {type(value).__name__}"
-                    for name, value in plain.items()
-                }
-                taken.update(plain)
-                missing += [] if spot.is_optional or plain else names
-                continue
-            taken.update(names)
-            for position, name in sent.items():
-                why = _difference(spot, leaves[position].shape, layout.dtypes[position], strict)
+            plain = [] if sent else [name for name in names if name in values]
+            for name in plain:
+                mismatched[name] = f"expected a tensor, got a {type(values[name]).__name__}"
+            for leaf, name in sent.items():
+                why = _difference(spot, leaves[leaf].shape, layout.dtypes[leaf], strict)
                 if why:
                     mismatched[name] = why
+            taken.update(names if sent else plain)
+            missing += [] if sent or plain or spot.is_optional else names
             spot.leaves = sorted(sent)
         for name, place in self.found.values.items():
             if name in values or (name in index and self.tree is not None):
@@ -266,8 +261,6 @@ class Plan:
         views: dict[int, Any] = {}  # leaf -> the tensor that becomes a view of it
         for spot in self.assigned:
             tensor, leaf = spot.tensor, spot.leaves[0]
-            same_dtype = tensor.dtype is layout.dtypes[leaf]
-            may_view = mode == "flip" and type(tensor) is nn.Parameter and same_dtype
             shared = mode == "flip" and _is_shared(tensor)
             memory = memory_key(tensor)
             split = any(  # only one of the tables of a TensorDictParams has it
@@ -275,19 +268,19 @@ class Plan:
                 and tensor is not owner._parameters.get(key, owner._buffers.get(key))
                 for _, owner, key, *_ in spot.places
             )
-            if tensor.is_meta or mode == "replace" or split:
-                view = may_view and views.setdefault(leaf, memory) == memory
-                self.puts.append((spot, leaf, view))
-            elif (
-                may_view
-                and is_plain_cpu(tensor)
-                and (self.tree is not None or not shared)
-                and views.setdefault(leaf, memory)
-                == memory  # a second one that is not tied here copies
-            ):
-                self.moves.append((tensor, leaf, True))
-            elif (shared and self.tree is not None) or in_flat_memory(tensor):
-                self.moves.append((tensor, leaf, False))  # its memory is not its alone
+            other = tensor.is_meta or mode == "replace" or split
+            is_view = (
+                mode == "flip"
+                and type(tensor) is nn.Parameter
+                and tensor.dtype is layout.dtypes[leaf]
+                and (other or (is_plain_cpu(tensor) and (self.tree is not None or not shared)))
+                # A second one that is not tied here copies.
+                and views.setdefault(leaf, memory) == memory
+            )
+            if other:
+                self.puts.append((spot, leaf, is_view))
+            elif is_view or (shared and self.tree is not None) or in_flat_memory(tensor):
+                self.moves.append((tensor, leaf, is_view))  # or its memory is not its alone
             else:
                 self.copies.append((tensor, leaf))
 
@@ -455,9 +448,7 @@ class Target:
                 written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
-                self._change(plan, sources, undo)
-                if plan.values:
-                    self._change_values(plan, layout, sources, values)
+                self._change(plan, layout, sources, values, undo)
             except BaseException:  # goes on to the caller, once all is as it was
                 self._plan = None
                 for step in reversed(undo):
@@ -529,7 +520,9 @@ class Target:
     def _change(
         self,
         plan: Plan,
+        layout: Layout,
         sources: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
         undo: Undo,
     ) -> None:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
@@ -551,21 +544,14 @@ class Target:
         if plan.moves:
             _flip(plan.moved, memory)
 
-    def _change_values(
-        self,
-        plan: Plan,
-        layout: Layout,
-        sources: Sequence[torch.Tensor],
-        values: Mapping[str, Any],
-    ) -> None:
-        def tensor(name: str) -> torch.Tensor:
+        def own(name: str) -> torch.Tensor:
             return sources[layout.index[name]].clone()
 
-        new = [
-            unpack_value(values[place.name], tensor) if place.name in values else tensor(place.name)
+        unpacked = [
+            unpack_value(values[place.name], own) if place.name in values else own(place.name)
             for place in plan.values
         ]
-        for place, value in zip(plan.values, new, strict=True):
+        for place, value in zip(plan.values, unpacked, strict=True):
             if plan.tree is not None:
                 place.owner.set_extra_state(value)
             else:
@@ -600,13 +586,13 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Pla
     """
     new: list[tuple[Place, torch.Tensor]] = []
     first: dict[tuple[Any, ...], torch.Tensor] = {}
-    for spot, leaf, view in plan.puts:
+    for spot, leaf, is_view in plan.puts:
         old, source = spot.tensor, sources[leaf]
         key = (leaf, type(old), old.dtype, old.requires_grad) if old.is_meta else (id(spot),)
         tensor = first.get(key)
         if tensor is None:
             device = source.device if old.is_meta else old.device
-            if not view:
+            if not is_view:
                 source = torch.empty(old.shape, dtype=old.dtype, device=device).copy_(source)
             is_param = type(old) is nn.Parameter
             tensor = nn.Parameter(source, requires_grad=False) if is_param else source
