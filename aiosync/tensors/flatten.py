@@ -239,7 +239,6 @@ class Flattener:
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
         self._rule = None if dtype is None else DtypeRule(dtype)
-        self._persistence = extract_as == "state_dict" or isinstance(dtype, torch.dtype)
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
         self._steady: Prepared | None = None  # of the tree; nothing has to be asked for anew
@@ -258,7 +257,7 @@ class Flattener:
                 name.
         """
         tree, steady = self._tree, self._steady
-        if tree is None or tree.source is not source or not tree.unchanged(self._persistence):
+        if tree is None or tree.source is not source or not tree.unchanged():
             tree = None
         elif (
             steady is not None

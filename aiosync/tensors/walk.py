@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, eq, is_, itemgetter
@@ -158,7 +159,7 @@ class Found:
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _tables = itemgetter(*_TABLES)
-_non_persistent = itemgetter("_non_persistent_buffers_set")
+_facts = itemgetter(*_TABLES, "_non_persistent_buffers_set")
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
 
@@ -204,17 +205,15 @@ class ModuleTree:
         if self._plain:
             # Comparing whole dicts is by far the quickest way; what is the same object is not
             # compared any further.
-            rows = list(map(_tables, self._dicts))
-            self._saved = [tuple(map(dict, row)) for row in rows]
-            self._hidden = list(map(set, map(_non_persistent, self._dicts)))
+            self._saved = [tuple(map(copy, _facts(each))) for each in self._dicts]
             # What takes the place of a child may say that it is equal to it, a tensor of one
             # element may equal another, and comparing large ones takes long: there the objects are
             # compared. Of the others, `==` of a value with any other object is false or raises, and
             # does so soon.
             self._exact = [
                 table
-                for row in rows
-                for table in row
+                for each in self._dicts
+                for table in _tables(each)
                 if any(
                     value is not None
                     and not (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
@@ -249,18 +248,13 @@ class ModuleTree:
                 below = prefix if key == wrapped else f"{prefix}{key}."
                 self._visit(child, below)
 
-    def unchanged(self, persistence: bool = False) -> bool:
-        """Whether a new walk would find the same objects under the same names. Cheap.
-
-        Args:
-            persistence: Look also at which buffers are persistent.
-        """
+    def unchanged(self) -> bool:
+        """Whether a new walk would find the same objects under the same names. Cheap."""
         try:
             return (
                 self._plain
                 and all(map(is_, chain.from_iterable(map(dict.values, self._exact)), self._objects))
-                and all(map(eq, map(_tables, self._dicts), self._saved))
-                and (not persistence or list(map(_non_persistent, self._dicts)) == self._hidden)
+                and all(map(eq, map(_facts, self._dicts), self._saved))
                 and (
                     not self._params
                     or all(
