@@ -1,4 +1,4 @@
-"""``aiosync bench``: options, results, short runs, failures; and ``python -m tests.bench``."""
+"""``aiosync bench``: choices, results, short runs, failures; and ``python -m tests.bench``."""
 
 from __future__ import annotations
 
@@ -44,34 +44,7 @@ from tests.bench import contenders, processes
 CASE = Case("shm", "4x2", 1)
 
 
-def plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-# -- options and results ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--profile", "slow"], "there is no slow; there is: quick, full"),
-        (["--transport", "pigeon"], "there is no pigeon; there is: shm, pipe, tcp"),
-        (["--workload", "9x9"], "there is no 9x9; there is: 4x2, 1MB"),
-        (["--workers", "0"], "--workers"),
-        (["--workers", "3"], "select nothing in the profile quick, which contains: shm 4x2 to 1"),
-        (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
-        (["--from", "/no/such/file"], "cannot be read"),
-        (["--from", __file__], "holds no results"),
-        (["--from", __file__, "--transport", "shm"], "--from"),
-    ],
-)
-def test_wrong_usage_is_refused_before_anything_starts(
-    args: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert aiosync.cli.main(["bench", *args]) == 2
-    shown = capsys.readouterr()
-    assert text in plain(shown.err)
-    assert shown.out == ""
+# -- choices and results ------------------------------------------------------------------------
 
 
 def test_choices_narrow_a_profile() -> None:

@@ -1,4 +1,4 @@
-"""The ``aiosync`` command and its demo, run as a user runs them."""
+"""``aiosync demo``, run as a user runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("gymnasium")
 
-import aiosync.cli
 from tests.cli._serving import command, run
 
 if TYPE_CHECKING:
@@ -26,60 +24,6 @@ if TYPE_CHECKING:
 
 def demo_args(transport: str, sync: bool) -> list[str]:
     return ["demo", "--transport", transport, *(["--sync"] if sync else [])]
-
-
-# -- the command ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("package", ["typer", "rich", "gymnasium"])
-def test_a_missing_package_ends_in_advice(
-    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [package, *sys.modules]:
-        if name.partition(".")[0] == package:
-            monkeypatch.setitem(sys.modules, name, None)
-        elif name.startswith("aiosync.cli."):
-            monkeypatch.delitem(sys.modules, name)
-    assert aiosync.cli.main(["demo"]) == 1
-    shown = capsys.readouterr().err
-    assert "pip install 'aiosync[demo]'" in shown
-    assert package in shown
-
-
-@pytest.mark.parametrize("args", [[], ["--help"], ["doctor"], ["pull"]])
-def test_without_typer_the_small_extra_is_enough(
-    args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("aiosync.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    assert aiosync.cli.main(args) == 1
-    assert "pip install 'aiosync[cli]'" in capsys.readouterr().err
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert aiosync.cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"aiosync {aiosync.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["demo", "--transport", "pigeon"], "pigeon"),
-        (["demo", "--workers", "0"], "--workers"),
-        (["demo", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
-        (["dance"], "dance"),
-    ],
-)
-def test_wrong_usage_is_refused_before_anything_starts(
-    args: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert aiosync.cli.main(args) == 2
-    shown = capsys.readouterr()
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.err)  # some terminals and CI get styles
-    assert text in plain
-    assert "Traceback" not in plain
-    assert shown.out == ""
 
 
 @pytest.mark.slow

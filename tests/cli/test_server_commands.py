@@ -295,24 +295,6 @@ def test_wrong_usage_is_status_2(
     assert shown.startswith(f"aiosync {args[0]}:")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["serve"],
-        ["serve", "--listen", "tcp://127.0.0.1:0", "--max-connections", "0"],
-        ["push", "file.pt"],
-        ["push", "file.pt", "tcp://127.0.0.1:1", "--token", SECRET],
-        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--min-version", "-1"],
-        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--min-version", str(2**63)],
-        ["pull", "tcp://127.0.0.1:1", "copy.pt", "--timeout", "0"],
-        ["status"],
-    ],
-)
-def test_wrong_options_are_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert aiosync.cli.main(args) == 2
-    assert SECRET not in capsys.readouterr().err
-
-
 def test_what_fails_on_the_way_is_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

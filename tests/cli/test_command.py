@@ -1,0 +1,170 @@
+"""The command itself: what is missing, wrong usage, and what answers without importing torch."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("gymnasium")
+
+import aiosync
+import aiosync.cli
+from aiosync.server import WeightServer
+from tests.cli._serving import environment
+
+HELP_SECONDS = 0.4
+
+
+def _imported(*args: str, **variables: str) -> tuple[str, set[str]]:
+    """What a command prints, and the names of everything that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "aiosync", *args],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+        env=environment(**variables),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.rpartition("|") for line in done.stderr.splitlines()]
+    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # where the environment asks for colours
+    return plain, {name.strip() for before, _, name in lines if before}
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "shown"),
+    [
+        (["--version"], {}, "aiosync "),
+        (["--help"], {}, "push"),
+        (["push", "--help"], {}, "--model-id"),
+        (["bench", "--help"], {}, "--workload"),
+        (["demo", "--help"], {}, "--transport"),
+        (
+            [],
+            {
+                "_AIOSYNC_COMPLETE": "complete_bash",
+                "COMP_WORDS": "aiosync st",
+                "COMP_CWORD": "1",
+                "_TYPER_COMPLETE_ARGS": "aiosync st",
+            },
+            "status",
+        ),
+    ],
+    ids=["version", "help", "help-of-push", "help-of-bench", "help-of-demo", "completion"],
+)
+def test_torch_is_not_imported(args: list[str], variables: dict[str, str], shown: str) -> None:
+    out, names = _imported(*args, **variables)
+    assert shown in out
+    assert "aiosync.cli" in names
+    assert {"torch", "numpy", "tensordict"} & names == set()
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [(("status", "--json"), '"models": []'), (("top", "--interval", "0.1"), "No models yet.")],
+    ids=["status", "top"],
+)
+def test_who_asks_does_not_import_torch(args: tuple[str, ...], shown: str) -> None:
+    async def ask() -> tuple[str, set[str]]:
+        async with WeightServer("tcp://127.0.0.1:0") as server:
+            return await asyncio.to_thread(_imported, *args, server.url)
+
+    out, names = aiosync.run(ask())
+    assert shown in out
+    assert {"torch", "tensordict"} & names == set()
+
+
+@pytest.mark.slow
+def test_help_is_quick() -> None:
+    """CPU time, the least of three: a busy machine can spoil one measurement, and hardly three."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _imported("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert min(seconds) < HELP_SECONDS
+
+
+# -- what is missing or wrong -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "gymnasium"])
+def test_a_missing_package_ends_in_advice(
+    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [package, *sys.modules]:
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+        elif name.startswith("aiosync.cli."):
+            monkeypatch.delitem(sys.modules, name)
+    assert aiosync.cli.main(["demo"]) == 1
+    shown = capsys.readouterr().err
+    assert "pip install 'aiosync[demo]'" in shown
+    assert package in shown
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["doctor"], ["pull"]])
+def test_without_typer_the_small_extra_is_enough(
+    args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("aiosync.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert aiosync.cli.main(args) == 1
+    assert "pip install 'aiosync[cli]'" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert aiosync.cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"aiosync {aiosync.__version__}\n"
+
+
+PULL = ["pull", "tcp://127.0.0.1:1", "copy.pt"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["dance"], "dance"),
+        (["demo", "--transport", "pigeon"], "pigeon"),
+        (["demo", "--workers", "0"], "--workers"),
+        (["demo", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["bench", "--profile", "slow"], "there is no slow; there is: quick, full"),
+        (["bench", "--transport", "pigeon"], "there is no pigeon; there is: shm, pipe, tcp"),
+        (["bench", "--workload", "9x9"], "there is no 9x9; there is: 4x2, 1MB"),
+        (["bench", "--workers", "0"], "--workers"),
+        (
+            ["bench", "--workers", "3"],
+            "select nothing in the profile quick, which contains: shm",
+        ),
+        (["bench", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["bench", "--from", "/no/such/file"], "cannot be read"),
+        (["bench", "--from", __file__], "holds no results"),
+        (["bench", "--from", __file__, "--transport", "shm"], "--from"),
+        (["serve"], "--listen"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--max-connections", "0"], "--max-connections"),
+        (["push", "x.pt"], "URL"),
+        (["push", "x.pt", "tcp://127.0.0.1:1", "--token", "no option is a secret"], "--token"),
+        ([*PULL, "--min-version", "-1"], "--min-version"),
+        ([*PULL, "--min-version", str(2**63)], "--min-version"),
+        ([*PULL, "--timeout", "0"], "--timeout"),
+        (["status"], "URL"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_starts(
+    args: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert aiosync.cli.main(args) == 2
+    shown = capsys.readouterr()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.err)  # some terminals and CI get styles
+    assert text in plain
+    assert "no option is a secret" not in plain
+    assert "Traceback" not in plain
+    assert shown.out == ""
