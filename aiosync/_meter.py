@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
 import inspect
 import logging
 import math
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiosync._log import log
+from aiosync._tasks import call_soon
 from aiosync.errors import ConfigError
 from aiosync.events import Observer, SyncEvent, SyncOutcome, SyncRole, SyncStats
 from aiosync.wire import is_traceparent
@@ -207,8 +207,7 @@ class Meter:
         if asyncio._get_running_loop() is self._loop:
             self._loop.call_soon(self.deliver)
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self.deliver)
+        call_soon(self._loop, self.deliver)
 
     def deliver(self) -> None:
         """Tell observers what waits for that. On the loop."""

@@ -9,7 +9,6 @@ anything else of aiosync but its errors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ __all__ = [
     "Notifier",
     "TaskOwner",
     "WorkerThread",
+    "call_soon",
     "current_task",
     "run_on_loop",
     "running_loop",
@@ -53,6 +53,16 @@ def running_loop() -> asyncio.AbstractEventLoop:
 def current_task() -> asyncio.Task[Any] | None:
     """The task that runs in this thread; ``None`` also where no loop does."""
     return asyncio.current_task() if asyncio._get_running_loop() is not None else None
+
+
+def call_soon(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
+) -> None:
+    """Call on this loop, from any thread; nobody is called once it is closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return  # nobody is left to be told
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
@@ -181,8 +191,7 @@ class TaskOwner:
         for task in tuple(self._tasks):
             loop = task.get_loop()
             if loop.is_running() and asyncio._get_running_loop() is not loop:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: so are the tasks
-                    loop.call_soon_threadsafe(task.cancel)
+                call_soon(loop, task.cancel)
             elif not loop.is_closed():
                 task.cancel()
 
@@ -319,5 +328,4 @@ def _tell(ended: asyncio.Future[Any], outcome: tuple[Any, BaseException | None])
         if not ended.done():
             ended.set_result(outcome)
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-        ended.get_loop().call_soon_threadsafe(tell)
+    call_soon(ended.get_loop(), tell)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync._meter import Meter
+from aiosync._tasks import call_soon
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Inbox
@@ -479,7 +480,7 @@ class Applier:
                 if slots is not self._updates.slots:  # another link took its place meanwhile
                     return None
                 error = exc if isinstance(exc, RemoteProtocolError) else None
-                self.call_soon(self._fail, error or RemoteProtocolError(str(exc)))
+                call_soon(self._loop, self._fail, error or RemoteProtocolError(str(exc)))
                 if read_looks:
                     raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
                 return None
@@ -502,14 +503,7 @@ class Applier:
         if here and staged.error is not None:
             self._report()  # at once: the next thing that runs here may be a send
         elif not here or self.guard.at_read:  # else whoever called does it
-            self.call_soon(self._report)
-
-    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call on the loop, from any thread; nobody is called once that is closed."""
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return  # the loop is closed: nobody is left to be told
+            call_soon(self._loop, self._report)
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -601,7 +595,7 @@ class Applier:
         self._detach()
         current, self.current = self.current, None
         if current is not None and not self.copy:
-            self.call_soon(current.give_back)
+            call_soon(self._loop, current.give_back)
         self.inbox.forget()
         self.guard.held = 0, 0
         self._use(None, chosen)

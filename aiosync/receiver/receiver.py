@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
-from aiosync._tasks import Newest, Notifier, TaskOwner
+from aiosync._tasks import Newest, Notifier, TaskOwner, call_soon
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -469,7 +469,7 @@ class WeightReceiver:
     def _on_overlap(self) -> None:
         if self._may_promise:
             self._may_promise = False
-            self.applier.call_soon(self._withdraw_promise)
+            call_soon(self._loop, self._withdraw_promise)
 
     def _withdraw_promise(self) -> None:
         """Say that the model does not follow by itself any more. Idempotent. On the loop."""
