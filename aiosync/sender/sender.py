@@ -343,8 +343,9 @@ class WeightSender:
         somebody has to be told: naming the update has to be enough. A signal's handler may raise at
         any step: then some workers may have the version, and nothing else is wrong.
         """
-        if self.workers.has_ended:
-            self.workers.check()
+        workers = self.workers
+        if workers.closed or workers.crash is not None:
+            workers.check()
         addressed = self._address(planned, worker_ids)
         if len(planned) != 1 or self._copying.locked():
             return None

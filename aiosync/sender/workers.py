@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import select
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -102,6 +102,8 @@ class WorkerRegistry:
     Attributes:
         epoch: Of the versions.
         version: The one that was drawn last; 0 before any.
+        closed: By its owner.
+        crash: What a background task ended with, and its traceback; ``None`` for nothing.
         records: What is known of each worker, by index.
         num_changes: How often a worker came or went.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
@@ -137,9 +139,8 @@ class WorkerRegistry:
         self.streaming = streaming
         self._on_outcome = on_outcome
         self._on_crash = on_crash
-        self._crash: tuple[BaseException, TracebackType | None] | None = None
+        self.crash: tuple[BaseException, TracebackType | None] | None = None
         self.closed: bool = False
-        self.has_ended: bool = False  # check() raises
         self.records: dict[int, WorkerRecord] = {}
         self.num_changes: int = 0
         self.arriving: dict[Transport, int] = {}
@@ -195,15 +196,15 @@ class WorkerRegistry:
 
     def check(self) -> None:
         """Raise what ended the sender, if anything did."""
-        if self._crash is not None:
-            error, traceback = self._crash
+        if self.crash is not None:
+            error, traceback = self.crash
             raise error.with_traceback(traceback)  # which would grow at each raise
         if self.closed:
             raise TransportClosed("this scheme was closed")
 
     def crashed(self, error: BaseException) -> None:
         """A background task met a bug: nothing it was to do will happen, so every call says so."""
-        self._crash, self.has_ended = (error, error.__traceback__), True
+        self.crash = error, error.__traceback__
         self._on_crash(error)
         if isinstance(error, TransportClosed):  # cancelled by others: nobody reads the links
             self._end_links(error)
@@ -227,7 +228,7 @@ class WorkerRegistry:
             hello: What was read from it already.
             given: There will be no other link to that worker.
         """
-        if self._crash is not None:
+        if self.crash is not None:
             transport.abort()
             return
         self.arriving[transport] = -1
@@ -259,9 +260,9 @@ class WorkerRegistry:
                 self.not_reached(expected_idx, exc)  # for good
             elif expected_idx is not None:
                 record = self.record(expected_idx)
-                if record.link is None and record.subscribes and record.error is not None:
-                    if not record.has_left:
-                        record.error = exc  # send() says why it does not come back
+                is_lost = record.error is not None and not record.has_left
+                if is_lost and record.link is None and record.subscribes:
+                    record.error = exc  # send() says why it does not come back
             await transport.aclose()
             self.changed.notify()
             return
@@ -426,7 +427,7 @@ class WorkerRegistry:
 
     def end(self) -> None:
         """Close every link; what is on its way fails with ``TransportClosed``."""
-        self.closed = self.has_ended = True
+        self.closed = True
         self._end_links(TransportClosed("this scheme was closed"))
         self.history.clear()
         self.changed.notify()
@@ -455,58 +456,54 @@ class WorkerRegistry:
             async with asyncio.timeout(timeout):
                 while True:
                     self.check()
-                    failures = dict(self._failures(watch))
-                    joined = {idx for idx in self.expected if self._has_joined(idx, version)}
-                    if len(joined | failures.keys()) == len(self.expected):
+                    failed, absent, late = self._look(version, watch)
+                    settled = failed.keys() | {idx for idx in absent if self.records[idx].has_left}
+                    if settled >= {*absent, *late}:
                         break
                     await self.changed.wait()
         except TimeoutError as exc:
             raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}") from exc
         finally:
             watch.close()
-        for idx, error in failures.items():
-            record = self.record(idx)
+        for idx, error in failed.items():
+            record = self.records[idx]
             record.fail(error, record.version, reported=True)
-        if failures:
-            raise PartialSyncError(acked=joined - failures.keys(), failed=failures, version=version)
+        if failed:
+            joined = {*self.expected} - failed.keys()
+            raise PartialSyncError(acked=joined, failed=failed, version=version)
 
-    def _failures(self, watch: ProcessWatch) -> Iterator[tuple[int, AiosyncError]]:
-        """Why some expected workers are not there and will not come."""
-        links = self.links
-        joined = {link.hello.pid for link in links.values()}
+    def _look(
+        self, version: int, watch: ProcessWatch | None = None
+    ) -> tuple[dict[int, AiosyncError], list[int], list[int]]:
+        """Of those expected: why some do not come, who is not there, and who lacks ``version``."""
+        failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
+        joined = {link.hello.pid for link in self.links.values()}
         for idx in self.expected:
-            record = self.records.get(idx)
-            if record is not None and record.error is not None:
-                if not record.has_left:
-                    yield idx, record.error
-            elif idx not in links and (pids := watch.ended_for(idx, joined, len(self.expected))):
-                ended = ", ".join(f"process {pid}" for pid in pids)
-                text = f"no process is left that could become worker {idx}: {ended} ended"
-                yield idx, ConnectError(text + self._refused())
+            record = self.record(idx)
+            link, error = record.link, record.error
+            if error is not None and not record.has_left:
+                failed[idx] = error
+            if link is None:
+                absent.append(idx)
+                pids = watch.ended_for(idx, joined, len(self.expected)) if watch else []
+                if pids and error is None:
+                    ended = ", ".join(f"process {pid}" for pid in pids)
+                    text = f"no process is left that could become worker {idx}: {ended} ended"
+                    failed[idx] = ConnectError(text + self._refused())
+            elif link.hello.subscribe and self.history.for_worker(idx).version:
+                has = link.visible if link.hello.has_target else link.outbox.received
+                if has < version:
+                    late.append(idx)
+        return failed, absent, late
 
     def _refused(self) -> str:
         return f"; refused: {'; '.join(self.refusals)}" if self.refusals else ""
 
-    def _has_joined(self, idx: int, version: int) -> bool:
-        record = self.records.get(idx)
-        link = None if record is None else record.link
-        if record is not None and record.has_left:
-            return True
-        if link is None or not link.hello.subscribe or not self.history.for_worker(idx).version:
-            return link is not None
-        return (link.visible if link.hello.has_target else link.outbox.received) >= version
-
     def awaited(self, version: int) -> str:
         """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""
-        parts, absent, late = [], [], []
-        for idx in self.expected:
-            record = self.record(idx)
-            if record.link is not None and not self._has_joined(idx, version):
-                late.append(idx)
-            elif record.link is None and record.where is not None:
-                parts.append(record.where())
-            elif record.link is None:
-                absent.append(idx)
+        _, absent, late = self._look(version)
+        parts = [where() for idx in absent if (where := self.records[idx].where) is not None]
+        absent = [idx for idx in absent if self.records[idx].where is None]
         if absent:
             parts.append(
                 f"workers {absent} did not connect: each has to call init_on_receiver() and "
@@ -563,28 +560,29 @@ class ProcessWatch:
             raise ConfigError(f"{wrong!r} is neither a started process nor a process id")
         self.pids: list[int] = [int(each) for each in pids if each is not None]
         self._loop = asyncio.get_running_loop()
-        self._pidfds: dict[int, int] = {}  # by index; -1 where only the timeout can tell
+        self._ended: set[int] = set()  # indices
+        self._pidfds: list[int] = []
         for idx, pid in enumerate(self.pids):
-            with contextlib.suppress(ProcessLookupError):
-                self._pidfds[idx] = pidfd = open_pidfd(pid)
-                if pidfd >= 0:
-                    self._loop.add_reader(pidfd, self._ended, pidfd)
+            try:
+                pidfd = open_pidfd(pid)
+            except ProcessLookupError:
+                self._ended.add(idx)
+                continue
+            if pidfd >= 0:  # else only the timeout can tell
+                self._pidfds.append(pidfd)
+                self._loop.add_reader(pidfd, self._has_ended, idx, pidfd)
         self._on_end = on_end
 
-    def _ended(self, pidfd: int) -> None:
+    def _has_ended(self, idx: int, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
+        self._ended.add(idx)
         self._on_end()
 
     def close(self) -> None:
         """Watch no longer."""
-        for pidfd in self._pidfds.values():
-            if pidfd >= 0:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)
-
-    def _has_ended(self, idx: int) -> bool:
-        pidfd = self._pidfds.get(idx)
-        return pidfd is None or (pidfd >= 0 and has_ended(pidfd))
+        for pidfd in self._pidfds:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
 
     def ended_for(self, idx: int, joined: Collection[int], expected: int) -> list[int]:
         """The processes whose end means that a worker will not come; none while it may.
@@ -596,9 +594,9 @@ class ProcessWatch:
             joined: The process ids of workers that are connected.
             expected: How many workers are waited for.
         """
-        if idx < len(self.pids) and self._has_ended(idx):
+        if idx in self._ended:
             return [self.pids[idx]]
         idle = [each for each, pid in enumerate(self.pids) if pid not in joined]
-        if expected > len(self.pids) or not all(map(self._has_ended, idle)):
+        if expected > len(self.pids) or not self._ended.issuperset(idle):
             return []
         return [self.pids[each] for each in idle]
