@@ -222,8 +222,9 @@ class SnapshotCopier:
         self._closed = False
         STEPS.watch()
         self._growing: asyncio.Future[Slot] | None = None  # the arena, in a thread
-        self._executor: ThreadPoolExecutor | None = None
-        self._pool: CopyPool | None = None
+        self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")  # one copy after the other
+        self._pool = CopyPool()
+        self._has_thread = False
 
     def prepare(self, source: Any, key: int = -1) -> Prepared:
         """Look at ``source`` and plan its copy; cheap when it is the same as last time.
@@ -284,11 +285,13 @@ class SnapshotCopier:
         while (slot := arena.take_slot(nbytes)) is None:
             late = time.monotonic() >= until
             if self._may_grow(arena, nbytes, at_once=not late):
-                grow = functools.partial(arena.grow, nbytes)
-                if nbytes > _INLINE_NBYTES:
-                    slot = await self._grow(grow)
-                else:
-                    slot = grow()
+                if nbytes <= _INLINE_NBYTES:
+                    slot = arena.grow(nbytes)
+                    break
+                # Until it is here, nobody else makes one or takes one away.
+                self._growing = self._start(functools.partial(arena.grow, nbytes))
+                self._growing.add_done_callback(self._grown)  # cut, its slot is what is made next
+                slot = await asyncio.shield(self._growing)
                 break
             if arena.num_slots == MAX_SLOTS:
                 return self._private(prepared)
@@ -297,12 +300,6 @@ class SnapshotCopier:
             self.ring()
             await asyncio.sleep(_PAUSE_SECONDS)  # the kernel tells nobody of a lock given back
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
-
-    async def _grow(self, grow: Callable[[], Slot]) -> Slot:
-        """Make a slot in a thread. Until it is here, nobody else makes one or takes one away."""
-        self._growing = growing = self._start(grow)
-        growing.add_done_callback(self._grown)  # when cut, its slot is what is made next
-        return await asyncio.shield(growing)
 
     def _grown(self, _: object) -> None:
         self._growing = None
@@ -460,17 +457,16 @@ class SnapshotCopier:
     def _start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         if self._closed:
             raise TransportClosed("this scheme was closed")
-        if self._executor is None:
-            self._executor, self._pool = ThreadPoolExecutor(1, "aiosync-snapshot"), CopyPool()
         running = asyncio.get_running_loop().run_in_executor(self._executor, call)
         # Whoever waits for it raises it; when cut, the cut is the news.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._has_thread = True
         return running
 
     async def aclose(self) -> None:
         """The same as :meth:`close`, without holding the loop until copies have ended."""
-        if self._executor is not None:
-            last = self._start(_nothing)
+        if self._has_thread:
+            last = self._start(_nothing)  # of this loop, unlike what may be under way
             self._closed = True  # those that wait for an optimizer's step give up
             await outlast(last)
         self.close()
@@ -478,10 +474,8 @@ class SnapshotCopier:
     def close(self) -> None:
         """Join the copying threads and give the memory back."""
         self._closed = True
-        if self._executor is not None and self._pool is not None:
-            self._executor.shutdown(wait=True)
-            self._pool.close()
-            self._executor = self._pool = None
+        self._executor.shutdown()
+        self._pool.close()
         self._idle.clear()
         if self.arena is not None:
             self.arena.close()
