@@ -151,7 +151,6 @@ class Outbox:
         applied: Newest version that the receiver said it applied; 0 before the first.
         received: Newest version that is complete there, applied or not; 0 before the first.
         named: Newest version that the receiver sees without being told; 0 for none.
-        skipped: How many versions were overtaken by a newer one.
         error: Why this outbox was closed, or ``None``. Sticky.
     """
 
@@ -164,7 +163,6 @@ class Outbox:
         self.applied: int = has
         self.received: int = has
         self.named: int = 0
-        self.skipped: int = 0
         self.error: AiosyncError | None = None
         self._worker_idx = worker_idx
         self._taken: Group = ()  # the last group; holds every name of what is in flight
@@ -193,7 +191,7 @@ class Outbox:
             queue.groups.append(group)
             return []
         replaced = queue.add(group, lacking(group, queue.snapshots()), parts=parts)
-        return [self._skip(each, self.newest) for each in replaced]
+        return [Outcome(each, self.newest) for each in replaced]
 
     def take(self) -> Group | None:
         """Move the first update of the queue into flight, with its references; shut the window.
@@ -247,14 +245,14 @@ class Outbox:
             if version == flying[-1]:  # there is nothing newer that could have replaced it
                 return []
             self.in_flight = flying[:at] + flying[at + 1 :]
-            return [self._skip(version, flying[at + 1])]
+            return [Outcome(version, flying[at + 1])]
         if self.unreceived is not None and version >= self.unreceived:
             self.unreceived = None
         if status == AckStatus.RECEIVED:
             return []
         if status == AckStatus.APPLIED:
             self.applied, self.in_flight = version, flying[at + 1 :]
-            outcomes = [self._skip(older, version) for older in flying[:at]] if at else []
+            outcomes = [Outcome(older, version) for older in flying[:at]] if at else []
             return [*outcomes, Outcome(version)]
         self.in_flight = flying[:at] + flying[at + 1 :]
         return [self._refused(ack)]
@@ -270,10 +268,6 @@ class Outbox:
         self.in_flight, self.unreceived = (), None
         self.queue.clear()
         return [Outcome(version, error=error) for version in versions]
-
-    def _skip(self, version: int, by: int) -> Outcome:
-        self.skipped += 1
-        return Outcome(version, by)
 
     def _refused(self, ack: Ack) -> Outcome:
         reason = f"{ack.error_type}: {ack.error_text}" if ack.error_type else ack.error_text

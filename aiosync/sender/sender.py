@@ -118,8 +118,6 @@ class WeightSender:
         self._bell: asyncio.TimerHandle | None = None
         self._late: dict[tuple[int, int], int] = {}  # turns in which a worker had which version
         self._recent = 0.0  # seconds that answers took lately
-        self._poll: Any = None  # select.poll(), for what workers that read slots say
-        self._polled = -1  # changes among the workers until then
 
     @property
     def version(self) -> int:
@@ -180,7 +178,7 @@ class WeightSender:
                 for link in workers.subscribers:
                     if idx in (None, link.idx):
                         link.offer(snapshot)
-                workers.answer_all()
+                self.tell()
         await workers.wait_until_joined(version, processes, timeout)
 
     # -- sending -------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class WeightSender:
         """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
         quiet = self.is_quiet()
-        if self._poll is not None and (
+        if self.workers.readers is not None and (
             not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
         ):
             # Workers come and go on this loop, also where sends leave it no time: what came by now
@@ -593,15 +591,14 @@ class WeightSender:
 
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
-        if self.copier.arena is None:
+        arena, workers = self.copier.arena, self.workers
+        if arena is None or not arena.num_links:
             return False
-        if self._polled != self.workers.num_changes:
-            self._polled = self.workers.num_changes
-            fds = [fd for link in self.workers.links.values() for fd in link.watched]
-            self._poll = select.poll() if fds else None
-            for fd in fds:
-                self._poll.register(fd, select.POLLIN)
-        return self._poll is not None and not self._poll.poll(0)
+        if workers.readers is None:
+            workers.readers = select.poll()
+            for fd in [fd for link in workers.links.values() for fd in link.watched]:
+                workers.readers.register(fd, select.POLLIN)
+        return not workers.readers.poll(0)
 
     def has_to_tell(self) -> bool:
         """Whether :meth:`tell` has something to do."""

@@ -339,15 +339,13 @@ class SnapshotCopier:
             snapshot = self._private(prepared)
         else:
             snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
+        copied = False
         try:
             copied = self._copy(prepared, snapshot, timeout)
-        except BaseException:  # goes on to the caller of send()
-            snapshot.release()
-            raise
-        if copied:
-            return snapshot
-        snapshot.release()
-        return None
+        finally:
+            if not copied:
+                snapshot.release()
+        return snapshot if copied else None
 
     @staticmethod
     def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:

@@ -103,6 +103,7 @@ class WorkerLink:
         outbox: What is on its way, in the epoch of the sender now.
         since: Time of the handshake, on ``time.monotonic()``'s clock.
         sent_nbytes: Bytes of payloads that the link took.
+        skipped: How many versions were overtaken by a newer one.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
     """
 
@@ -120,6 +121,7 @@ class WorkerLink:
         epoch = registry.epoch
         self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
         self.sent_nbytes: int = 0
+        self.skipped: int = 0
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
         if channel is not None:

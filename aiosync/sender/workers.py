@@ -105,7 +105,8 @@ class WorkerRegistry:
         closed: By its owner.
         crash: What a background task ended with, and its traceback; ``None`` for nothing.
         records: What is known of each worker, by index.
-        num_changes: How often a worker came or went.
+        readers: What tells whether those that read slots said something; made by who asks, and
+            ``None`` once a worker came or went.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: Why the last ones were not let in.
         initial: Of whom the initial weights are still being copied; ``None`` for everybody.
@@ -142,7 +143,7 @@ class WorkerRegistry:
         self.crash: tuple[BaseException, TracebackType | None] | None = None
         self.closed: bool = False
         self.records: dict[int, WorkerRecord] = {}
-        self.num_changes: int = 0
+        self.readers: select.poll | None = None
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
@@ -286,7 +287,7 @@ class WorkerRegistry:
         record.recover()
         record.subscribes = hello.subscribe
         record.link = link = WorkerLink(idx, transport, hello, self)
-        self.num_changes += 1
+        self.readers = None
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
         self.tasks.start(link.read(), f"aiosync acks of worker {idx}")
@@ -362,17 +363,13 @@ class WorkerRegistry:
         else:
             self._offer_history(link)
 
-    def answer_all(self) -> None:
-        """There is a new version: answer those who wait for one."""
-        for link in self.links.values():
-            self.answer(link)
-
     def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
         """What became of versions at a worker."""
         record = self.records.get(link.idx)
         for outcome in outcomes:
             error, by = outcome.error, outcome.by
             self.counts["skipped"] += by is not None
+            link.skipped += by is not None
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if isinstance(error, ApplyError):
                 self.counts["refused"] += 1
@@ -393,7 +390,7 @@ class WorkerRegistry:
 
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """A worker's link has ended."""
-        self.num_changes += 1
+        self.readers = None
         record = self.records.get(link.idx)
         if record is not None and record.link is link:
             record.link, record.had = None, link.applied

@@ -152,7 +152,7 @@ class ServedModel:
         for link in workers.links.values():
             if link.hello.subscribe and link.outbox.newest < snapshot.version:
                 link.offer(snapshot)
-        workers.answer_all()
+            workers.answer(link)
         self._meter.mark(snapshot.version, time.perf_counter() - (time.time() - updated_at))
         self._updated_at = updated_at
 
@@ -365,7 +365,7 @@ class ServedModel:
                     "version": link.applied,
                     "lag": max(0, self.version - link.applied),
                     "subscribes": link.hello.subscribe,
-                    "skipped": link.outbox.skipped,
+                    "skipped": link.skipped,
                     "sent_nbytes": link.sent_nbytes,
                     "connected_seconds": round(time.monotonic() - link.since, 3),
                 }
