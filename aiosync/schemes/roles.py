@@ -393,7 +393,7 @@ class Trainer:
         if timeout is not None:
             validate_timeout(timeout)
         planned, meant = self.plan(scheme, weights), named(weights, worker_ids)
-        sent = sender.start(planned, meant, None, started, alone=True)
+        sent = sender.start(planned, meant, None, started, off_loop=True)
         if not isinstance(sent, SendReport):
             return None, None
         return sent, sender.tell if sender.has_to_tell() else None

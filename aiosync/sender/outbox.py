@@ -1,4 +1,4 @@
-"""What workers are owed: the updates on their way to one, and those that late ones get.
+"""What is on its way: the updates for one worker, and one send to several of them.
 
 A worker that is slower than the trainer gets the newest version and never sees the ones in
 between: an update that still waits is replaced by the next. With ``strict=False`` an update may
@@ -7,24 +7,24 @@ every name; the others come before it, in order. Each stays an update of its own
 workers refuse must take no other with it; but where one was replaced that is older than others,
 these come together with the newest: a worker never has what the trainer never had.
 
-Pure bookkeeping: events in, outcomes out. Must not import asyncio nor transports.
+What a cancelled send leaves is decided in ``sender.sender``. Pure bookkeeping: events in, outcomes
+out. Must not import asyncio nor transports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from aiosync.errors import AiosyncError, ApplyError, PeerClosed
-from aiosync.sender.snapshots import Snapshot
-from aiosync.types import AckStatus
+from aiosync.errors import AckTimeout, AiosyncError, ApplyError, PartialSyncError, PeerClosed
+from aiosync.events import SyncOutcome
+from aiosync.sender.snapshots import Chain, Group, lacking
+from aiosync.types import AckStatus, Require
 from aiosync.wire import Ack
 
-__all__ = ["MAX_IN_FLIGHT", "Chain", "Group", "History", "Outbox", "Outcome", "WorkerLeft"]
-
-Group: TypeAlias = "tuple[Snapshot, ...]"
-"""Updates that a worker applies as one, with the version of the last."""
+__all__ = ["MAX_IN_FLIGHT", "Outbox", "Outcome", "Send", "WorkerLeft"]
 
 MAX_IN_FLIGHT = 64
 """How many versions one receiver may leave unresolved; it gets no more before it settles one.
@@ -52,81 +52,6 @@ class Outcome:
     version: int
     by: int | None = None
     error: AiosyncError | None = None
-
-
-def lacking(newest: Group, older: Sequence[Snapshot]) -> list[Snapshot]:
-    """The older ones that hold something which nothing newer holds: never more than names.
-
-    Args:
-        newest: What comes next.
-        older: Oldest first, as what is returned.
-    """
-    needed, newer = list[Snapshot](), set[str]()
-    for each in reversed(older):
-        if len(newest) == 1 and each.holds_same(newest[0]):  # mostly: to compare names is dear
-            continue
-        newer = newer or _names_of(newest)
-        if not each.names <= newer:
-            needed.append(each)
-            newer |= each.names
-    return needed[::-1]
-
-
-def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
-    return set[str]().union(*(each.names for each in snapshots))
-
-
-class Chain:
-    """Updates that come one after the other. Has a reference to each.
-
-    Attributes:
-        groups: Oldest first.
-    """
-
-    def __init__(self, groups: Iterable[Group] = ()) -> None:
-        self.groups: list[Group] = [*groups]
-        for each in self.snapshots():
-            each.retain()
-
-    @property
-    def version(self) -> int:
-        """Of the last one; 0 for none."""
-        return self.groups[-1][-1].version if self.groups else 0
-
-    def snapshots(self) -> list[Snapshot]:
-        """All of them, oldest first."""
-        return [each for group in self.groups for each in group]
-
-    def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
-        """Put a group at the end, and leave out what is not needed before it.
-
-        Args:
-            group: What comes; takes over a reference to each.
-            needed: See :func:`lacking`.
-            parts: What was between an update that is left out and this group comes with it.
-
-        Returns:
-            The versions of the groups that do not stay as they were.
-        """
-        groups, late, lost, replaced = list[Group](), list[Snapshot](), list[Snapshot](), []
-        for each in self.groups:
-            kept = [snapshot for snapshot in each if snapshot in needed]
-            lost += [snapshot for snapshot in each if snapshot not in needed]
-            if len(kept) == len(each) and not (lost and parts):
-                groups.append(each)
-            else:
-                late += kept
-                replaced.append(each[-1].version)
-        self.groups = [*groups, (*late, *group)]
-        for snapshot in lost:
-            snapshot.release()
-        return replaced
-
-    def clear(self) -> None:
-        """Give everything back."""
-        snapshots, self.groups = self.snapshots(), []
-        for each in snapshots:
-            each.release()
 
 
 class Outbox:
@@ -281,75 +206,115 @@ class Outbox:
         return Outcome(ack.version, error=error)
 
 
-class History:
-    """Updates that together hold the newest of each name, for everybody and for some.
-
-    Nearly always that is one. Names that were never sent before are other weights, or a mistake
-    that no worker can take: they come along with older ones only where the sender says that it
-    sends parts. Keeps references to snapshots, and with that their memory.
-
-    Args:
-        parts: Updates hold parts of the names, also when these are new.
-        num_workers: How many workers there can be; ``None`` for any number.
+@dataclass(slots=True, eq=False)
+class Send:
+    """Collects the outcomes of one version at all its targets. Not thread-safe.
 
     Attributes:
-        parts: As given; may change.
+        version: The version that is sent.
+        workers: Indices of the targets, without those that left.
+        require: What counts as success, as for :func:`validate_require`.
+        started: When the send began.
+        nbytes: Payload bytes of the update.
+        lost: Workers that had gone before this send; they are reported and count neither as
+            targets nor as failures.
+        named: The caller named its targets: no more than these are needed.
+        waiter: Who waits for the result; not used here.
+        about: What observers are told of it, if there are any; not used here.
+        timeout: Seconds that the send may take.
+        look_at: When to look at it again; not used here.
+        acked: Workers that applied exactly this version, so far.
+        skipped: Workers that a newer version reached first, with that version.
+        failed: Workers that did not get it, with the reason.
+        left: Targets that were closed before they had it.
+        waiting: Workers without an outcome.
     """
 
-    def __init__(self, parts: bool, num_workers: int | None) -> None:
-        self.parts = parts
-        self._num_workers = num_workers
-        self._common = Chain()
-        self._own: dict[int, Chain] = {}  # of workers that got others than the rest
+    version: int
+    workers: set[int]
+    require: Require = "all"
+    started: float = 0.0
+    nbytes: int = 0
+    lost: Mapping[int, AiosyncError] = field(default_factory=dict)
+    named: bool = False
+    waiter: Any = None
+    about: Any = None
+    timeout: float = math.inf
+    look_at: float = math.inf
+    acked: set[int] = field(default_factory=set)
+    skipped: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, AiosyncError] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    waiting: set[int] = field(init=False)
 
-    def add(self, key: int | None, snapshot: Snapshot) -> None:
-        """Register what was sent, newest last; takes over a reference.
+    def __post_init__(self) -> None:
+        self.waiting = self.workers - self.acked
 
-        Args:
-            key: To which worker; ``None`` for all that got no other one of the same version.
-            snapshot: The update.
+    @property
+    def satisfied(self) -> bool:
+        """Whether enough targets are on this version or a newer one already."""
+        return len(self.acked) + len(self.skipped) >= self.needed
+
+    @property
+    def needed(self) -> int:
+        """How many targets have to be on this version or a newer one."""
+        total = len(self.workers)
+        if isinstance(self.require, str):
+            return total
+        if isinstance(self.require, int):
+            return min(self.require, total + len(self.left)) if self.named else self.require
+        # 0.1 * 30 is 3.0000000000000004: a product that is an integer but for its rounding
+        # must not ask for one worker more.
+        return max(min(total, 1), math.ceil(self.require * total - 1e-9))
+
+    def resolve(self, worker_idx: int, outcome: Outcome) -> bool:
+        """Register what became of the version at one target.
+
+        A second outcome of the same target, and those of other workers, are ignored.
+
+        Returns:
+            Whether it counted.
         """
-        common = self._common
-        groups = common.groups
-        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:  # mostly
-            [(old,)] = groups
-            if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
-                common.groups = [(snapshot,)]
-                old.release()  # last: a signal's handler may raise in between
-                return
-        if key is None:
-            for idx, own in list(self._own.items()):
-                if own.version < snapshot.version:
-                    self._extend(own, snapshot.retain())
-                    if [*map(len, own.groups)] == [1]:  # as everybody has it
-                        self._own.pop(idx).clear()
-            self._extend(common, snapshot)
-            return
-        if key not in self._own:
-            older = [each for each in common.groups if each[-1].version < snapshot.version]
-            self._own[key] = Chain(older)
-        self._extend(self._own[key], snapshot)
-        if len(self._own) == self._num_workers:
-            common.clear()  # nobody is left who would get it
+        if worker_idx not in self.waiting:
+            return False
+        self.waiting.discard(worker_idx)
+        if isinstance(outcome.error, WorkerLeft):
+            self.left.add(worker_idx)
+            self.workers.discard(worker_idx)
+        elif outcome.error is not None:
+            self.failed[worker_idx] = outcome.error
+        elif outcome.by is not None:
+            self.skipped[worker_idx] = outcome.by
+        else:
+            self.acked.add(worker_idx)
+        return True
 
-    def for_worker(self, idx: int) -> Chain:
-        """What this worker gets when it joins, in the order in which it was sent."""
-        return self._own.get(idx, self._common)
+    def time_out(self) -> None:
+        """Fail every target that has no outcome yet."""
+        error = AckTimeout(
+            f"no answer to version {self.version} within {self.timeout:g} s; the worker may be "
+            "busy, stopped, without a model yet, or waiting for apply_pending()",
+            worker_ids=frozenset(self.waiting),
+            version=self.version,
+        )
+        self.failed.update(dict.fromkeys(self.waiting, error))
+        self.waiting.clear()
 
-    def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
-        """What somebody who gets a chain would get as well if ``snapshot`` came next."""
-        known = self.parts or snapshot.names <= _names_of(chain.snapshots())
-        return lacking((snapshot,), chain.snapshots()) if known else []
-
-    def forget(self, idx: int) -> None:
-        """A worker that comes again under this index gets what the others get."""
-        self._own.pop(idx, Chain()).clear()
-
-    def clear(self) -> None:
-        """Give everything back."""
-        for chain in (self._common, *self._own.values()):
-            chain.clear()
-        self._own.clear()
-
-    def _extend(self, chain: Chain, snapshot: Snapshot) -> None:
-        chain.add((snapshot,), self.needed_before(chain, snapshot), parts=self.parts)
+    def result(self) -> tuple[SyncOutcome, PartialSyncError | None]:
+        """How the send ended, once that is known, and what it raises, if anything."""
+        if not (self.failed or self.require != "all") or self.satisfied:
+            return "ok" if self.acked or not self.skipped else "skipped", None
+        # With fewer targets than needed, the workers that had gone are a part of the reason.
+        before = self.lost if len(self.workers) < self.needed else {}
+        error = PartialSyncError(
+            acked=self.acked | self.skipped.keys(),
+            failed={**before, **self.failed},
+            version=self.version,
+        )
+        outcome: SyncOutcome = "error"
+        for each in self.failed.values():
+            if isinstance(each, ApplyError):
+                return "refused", error
+            if isinstance(each, AckTimeout):
+                outcome = "timeout"
+        return outcome, error

@@ -28,8 +28,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
-from aiosync.sender.outbox import Outcome
-from aiosync.sender.sends import Send
+from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import STEPS
 from aiosync.sender.worker_link import Streaming, WorkerLink
@@ -116,7 +115,7 @@ class WeightSender:
         self._looks_at = math.inf  # when it is due
         self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
         self._bell: asyncio.TimerHandle | None = None
-        self._late: dict[tuple[int, int], int] = {}  # turns in which a worker had which version
+        self._turns: dict[tuple[int, int], int] = {}  # turns in which a worker had which version
         self._recent = 0.0  # seconds that answers took lately
 
     @property
@@ -333,13 +332,14 @@ class WeightSender:
         timeout: float | None,
         started: float,
         *,
-        alone: bool = False,
+        off_loop: bool = False,
     ) -> SendReport | Send | None:
         """Send small weights where memory for them is free; else ``None``, with nothing done.
 
-        :meth:`tell` has to follow. ``alone`` does nothing with the loop, and nothing of which
-        somebody has to be told: naming the update has to be enough. A signal's handler may raise at
-        any step: then some workers may have the version, and nothing else is wrong.
+        :meth:`tell` has to follow. ``off_loop``, on another thread than the loop's, does nothing
+        with the loop, and nothing of which somebody has to be told: naming the update has to be
+        enough. A signal's handler may raise at any step: then some workers may have the version,
+        and nothing else is wrong.
         """
         workers = self.workers
         if workers.closed or workers.crash is not None:
@@ -348,8 +348,8 @@ class WeightSender:
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
-        links = self._links_that_look(plan, addressed[0], worker_ids) if alone else []
-        if alone and not links:
+        links = self._links_that_look(plan, addressed[0], worker_ids) if off_loop else []
+        if off_loop and not links:
             return None
         snapshot = self.copier.take_free(plan)
         if snapshot is None:
@@ -359,7 +359,7 @@ class WeightSender:
                 snapshot.release()
                 return None
         return self._dispatch(
-            dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started, alone
+            dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started, off_loop
         )
 
     def _links_that_look(
@@ -641,14 +641,14 @@ class WeightSender:
         Each ever more seldom while it takes none, whatever the others do. One that does not compute
         follows all the same, and gives its slot back.
         """
-        self._bell, before, self._late = None, self._late, {}
+        self._bell, before, self._turns = None, self._turns, {}
         for idx, link in self.workers.links.items():
             if link.is_behind:
                 has = idx, link.applied
-                self._late[has] = turns = before.get(has, 0) + 1
+                self._turns[has] = turns = before.get(has, 0) + 1
                 if turns & (turns - 1) == 0 or turns % _RING_TURNS == 0:
                     link.ring()
-        if self._late:
+        if self._turns:
             self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     # -- waiting for workers -------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Snapshots of the sender: one copy of the weights per update, in memory that is reused.
+"""Snapshots of the sender: one copy of the weights per update, how it is made and how long kept.
 
 A :class:`Snapshot` is written once and then only read, until nobody needs it any more and its
 memory becomes the next one. That is memory of this process, for links that carry bytes; or a slot
-of an arena, which receivers read in place.
+of an arena, which receivers read in place. :class:`History` keeps what workers get that join later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -33,7 +33,16 @@ from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier"]
+__all__ = [
+    "STEP_SECONDS",
+    "Chain",
+    "Group",
+    "History",
+    "How",
+    "Snapshot",
+    "SnapshotCopier",
+    "lacking",
+]
 
 STEP_SECONDS = 60.0
 """How long a copy waits for an optimizer's step, where its caller waits for ever."""
@@ -185,6 +194,165 @@ def _nothing() -> None:
 
 
 _no_buffer = FlatBuffer(0)
+
+
+# -- which of them are kept ------------------------------------------------------------------------
+
+
+Group: TypeAlias = "tuple[Snapshot, ...]"
+"""Updates that a worker applies as one, with the version of the last."""
+
+
+def lacking(newest: Group, older: Sequence[Snapshot]) -> list[Snapshot]:
+    """The older ones that hold something which nothing newer holds: never more than names.
+
+    Args:
+        newest: What comes next.
+        older: Oldest first, as what is returned.
+    """
+    needed, newer = list[Snapshot](), set[str]()
+    for each in reversed(older):
+        if len(newest) == 1 and each.holds_same(newest[0]):  # mostly: to compare names is dear
+            continue
+        newer = newer or _names_of(newest)
+        if not each.names <= newer:
+            needed.append(each)
+            newer |= each.names
+    return needed[::-1]
+
+
+def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
+    return set[str]().union(*(each.names for each in snapshots))
+
+
+class Chain:
+    """Updates that come one after the other. Has a reference to each.
+
+    Attributes:
+        groups: Oldest first.
+    """
+
+    def __init__(self, groups: Iterable[Group] = ()) -> None:
+        self.groups: list[Group] = [*groups]
+        for each in self.snapshots():
+            each.retain()
+
+    @property
+    def version(self) -> int:
+        """Of the last one; 0 for none."""
+        return self.groups[-1][-1].version if self.groups else 0
+
+    def snapshots(self) -> list[Snapshot]:
+        """All of them, oldest first."""
+        return [each for group in self.groups for each in group]
+
+    def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
+        """Put a group at the end, and leave out what is not needed before it.
+
+        Args:
+            group: What comes; takes over a reference to each.
+            needed: See :func:`lacking`.
+            parts: What was between an update that is left out and this group comes with it.
+
+        Returns:
+            The versions of the groups that do not stay as they were.
+        """
+        groups, late, lost, replaced = list[Group](), list[Snapshot](), list[Snapshot](), []
+        for each in self.groups:
+            kept = [snapshot for snapshot in each if snapshot in needed]
+            lost += [snapshot for snapshot in each if snapshot not in needed]
+            if len(kept) == len(each) and not (lost and parts):
+                groups.append(each)
+            else:
+                late += kept
+                replaced.append(each[-1].version)
+        self.groups = [*groups, (*late, *group)]
+        for snapshot in lost:
+            snapshot.release()
+        return replaced
+
+    def clear(self) -> None:
+        """Give everything back."""
+        snapshots, self.groups = self.snapshots(), []
+        for each in snapshots:
+            each.release()
+
+
+class History:
+    """Updates that together hold the newest of each name, for everybody and for some.
+
+    Nearly always that is one. Names that were never sent before are other weights, or a mistake
+    that no worker can take: they come along with older ones only where the sender says that it
+    sends parts. Keeps references to snapshots, and with that their memory.
+
+    Args:
+        parts: Updates hold parts of the names, also when these are new.
+        num_workers: How many workers there can be; ``None`` for any number.
+
+    Attributes:
+        parts: As given; may change.
+    """
+
+    def __init__(self, parts: bool, num_workers: int | None) -> None:
+        self.parts = parts
+        self._num_workers = num_workers
+        self._common = Chain()
+        self._own: dict[int, Chain] = {}  # of workers that got others than the rest
+
+    def add(self, key: int | None, snapshot: Snapshot) -> None:
+        """Register what was sent, newest last; takes over a reference.
+
+        Args:
+            key: To which worker; ``None`` for all that got no other one of the same version.
+            snapshot: The update.
+        """
+        common = self._common
+        groups = common.groups
+        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:  # mostly
+            [(old,)] = groups
+            if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
+                common.groups = [(snapshot,)]
+                old.release()  # last: a signal's handler may raise in between
+                return
+        if key is None:
+            for idx, own in list(self._own.items()):
+                if own.version < snapshot.version:
+                    self._extend(own, snapshot.retain())
+                    if [*map(len, own.groups)] == [1]:  # as everybody has it
+                        self._own.pop(idx).clear()
+            self._extend(common, snapshot)
+            return
+        if key not in self._own:
+            older = [each for each in common.groups if each[-1].version < snapshot.version]
+            self._own[key] = Chain(older)
+        self._extend(self._own[key], snapshot)
+        if len(self._own) == self._num_workers:
+            common.clear()  # nobody is left who would get it
+
+    def for_worker(self, idx: int) -> Chain:
+        """What this worker gets when it joins, in the order in which it was sent."""
+        return self._own.get(idx, self._common)
+
+    def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
+        """What somebody who gets a chain would get as well if ``snapshot`` came next."""
+        known = self.parts or snapshot.names <= _names_of(chain.snapshots())
+        return lacking((snapshot,), chain.snapshots()) if known else []
+
+    def forget(self, idx: int) -> None:
+        """A worker that comes again under this index gets what the others get."""
+        self._own.pop(idx, Chain()).clear()
+
+    def clear(self) -> None:
+        """Give everything back."""
+        for chain in (self._common, *self._own.values()):
+            chain.clear()
+        self._own.clear()
+
+    def _extend(self, chain: Chain, snapshot: Snapshot) -> None:
+        chain.add((snapshot,), self.needed_before(chain, snapshot), parts=self.parts)
+
+
+# -- how they are made -----------------------------------------------------------------------------
 
 
 class SnapshotCopier:

@@ -27,8 +27,8 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
-from aiosync.sender.outbox import Group, Outbox, WorkerLeft
-from aiosync.sender.snapshots import Snapshot
+from aiosync.sender.outbox import Outbox, WorkerLeft
+from aiosync.sender.snapshots import Group, Snapshot
 from aiosync.tensors.buffer import merged
 from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.transports.data_plane import SharedPayload

@@ -31,7 +31,8 @@ from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import draw_epoch
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
-from aiosync.sender.outbox import History, Outcome, WorkerLeft
+from aiosync.sender.outbox import Outcome, WorkerLeft
+from aiosync.sender.snapshots import History
 from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.transports._processes import has_ended, open_pidfd
 from aiosync.transports.base import Transport

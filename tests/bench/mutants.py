@@ -256,7 +256,7 @@ MUTANTS = [
     ),
     Mutant(
         "the oldest update wins",
-        "sender/outbox.py",
+        "sender/snapshots.py",
         "        self.groups = [*groups, (*late, *group)]",
         "        self.groups = [*self.groups, group]",
         contract("slow_worker"),
@@ -285,7 +285,7 @@ MUTANTS = [
     # -- the send and its report
     Mutant(
         "a worker that refused counts as one that applied",
-        "sender/sends.py",
+        "sender/outbox.py",
         "self.failed[worker_idx] = outcome.error",
         "self.acked.add(worker_idx)",
         contract("refused_shape"),
@@ -314,14 +314,14 @@ MUTANTS = [
     # -- who comes, goes, and comes again
     Mutant(
         "a part that stays goes alone where an older one was replaced",
-        "sender/outbox.py",
+        "sender/snapshots.py",
         "if len(kept) == len(each) and not (lost and parts):",
         "if len(kept) == len(each):",
         "tests/schemes/test_sending.py -k never_had",
     ),
     Mutant(
         "a late joiner gets only the newest part",
-        "sender/outbox.py",
+        "sender/snapshots.py",
         "if not each.names <= newer:",
         "if False:",
         contract("parts_for_a_late_joiner"),

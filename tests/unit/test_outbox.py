@@ -16,8 +16,7 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.protocol import Inbox
-from aiosync.sender.outbox import MAX_IN_FLIGHT, Outbox, Outcome
-from aiosync.sender.sends import Send
+from aiosync.sender.outbox import MAX_IN_FLIGHT, Outbox, Outcome, Send
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
