@@ -97,29 +97,28 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
 
 
 class Notifier:
-    """Wakes whoever waits for a change: :class:`asyncio.Condition` without a lock, of any loop."""
+    """Wakes whoever waits for a change: :class:`asyncio.Condition` without a lock, of any loop.
+
+    Attributes:
+        waiting: Whom the next :meth:`notify` wakes. Any thread may ask whether that is anybody.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[asyncio.Future[None], None] = {}
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the next :meth:`notify` wakes anybody. Any thread may ask."""
-        return bool(self._waiting)
+        self.waiting: dict[asyncio.Future[None], None] = {}
 
     async def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Wait for the next :meth:`notify`; not where ``unless``, asked once it would, says so."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = None
+        self.waiting[waiter] = None
         try:
             if not unless():
                 await waiter
         finally:
-            self._waiting.pop(waiter, None)
+            self.waiting.pop(waiter, None)
 
     def notify(self) -> None:
         """Wake everybody who waits now, in the order in which they came."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for waiter in waiting:
             if not waiter.done() and not waiter.get_loop().is_closed():
                 waiter.set_result(None)

@@ -349,11 +349,11 @@ class Trainer:
         """What each worker gets, ready to be copied; under ``None`` what all of them get."""
         assert self.runtime is not None
         self.runtime.require = scheme.require  # it may have been assigned since
-        maker, given = self.runtime.copier, self._given
+        flatteners, given = self.runtime.copier.flatteners, self._given
         sources = given.sources
         mapped = sources.per_worker or sources.device_map
         if weights is None and sources.weights is not None and not mapped:  # as nearly always
-            return {None: maker.prepare(sources.weights)}
+            return {None: flatteners[-1].prepare(sources.weights)}
         weights = sources.resolve(weights, given.context, given.model_id or "policy")
         if weights is None and initial:
             return {}
@@ -366,7 +366,8 @@ class Trainer:
             )
         each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
         return {
-            idx: maker.prepare(value, -1 if idx is None else idx) for idx, value in each.items()
+            idx: flatteners[-1 if idx is None else idx].prepare(value)
+            for idx, value in each.items()
         }
 
     def publish(

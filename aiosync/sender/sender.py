@@ -105,7 +105,9 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
-        copier.ring, self.workers.on_forget = self._ring, copier.forget
+        # What was planned for a worker refers to the last weights that it got.
+        self.workers.on_forget = lambda idx: copier.flatteners.pop(idx, None)
+        copier.ring = self._ring
         self._how: How = how
         self._first_version = first_version
         self._loop = asyncio.get_running_loop()
@@ -604,7 +606,7 @@ class WeightSender:
         """Whether :meth:`tell` has something to do."""
         return (
             self._bell is None
-            or self.workers.changed.is_waited_for
+            or bool(self.workers.changed.waiting)
             or any(
                 link.wanted is not None or (link.publisher and link.publisher.bell)
                 for link in [each.link for each in self.workers.records.values()]
@@ -615,7 +617,8 @@ class WeightSender:
     def tell(self) -> None:
         """Tell those who wait for a version that there is one, and look later who took it."""
         workers = self.workers
-        workers.changed.notify()
+        if workers.changed.waiting:  # seldom
+            workers.changed.notify()
         for record in list(workers.records.values()):
             link = record.link
             if link is not None:

@@ -372,6 +372,8 @@ class SnapshotCopier:
 
     Attributes:
         arena: As given.
+        flatteners: Plan copies: by index those of workers that get weights of their own, and by -1
+            that of what everybody gets.
         ring: Has workers look who compute with an older version.
     """
 
@@ -385,7 +387,7 @@ class SnapshotCopier:
         self.arena: Arena | None = arena
         self.ring: Callable[[], object] = _nothing
         flattener = functools.partial(Flattener, extract_as, limits or DEFAULT_LIMITS, wire_dtype)
-        self._flatteners = defaultdict[int, Flattener](flattener)
+        self.flatteners: defaultdict[int, Flattener] = defaultdict(flattener)
         self._idle: list[FlatBuffer] = []
         self._closed = False
         STEPS.watch()
@@ -393,22 +395,6 @@ class SnapshotCopier:
         self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")  # one copy after the other
         self._pool = CopyPool()
         self._has_thread = False
-
-    def prepare(self, source: Any, key: int = -1) -> Prepared:
-        """Look at ``source`` and plan its copy; cheap when it is the same as last time.
-
-        Args:
-            source: Module, TensorDict or mapping.
-            key: Worker index for per-worker sources, each of which has its own plan.
-
-        Raises:
-            ConfigError: Something in the source cannot travel.
-        """
-        return self._flatteners[key].prepare(source)
-
-    def forget(self, key: int) -> None:
-        """There are no more sources for a worker; what was planned refers to the last one."""
-        self._flatteners.pop(key, None)
 
     # -- memory --------------------------------------------------------------------------------
 

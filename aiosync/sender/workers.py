@@ -151,7 +151,7 @@ class WorkerRegistry:
         self.history: History = History(parts, num_workers)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
-        self.on_forget: Callable[[int], None] = lambda idx: None
+        self.on_forget: Callable[[int], object] = lambda idx: None
         self.counts: dict[str, int] = dict.fromkeys(
             ("wire_nbytes", "skipped", "refused", "reconnects"), 0
         )

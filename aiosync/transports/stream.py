@@ -665,7 +665,7 @@ class FramedTransport(Transport):
             self._write()
         if self._out or self.io.has_unsent:
             return
-        if self._room.is_waited_for:
+        if self._room.waiting:
             # The next part of a large update is likely to follow at once: taking the descriptor
             # out of the loop and putting it back costs more than being called once in vain.
             self._room.notify()

@@ -225,7 +225,7 @@ class Slot:
 
     def acquire(self) -> bool:
         """Take the slot to write to it, if nobody in this process or another one needs it."""
-        return self.has_memory and not self.is_needed and self.lock()
+        return self.has_memory and not (self.in_use or self.namers) and self.lock()
 
     def lock(self) -> bool:
         """Keep others from reading it, if nobody does."""
