@@ -4,9 +4,9 @@ A segment is a memfd, so that nothing is left behind however a process ends. The
 shared; receivers get a read-only descriptor and map it privately: their side is in ``reader``. Each
 link has a page of three words: ``want`` names the slot that the worker is to compute with, and only
 the sender writes it; ``holds`` is the version that the worker computes with, and ``bell`` says that
-somebody there waits: these only the worker writes. Nobody frees a slot: :meth:`Slot.acquire` takes
-one that no snapshot is in, no link's word names and no reader has locked. Must not import asyncio,
-torch or anything above ``transports``.
+somebody there waits: these only the worker writes. Nobody frees a slot: :meth:`Arena.take_slot`
+takes one that no snapshot is in, no link's word names and no reader has locked. Must not import
+asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
@@ -223,10 +223,6 @@ class Slot:
         self.used_at: int = 0
         self.has_memory: bool = False
 
-    def acquire(self) -> bool:
-        """Take the slot to write to it, if nobody in this process or another one needs it."""
-        return self.has_memory and not (self.in_use or self.namers) and self.lock()
-
     def lock(self) -> bool:
         """Keep others from reading it, if nobody does."""
         try:
@@ -313,7 +309,7 @@ class Arena:
         if now % _FIRST_FIT_SENDS and self._before_last < len(slots):
             slots = [slots[self._before_last], *slots]
         for slot in slots:
-            if not slot.namers and slot.acquire():
+            if slot.has_memory and not (slot.in_use or slot.namers) and slot.lock():
                 if slot.index != self._last:
                     self._before_last, self._last = self._last, slot.index
                 slot.used_at = now
@@ -321,7 +317,8 @@ class Arena:
         else:
             return None
         old = segment.slots[now % len(segment.slots)]  # each comes to its turn
-        if old.used_at < now - _UNUSED_SENDS and not growing and old.acquire():
+        unused = old.used_at < now - _UNUSED_SENDS and old.has_memory and not old.is_needed
+        if unused and not growing and old.lock():
             segment.shrink(old)
         return slot
 
