@@ -14,6 +14,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Callable,
     Hashable,
@@ -177,22 +178,20 @@ class DataPlaneTransport(Transport):
         control.call_on_end(self._end)
 
     @abc.abstractmethod
-    async def _offer(
+    def _push(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> Mapping[str, ExtValue]:
-        """Prepare to send; returns what the peer has to know. It is told after this.
+    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
+        """Prepare to send, yield once what the peer has to know, and send when it was told.
+
+        Ends when the payload's memory may change.
 
         Args:
             payload: The bytes, in order.
             memo: Belongs to the payload, see :class:`SharedPayload`.
 
         Raises:
-            LocalProtocolError: It cannot be sent; the link is as it was.
+            LocalProtocolError: It cannot be sent, before the peer was told; the link is as it was.
         """
-
-    @abc.abstractmethod
-    async def _push(self, payload: list[memoryview]) -> None:
-        """Send, once the peer was told. Returns when the payload's memory may change."""
 
     @abc.abstractmethod
     async def _fetch(
@@ -201,7 +200,7 @@ class DataPlaneTransport(Transport):
         """Receive what the peer told of.
 
         Args:
-            ext: What the peer's :meth:`_offer` returned, unchecked.
+            ext: What the peer's :meth:`_push` yielded, unchecked.
             nbytes: Size of the payload.
             lend: Gives the buffers that the payload has to land in; ``None`` where memory of the
                 transport is welcome.
@@ -327,11 +326,12 @@ class DataPlaneTransport(Transport):
                 await asyncio.sleep(0)  # a checkpoint, before the first byte
                 control.check()
                 memo = payload.memo if isinstance(payload, SharedPayload) else {}
-                ext = {**await self._offer(views, memo), _NBYTES: nbytes}
-                self._told = True
-                if not control.send_nowait(message, ext=ext):
-                    await control.send(message, ext=ext)
-                await self._push(views)
+                async with contextlib.aclosing(self._push(views, memo)) as pushing:
+                    ext = {**await anext(pushing), _NBYTES: nbytes}
+                    self._told = True
+                    if not control.send_nowait(message, ext=ext):
+                        await control.send(message, ext=ext)
+                    await anext(pushing, None)
                 control.check()
 
     # -- receiving -----------------------------------------------------------------------------

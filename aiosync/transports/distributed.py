@@ -13,7 +13,14 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -169,10 +176,6 @@ class DistributedTransport(DataPlaneTransport):
 
     _kind = "gloo"
 
-    # Until the peer is ready to receive what was offered, and until it has it.
-    _going: asyncio.Future[None]
-    _taken: asyncio.Future[None]
-
     def __init__(
         self,
         control: FramedTransport,
@@ -195,7 +198,6 @@ class DistributedTransport(DataPlaneTransport):
         self._store = _LinkStore(self._say_soon)
         self._threads = Threads("aiosync-gloo", 2)
         self._stop = False
-        self._copying: Progress | None = None
         close_in_child(self)
         super().__init__(control, inline_nbytes)
 
@@ -266,23 +268,18 @@ class DistributedTransport(DataPlaneTransport):
 
     # -- moving --------------------------------------------------------------------------------
 
-    async def _offer(
+    async def _push(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> Mapping[str, ExtValue]:
+    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
         """See :class:`DataPlaneTransport`."""
         await self._meet()
-        self._copying = memo.get(COPYING)
-        self._going, self._taken = self._until_told(_GO), self._until_told(_GOT)
-        return {}
-
-    async def _push(self, payload: list[memoryview]) -> None:
-        """See :class:`DataPlaneTransport`."""
+        going, taken = self._until_told(_GO), self._until_told(_GOT)
+        yield {}
         # A thread that waits for a peer that does not receive could not be called off.
-        await self._outcome(self._going)
+        await self._outcome(going)
         self._say(_NOW)
-        copying, self._copying = self._copying, None
-        await self._move(payload, self._send, copying)
-        await self._outcome(self._taken)
+        await self._move(payload, self._send, memo.get(COPYING))
+        await self._outcome(taken)
 
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None

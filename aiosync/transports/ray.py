@@ -16,7 +16,15 @@ import re
 import secrets
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -363,10 +371,6 @@ class RayTransport(DataPlaneTransport):
 
     _kind = "ray"
 
-    # Until the hub has what was offered, and until the peer has it.
-    _passed_on: asyncio.Future[Any]
-    _taken: asyncio.Future[None]
-
     def __init__(
         self,
         control: FramedTransport,
@@ -377,7 +381,6 @@ class RayTransport(DataPlaneTransport):
         self._ray = need_cluster()
         self._objects = RayObjects() if objects is None else objects
         self._owns_objects = objects is None
-        self._announced: Entry | None = None  # until the peer holds the object itself
         self._hub: tuple[str, Any] = ("", None)
         super().__init__(control, inline_nbytes)
 
@@ -393,25 +396,26 @@ class RayTransport(DataPlaneTransport):
 
     # -- sending -------------------------------------------------------------------------------
 
-    async def _offer(
+    async def _push(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> Mapping[str, ExtValue]:
-        """See :class:`DataPlaneTransport`. Puts the payload, unless another link did."""
+    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
+        """See :class:`DataPlaneTransport`. Puts the payload, unless another link did.
+
+        Ends when the peer holds the object itself.
+        """
         self._control.check()
         entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
-        hub, self._passed_on = await self._objects.publish(entry)
-        self._control.check()
-        self._announced, self._taken = entry, self._until_told(_GOT, entry.ticket)
-        return {"ref": entry.ticket, "hub": hub}
-
-    async def _push(self, payload: list[memoryview]) -> None:
-        """See :class:`DataPlaneTransport`. Waits until the peer holds the object itself."""
         try:
-            await self._outcome(self._passed_on, _HUB_SECONDS)
+            hub, passed_on = await self._objects.publish(entry)
+            self._control.check()
+            taken = self._until_told(_GOT, entry.ticket)
+            yield {"ref": entry.ticket, "hub": hub}
+            await self._outcome(passed_on, _HUB_SECONDS)
+            await self._outcome(taken)
         except self._ray.exceptions.RayError as exc:
             raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
-        await self._outcome(self._taken)
-        self._announced = None
+        finally:
+            del entry  # the traceback of an error keeps what is here
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -455,7 +459,6 @@ class RayTransport(DataPlaneTransport):
     def _end(self) -> None:
         """See :class:`DataPlaneTransport`."""
         super()._end()
-        self._announced = None
         if self._owns_objects:
             self._objects.abort()
 
