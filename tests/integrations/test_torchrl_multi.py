@@ -343,12 +343,6 @@ def test_shutdown_leaves_nothing(make: Any, cls: type) -> None:
 # -- names ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [*SCHEMES, DISTRIBUTED, aiosync.sync.NoWeightSyncScheme])
-def test_schemes_are_schemes_of_torchrl(make: Any) -> None:
-    assert isinstance(make(), WeightSyncScheme)
-    assert issubclass(make, WeightSyncScheme)
-
-
 @pytest.mark.parametrize(
     ("name", "cls"),
     [
@@ -356,12 +350,15 @@ def test_schemes_are_schemes_of_torchrl(make: Any) -> None:
         ("aiosync-shared", SHM),
         ("aiosync-process", PIPE),
         ("aiosync-tcp", TCP),
+        ("aiosync-distributed", DISTRIBUTED),
         ("aiosync-none", aiosync.sync.NoWeightSyncScheme),
     ],
 )
 def test_torchrl_makes_them_by_name(name: str, cls: type) -> None:
+    importlib.import_module("aiosync.integrations.torchrl")  # registers them
     scheme = WeightSyncScheme.from_backend(name, timeout=math.pi)
     assert type(scheme) is cls
+    assert isinstance(scheme, WeightSyncScheme) and issubclass(cls, WeightSyncScheme)
     assert scheme.timeout == math.pi
     with pytest.raises(ValueError, match="aiosync-tcp"):
         WeightSyncScheme.from_backend("aiosync-nothing")
