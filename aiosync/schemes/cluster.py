@@ -20,7 +20,7 @@ from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
 from aiosync.rendezvous.dialer import Left, retry
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.rendezvous.same_host import SameHost, dial_here
-from aiosync.schemes.options import EngineOptions, Fixed, Option, count, seconds
+from aiosync.schemes.options import DistributedOptions, EngineOptions, RPCOptions
 from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import DeviceMap, Sources
 from aiosync.schemes.tcp import StreamScheme
@@ -31,7 +31,7 @@ from aiosync.transports.address import Address, own_host
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.data_plane import DataPlaneTransport
-from aiosync.transports.distributed import DistributedTransport, check_backend
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.rpc import RPCTransport, invitation, invite, need_rpc
 from aiosync.transports.shared_memory import Arena
 from aiosync.transports.tcp import TCPTransport
@@ -254,7 +254,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 _SEPARATOR = b"\n"
 
 
-class DistributedWeightSyncScheme(ClusterScheme):
+class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
     """Sends weights over process groups of ``torch.distributed``.
 
     Each worker has a control stream to the sender, which carries messages and small updates, and
@@ -300,15 +300,6 @@ class DistributedWeightSyncScheme(ClusterScheme):
     Raises:
         ConfigError: An option has an illegal value, or the back-end cannot be used here.
     """
-
-    backend: Option[Literal["gloo", "nccl"]] = Option(
-        lambda _, value: check_backend(value), "What moves large updates."
-    )
-    inline_nbytes: Option[int] = Option(
-        count(0), "Updates up to this size travel in the control stream."
-    )
-    patience: Option[float] = Option(seconds(), "Seconds that a transfer may stall.")
-    store: Fixed = Fixed()
 
     def __init__(
         self,
@@ -421,7 +412,7 @@ _TELL_SECONDS = 5.0  # for one call that tells a worker the address
 _KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
 
 
-class RPCWeightSyncScheme(ClusterScheme):
+class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
     """Sends weights to the workers of a ``torch.distributed.rpc`` group.
 
     RPC tells each worker where the sender listens; updates travel in a stream of its own, in
@@ -462,8 +453,6 @@ class RPCWeightSyncScheme(ClusterScheme):
     Raises:
         ConfigError: An option has an illegal value.
     """
-
-    patience: Option[float] = Option(seconds(), "Seconds without progress until a drop.")
 
     def __init__(
         self,

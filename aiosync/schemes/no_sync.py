@@ -63,14 +63,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
         del timeout, given
-        if isinstance(side, Trainer):
-            return
-        await side.prepare(self, self.model)
-        if lacks_memory(self.model):
-            raise ConfigError(
-                "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
-                "device: materialise it in the worker, or use a scheme that sends weights"
-            )
+        if isinstance(side, Worker):
+            await side.prepare(self, self.model)
+            if lacks_memory(self.model):
+                raise ConfigError(
+                    "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
+                    "device: materialise it in the worker, or use a scheme that sends weights"
+                )
 
     async def send(
         self,

@@ -1,7 +1,7 @@
 """Options of schemes, async and blocking; checked when they are assigned as when they are given.
 
 The classes name the options of each kind of scheme, once for both. The defaults are those of the
-async constructors, which the blocking ones have, too. Must not import torch.
+async constructors, which the blocking ones have, too.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from aiosync.protocol import (
     validate_seconds,
 )
 from aiosync.tensors import Dtypes, check_dtypes
+from aiosync.transports.distributed import check_backend
 from aiosync.types import Limits, Require
 
 __all__ = [
+    "DistributedOptions",
     "EngineOptions",
-    "Fixed",
     "Option",
+    "RPCOptions",
+    "RayOptions",
     "SchemeOptions",
     "StreamOptions",
     "TCPOptions",
-    "count",
-    "flag",
-    "one_of",
     "refuse",
-    "seconds",
 ]
 
 _T = TypeVar("_T")
@@ -275,4 +274,32 @@ class EngineOptions(StreamOptions):
 
     shared_memory: Option[bool] = Option(
         flag, "Whether workers on the sender's host read shared memory."
+    )
+
+
+class DistributedOptions(EngineOptions):
+    """Options of :class:`aiosync.DistributedWeightSyncScheme`."""
+
+    store: Fixed = Fixed()
+    backend: Option[Literal["gloo", "nccl"]] = Option(
+        lambda _, value: check_backend(value), "What moves large updates."
+    )
+    inline_nbytes: Option[int] = Option(
+        count(0), "Updates up to this size travel in the control stream."
+    )
+    patience: Option[float] = Option(seconds(), "Seconds that a transfer may stall.")
+
+
+class RPCOptions(EngineOptions):
+    """Options of :class:`aiosync.RPCWeightSyncScheme`."""
+
+    patience: Option[float] = Option(seconds(), "Seconds without progress until a drop.")
+
+
+class RayOptions(EngineOptions):
+    """Options of :class:`aiosync.RayWeightSyncScheme`."""
+
+    backend: Option[str] = Option(doc="Kept for TorchRL's signature.")
+    inline_nbytes: Option[int] = Option(
+        count(0), "Updates up to this size travel in the control stream."
     )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
-from aiosync.schemes.options import Option, count
+from aiosync.schemes.options import RayOptions
 from aiosync.schemes.roles import Trainer, Worker
 from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import How
@@ -52,7 +52,7 @@ _LONGEST_PAUSE = 0.5  # seconds between two looks whether an actor has joined
 _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
 
 
-class RayWeightSyncScheme(ClusterScheme):
+class RayWeightSyncScheme(RayOptions, ClusterScheme):
     """Sends weights to actors of a Ray cluster.
 
     Each worker has a control stream to the sender, which carries messages and small updates.
@@ -94,11 +94,6 @@ class RayWeightSyncScheme(ClusterScheme):
     Raises:
         ConfigError: Ray is not installed, or an option has an illegal value.
     """
-
-    backend: Option[str] = Option(lambda _, value: value, "Kept for TorchRL's signature.")
-    inline_nbytes: Option[int] = Option(
-        count(0), "Updates up to this size travel in the control stream."
-    )
 
     def __init__(
         self,

@@ -25,7 +25,6 @@ from typing import (
     Concatenate,
     Final,
     Generic,
-    Literal,
     ParamSpec,
     Protocol,
     Self,
@@ -40,7 +39,14 @@ import aiosync.schemes as aio
 from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.inside import bind_early, life_of, publish_with
-from aiosync.schemes.options import EngineOptions, Fixed, Option, StreamOptions, TCPOptions
+from aiosync.schemes.options import (
+    DistributedOptions,
+    Option,
+    RayOptions,
+    RPCOptions,
+    StreamOptions,
+    TCPOptions,
+)
 from aiosync.schemes.roles import Life
 from aiosync.schemes.state import SchemeState, has_failed
 from aiosync.sender.steps import STEPS
@@ -732,24 +738,18 @@ class TCPWeightSyncScheme(TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncSche
 
 
 class DistributedWeightSyncScheme(
-    EngineOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
+    DistributedOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
 ):
     """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
-
-    store: Fixed = Fixed()
-    backend: attribute[Literal["gloo", "nccl"]] = attribute(aio.DistributedWeightSyncScheme.backend)
-    patience: attribute[float] = attribute(aio.DistributedWeightSyncScheme.patience)
-    inline_nbytes: attribute[int] = attribute(aio.DistributedWeightSyncScheme.inline_nbytes)
 
     @constructor(aio.DistributedWeightSyncScheme)
     def __init__(self) -> None:
         """Make the async scheme."""
 
 
-class RPCWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
+class RPCWeightSyncScheme(RPCOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RPCWeightSyncScheme`; same arguments."""
 
-    patience: attribute[float] = attribute(aio.RPCWeightSyncScheme.patience)
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RPCWeightSyncScheme.init_on_sender
     )
@@ -759,12 +759,10 @@ class RPCWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RPCWeightSyncS
         """Make the async scheme."""
 
 
-class RayWeightSyncScheme(EngineOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
+class RayWeightSyncScheme(RayOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
 
-    backend: attribute[str] = attribute(aio.RayWeightSyncScheme.backend)
     connection_info_name: Final = attribute[str](aio.RayWeightSyncScheme.connection_info_name)
-    inline_nbytes: attribute[int] = attribute(aio.RayWeightSyncScheme.inline_nbytes)
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
         aio.RayWeightSyncScheme.init_on_sender
     )
