@@ -190,9 +190,7 @@ class WeightStore:
         return os.path.join(self.directory, _file_name(model_id))
 
     def _remove_stale(self) -> None:
-        for name in os.listdir(self.directory):
-            if not _TEMPORARY.fullmatch(name):
-                continue
+        for name in filter(_TEMPORARY.fullmatch, os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
             with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone; being written
                 with open(path, "rb") as file:

@@ -429,8 +429,6 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
 def factories_of(collector: Any) -> list[Callable[[], Any]]:
     """The policy factory of each worker; empty where there is none."""
     found = getattr(collector, "policy_factory", None)
-    if found is None:
-        return []
     listed = list(found) if isinstance(found, Sequence) else [found]
     return [factory for factory in listed if factory is not None]
 
@@ -549,8 +547,7 @@ class ServerOwner(TorchRLOwner):
 
     def is_over(self, owned: Any) -> bool:
         """Nobody takes its updates, and the trainer would wait for each until its deadline."""
-        ended: bool = owned._shutdown_event.is_set()
-        return ended
+        return bool(owned._shutdown_event.is_set())
 
     def _init(
         self,

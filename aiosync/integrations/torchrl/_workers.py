@@ -145,9 +145,8 @@ def guard_policy(guard: Guard, collector: Any) -> None:
     compile, export or script it.
     """
     policy = getattr(collector, "_wrapped_policy", None)
-    if not callable(policy) or isinstance(policy, _Guarded):
-        return
-    if getattr(collector, "_wrapped_policy_maybe_compiled", None) is policy:
+    called = getattr(collector, "_wrapped_policy_maybe_compiled", None)
+    if callable(policy) and called is policy and not isinstance(policy, _Guarded):
         collector._wrapped_policy_maybe_compiled = _Guarded(policy, guard, collector)
 
 
