@@ -12,7 +12,6 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -309,45 +308,36 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
     Raises:
         ConfigError: Together they are beyond the limits.
     """
-    leaves = list[_Leaf]()
-    found: dict[str, _Leaf] = {}
+    leaves = list[tuple[Part, LeafSpec, list[str]]]()
+    names_of: dict[str, list[str]] = {}  # the tensor of a name: all names that it has by now
     gone: set[str] = set()  # what something newer holds
     values: dict[str, Any] = {}
     for part in reversed(parts):
         dropped = part.values.keys() & gone
-        inside = inner_names({key: part.values[key] for key in dropped})
+        unwanted = gone | inner_names({key: part.values[key] for key in dropped})
         values = {key: part.values[key] for key in part.values.keys() - dropped} | values
-        kept = list[_Leaf]()
+        kept = list[tuple[Part, LeafSpec, list[str]]]()
         for spec in part.layout.manifest.leaves:
             names = (spec.name, *spec.aliases)
-            leaf = next((found[name] for name in names if name in found), None)
-            rest = [name for name in names if name not in gone | inside]
-            if leaf is None and rest:
-                leaf = _Leaf(part, spec, rest)
-                kept.append(leaf)
-            elif leaf is not None:
-                leaf.names += rest
-            found |= {name: leaf for name in rest if leaf is not None}
+            rest = [name for name in names if name not in unwanted]
+            known = next((names_of[name] for name in names if name in names_of), rest)
+            if known is not rest:  # it is tied to what something newer holds
+                known += rest
+            elif rest:
+                kept.append((part, spec, rest))
+            names_of |= dict.fromkeys(rest, known)
         leaves = kept + leaves
         gone |= part.layout.index.keys() | part.values.keys()
     entries = (
-        (leaf.names[0], leaf.spec.dtype, leaf.spec.shape, leaf.spec.kind, leaf.names[1:])
-        for leaf in leaves
+        (names[0], spec.dtype, spec.shape, spec.kind, names[1:]) for _, spec, names in leaves
     )
     layout = Layout(plan_manifest(entries, limits))
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
     for start, stop in layout.padding():
         target[start:stop] = bytes(stop - start)
-    for leaf, spec in zip(leaves, layout.manifest.leaves, strict=True):
-        if spec.nbytes:
-            source = leaf.part.buffer.memoryview()[leaf.spec.offset :][: spec.nbytes]
-            copy_bytes(target[spec.offset : spec.offset + spec.nbytes], source)
+    for (part, old, _), new in zip(leaves, layout.manifest.leaves, strict=True):
+        if new.nbytes:
+            source = part.buffer.memoryview()[old.offset : old.offset + old.nbytes]
+            copy_bytes(target[new.offset : new.offset + new.nbytes], source)
     return layout, buffer, values
-
-
-@dataclass(slots=True, eq=False)
-class _Leaf:
-    part: Part
-    spec: LeafSpec
-    names: list[str]
