@@ -93,21 +93,13 @@ def _damage(rng: random.Random, data: bytearray) -> bytearray:
     interesting = b"\x00\x01\x7f\x80\x81\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc4\xc6\xc7\xc9\xca\xcf\xd3"
     interesting += b"\xd4\xd6\xd8\xd9\xdb\xdc\xdd\xde\xdf\xe0\xff"
     for _ in range(rng.randint(1, 3)):
-        position = rng.randrange(len(data) + 1)
-        kind = rng.randrange(6)
-        if kind == 0 and position < len(data):
-            data[position] ^= 1 << rng.randrange(8)
-        elif kind == 1 and position < len(data):
-            data[position] = rng.choice(interesting)
-        elif kind == 2:
-            data[position:position] = bytes([rng.choice(interesting)])
-        elif kind == 3:
-            del data[position : position + rng.randint(1, 8)]
-        elif kind == 4:
-            stop = position + rng.randint(1, 30)
-            data[position:position] = data[position:stop] * rng.randint(1, 4)
-        else:
-            del data[position:]
+        # Bytes are changed, put in, taken out, repeated or cut off.
+        start = rng.randrange(len(data) + 1)
+        stop = start + rng.choice([0, 1, 1, rng.randint(1, 8), rng.randint(1, 30), len(data)])
+        byte = bytes([rng.choice([rng.choice(interesting), rng.randrange(256)])])
+        data[start:stop] = rng.choice(
+            [b"", byte, byte, data[start : start + 30] * rng.randint(1, 4)]
+        )
     return data
 
 
