@@ -62,8 +62,6 @@ except ImportError:  # pragma: no cover - depends on the version of torch
 
 _BATCH_NBYTES = 2 * 2**20
 _PADDING = memoryview(bytes(ALIGNMENT))
-_data_ptr = torch.Tensor.data_ptr
-_is_nested = attrgetter("is_nested")
 _look = attrgetter("dtype", "device", "layout", "shape")
 
 
@@ -154,7 +152,7 @@ class Prepared:
             for start, end in layout.padding():
                 flat.array[start:end] = 0
             flat.padded_for = layout.digest
-        addresses = list(map(_data_ptr, self.tensors))
+        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if program is None or program.addresses != addresses:
             # Preparing pays only for tensors that stay where they are.
             is_new = program is not None and plan.addresses != addresses
@@ -194,7 +192,7 @@ class _Plan:
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether other tensors under the same names have the same shapes, dtypes and ties."""
         unique = [tensors[first] for first in self.firsts]
-        if not all(map(is_, unique, self.tensors)) and any(map(_is_nested, unique)):
+        if not all(map(is_, unique, self.tensors)) and any(each.is_nested for each in unique):
             return False
         return self.signature.same(unique) and (not self.tied or self.still_tied(tensors))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -43,14 +43,17 @@ EXTRA_STATE = "_extra_state"
 ROOT_STATE = "__extra_state__"
 """TorchRL's key of the extra state of a root module."""
 
-AddTensor: TypeAlias = "Callable[[str, torch.Tensor], None]"
-
 _MARK = "__aiosync__"
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _MAX_DEPTH = 12
 
 
-def pack_value(name: str, value: Any, add_tensor: AddTensor, depth: int = _MAX_DEPTH) -> Any:
+def pack_value(
+    name: str,
+    value: Any,
+    add_tensor: Callable[[str, torch.Tensor], None],
+    depth: int = _MAX_DEPTH,
+) -> Any:
     """Return ``value`` as plain types; shares no container with it.
 
     Args:

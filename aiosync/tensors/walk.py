@@ -31,7 +31,7 @@ from aiosync.tensors.values import (
     is_tensordict_params,
     pack_value,
 )
-from aiosync.wire import encode_values
+from aiosync.wire import LeafKind, encode_values
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -63,8 +63,6 @@ ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
 Source: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """Where weights are read from. A mapping may be nested or have dotted keys."""
 
-Kind: TypeAlias = Literal["param", "buffer"]
-
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Classes of which an object is nothing but a tensor."""
 
@@ -85,7 +83,7 @@ class Place(NamedTuple):
     owner: Any
     key: str
     tensor: Any
-    kind: Kind
+    kind: LeafKind
     persistent: bool = True
 
     def read(self) -> Any:
@@ -424,7 +422,7 @@ class Leaf:
 
     name: str
     tensor: torch.Tensor
-    kind: Kind = "param"
+    kind: LeafKind = "param"
     aliases: tuple[str, ...] = ()
 
 
