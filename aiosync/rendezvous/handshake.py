@@ -87,15 +87,15 @@ async def admit(
 
 def _choose(
     hello: Hello,
-    given: int | None,
+    expected: int | None,
     num_workers: int | None,
     holder: Callable[[int, Hello], int | None],
 ) -> int:
     """A free index: the one of the pipe, or that was asked for, else the first."""
     asked = hello.worker_idx
-    if given is not None and asked not in (None, given):
-        raise ConfigError(f"worker {asked} connected through the pipe of worker {given}")
-    wanted = asked if given is None else given
+    if expected is not None and asked not in (None, expected):
+        raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
+    wanted = asked if expected is None else expected
     if wanted is None:
         for idx in itertools.count() if num_workers is None else range(num_workers):
             if holder(idx, hello) is None:
@@ -104,7 +104,7 @@ def _choose(
             f"the sender expects {num_workers} workers, and all of them are connected: set "
             "num_workers=None in init_on_sender() for any number, or end one of them first"
         )
-    if given is None and num_workers is not None and wanted >= num_workers:
+    if expected is None and num_workers is not None and wanted >= num_workers:
         raise ConfigError(
             f"Worker {wanted} not registered: the sender expects {num_workers} workers, with "
             f"worker_idx 0 to {num_workers - 1}"
