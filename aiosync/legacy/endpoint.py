@@ -127,7 +127,7 @@ class Endpoint:
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        self.sock = stream.sock
+        self.sock: socket.socket = stream.sock
         self._stream = stream
         self.patient: bool = False
         self.newest: dict[str, Weights] | None = None
@@ -166,9 +166,8 @@ class Endpoint:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not condition():
-                    if self.error is not None:
-                        known = isinstance(self.error, LinkError)
-                        raise again(self.error) if known else self.error
+                    if (error := self.error) is not None:
+                        raise again(error) if isinstance(error, LinkError) else error
                     await self.changed.wait()
         return bool(condition())
 

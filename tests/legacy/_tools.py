@@ -62,12 +62,12 @@ def refuses(*mistakes: tuple[type[Exception], str, Callable[[], Any]]) -> None:
 
 @contextlib.contextmanager
 def pair(
-    make: Any, model: Any, its: dict[str, Any] | None = None, **options: Any
+    make: Any, model: Any, /, **source: Any
 ) -> Iterator[tuple[legacy.WeightSender, legacy.WeightReceiver]]:
     """Sender and receiver of two schemes in this process, with a pipe between them."""
     mine, theirs = Pipe()
-    with make(**options) as scheme, make(**(options if its is None else its)) as other:
-        scheme.init_on_sender(model_id="policy", pipes=[mine])
+    with make() as scheme, make() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine], **source)
         other.init_on_worker(model_id="policy", pipe=theirs, model=model)
         yield scheme.get_sender(), other.get_receiver()
 
@@ -127,27 +127,26 @@ def process(target: Callable[..., Any], *args: Any, method: str = "fork") -> Ite
 class Worker:
     """A worker process, as the test sees it."""
 
-    def __init__(self, running: Any, conn: Connection) -> None:
-        self.process, self.conn = running, conn
-
-    def start(self, name: str, *args: Any) -> None:
-        self.conn.send((name, args))
-
-    def result(self) -> Any:
-        return tools.recv(self.conn)
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
 
     def __call__(self, name: str, *args: Any) -> Any:
-        self.start(name, *args)
-        return self.result()
+        self._conn.send((name, args))
+        return tools.recv(self._conn)
+
+    def receives(self, send: Callable[[], Any]) -> None:
+        """It receives what is sent meanwhile."""
+        self._conn.send(("receive", ()))
+        send()
+        assert tools.recv(self._conn) is True
 
 
 @contextlib.contextmanager
 def worker(scheme: Any, pipe: Connection, method: str = "fork") -> Iterator[Worker]:
     """A process that has ``scheme`` and its end of a pipe; it attaches when it is told to."""
     mine, theirs = Pipe()
-    with mine, process(_serve, theirs, scheme, pipe, method=method) as running:
+    with mine, process(_serve, theirs, scheme, pipe, method=method):
         theirs.close()
         pipe.close()
-        yield Worker(running, mine)
-        with contextlib.suppress(BrokenPipeError):  # it was killed
-            mine.send(None)
+        yield Worker(mine)
+        mine.send(None)

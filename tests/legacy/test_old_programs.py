@@ -197,11 +197,6 @@ def test_a_registered_buffer_of_a_scheme() -> None:
     twin = pickle.loads(pickle.dumps(scheme))
     transport.send_weights("policy", td(2.0))
     assert twin.policy_weights["policy"]["bias"].tolist() == [1.0, 1.0]  # nothing is aliased
-
-
-def test_a_scheme_sees_what_its_transport_registers() -> None:
-    scheme = SHM()
-    for value in (1.0, 2.0):
-        scheme.create_transport(None).send_weights("policy", td(value))
-        assert scheme.policy_weights["policy"]["bias"].tolist() == [value] * 2
-    legacy.NoWeightSyncScheme().create_transport(None).send_weights("policy", ones())
+    scheme.auto_register = True
+    scheme.create_transport(None).send_weights("critic", td(3.0))
+    assert scheme.policy_weights["critic"]["bias"].tolist() == [3.0, 3.0]

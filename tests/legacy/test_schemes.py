@@ -23,17 +23,14 @@ NONE = legacy.NoWeightSyncScheme
 ALL = pytest.mark.parametrize("make", [MP, SHM, NONE])
 
 
-# -- names and defaults -----------------------------------------------------------------------
+# -- names and options ------------------------------------------------------------------------
 
 
-def test_signatures_and_defaults_of_that_generation() -> None:
-    assert MP().strategy == "state_dict"
-    assert SHM().strategy == "tensordict"
-    assert NONE("tensordict").strategy == "tensordict"
+def test_names_and_options_of_that_generation() -> None:
+    assert (MP().strategy, SHM().strategy) == ("state_dict", "tensordict")
     scheme = SHM({"policy": td()}, "state_dict", False)
     assert (scheme.strategy, scheme.auto_register) == ("state_dict", False)
     assert isinstance(scheme, sync.SharedMemWeightSyncScheme)
-    assert isinstance(scheme, legacy.WeightSyncScheme)
     scheme.strategy = "tensordict"
     assert scheme.strategy_str == "tensordict"
     workers.refuses(
@@ -171,13 +168,9 @@ def test_pipes_of_a_subclass_of_torchrls_collectors_are_its_own() -> None:
 def test_a_registered_source(keyword: str) -> None:
     source, model = tools.filled(5.0), tools.filled(0.0)
     given = source if keyword == "model" else TensorDict.from_module(source)
-    mine, theirs = Pipe()
-    with MP() as scheme, MP() as other:
-        scheme.init_on_sender(model_id="policy", pipes=[mine], **{keyword: given})
-        other.init_on_worker(model_id="policy", pipe=theirs, model=model)
-        # What is registered is not sent before send().
-        assert not other.get_receiver().receive(0.3)
-        workers.deliver(scheme.get_sender(), other.get_receiver())
+    with workers.pair(MP, model, **{keyword: given}) as (sender, receiver):
+        assert not receiver.receive(0.3)  # what is registered is not sent before send()
+        workers.deliver(sender, receiver)
         assert tools.value_of(model) == 5.0
 
 
@@ -228,9 +221,7 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
             work("attach")
             assert work("receive") is True
             assert work("value") == 1.0
-            work.start("receive")
-            sender.send(ones(2.0))
-            assert work.result() is True
+            work.receives(lambda: sender.send(ones(2.0)))
 
 
 # -- shared memory ----------------------------------------------------------------------------

@@ -103,9 +103,7 @@ def test_the_first_example_with_its_worker(method: str) -> None:
         sender = scheme.get_sender()
         work("attach")
         assert not work("receive", 0.001)  # nothing was sent
-        work.start("receive")
-        sender.send(policy.state_dict())
-        assert work.result() is True
+        work.receives(lambda: sender.send(policy.state_dict()))
         assert work("value") == 1.0
         assert not work("receive", 0.001)
         # Nothing is shared, in neither direction.
@@ -113,11 +111,9 @@ def test_the_first_example_with_its_worker(method: str) -> None:
         assert work("value") == 1.0
         work("fill", 3.0)
         assert tools.value_of(policy) == 2.0
-        work.start("receive")
         sender.send_async(policy.state_dict())
         tools.fill(policy, 4.0)  # the snapshot was taken already
-        sender.wait_async()
-        assert work.result() is True
+        work.receives(sender.wait_async)
         assert work("value") == 2.0
     assert tools.portal_threads() == []
 

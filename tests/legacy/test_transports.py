@@ -270,8 +270,6 @@ def test_arguments_of_remote_transports() -> None:
         (TypeError, "", lambda: legacy.DistributedWeightSyncScheme().create_transport(1)),
         (RuntimeError, "No async send", legacy.RPCTransport(None, None, None).wait_ack),
     )
-    for make in (legacy.RPCWeightSyncScheme, legacy.RayWeightSyncScheme):
-        assert make().strategy == "state_dict"
     wrapped = legacy.RayModuleTransformScheme()
     assert wrapped.strategy == "tensordict"
     assert type(wrapped.create_receiver()) is legacy.RayModuleTransformReceiver

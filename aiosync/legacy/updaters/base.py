@@ -165,7 +165,8 @@ class WeightUpdaterBase(abc.ABC):
         if workers is None:
             self._sync_weights_with_worker(server_weights=weights)
             return
-        self._sync_workers(weights, [each for each in workers if not self._skip_update(each)])
+        if due := [each for each in workers if not self._skip_update(each)]:
+            self._sync_workers(weights, due)
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         for worker_id in worker_ids:
@@ -271,8 +272,11 @@ class AtOnceWeightUpdater(_AsTheyAre):
         super().register_collector(collector)
 
     @abc.abstractmethod
-    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         """Bring the weights to these workers."""
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        self._sync_workers(server_weights, [worker_id])
 
     def _known(self, name: str, value: Any = None) -> Any:
         """A value, or what the collector has for it."""
@@ -298,13 +302,6 @@ class AtOnceWeightUpdater(_AsTheyAre):
         if wrong := [idx for idx in worker_ids if idx not in range(count)]:
             raise ConfigError(f"there are no workers {wrong}: there are {count}")
         return [int(idx) for idx in worker_ids]
-
-    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
-        if worker_ids:
-            self._send(weights, worker_ids)
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        self._send(server_weights, [worker_id])
 
 
 def copy_weights(target: Any, weights: Any) -> None:

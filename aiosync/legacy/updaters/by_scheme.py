@@ -91,7 +91,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         assert self._scheme is not None
         return self._scheme
 
-    def _send(self, weights: Any, worker_ids: list[Any]) -> None:
+    def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         self._check_open()
         if weights is None:
             weights = getattr(self.collector, "_fallback_policy", None)

@@ -131,9 +131,8 @@ class DistributedTransport(Answered):
     def check_connection(self) -> bool:
         """Whether the store answers, and the worker's process lives, if somebody knows."""
         try:
-            with _reaching():
-                self._store.check([self._answer])
-        except TransportBroken:
+            self._store.check([self._answer])
+        except RuntimeError:
             return False
         return self.is_alive()
 
@@ -219,7 +218,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             worker_ids = [worker_ids - 1]
         return self._indices(super()._resolve_workers(worker_ids) or [])
 
-    def _send(self, weights: Any, workers: list[int]) -> None:
+    def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
         # Workers receive what their policy has, in an order of TorchRL's: so a part of the
         # weights, or another order, is brought into that form first.
         factories = getattr(self.collector, "policy_factory", None) or ()
@@ -230,7 +229,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             )
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()
         copy_weights(snapshot, weights)
-        sending, waiting = Deliveries(), {idx: self._transport(idx) for idx in workers}
+        sending, waiting = Deliveries(), {idx: self._transport(idx) for idx in worker_ids}
         while waiting:
             left = math.inf
             if self.timeout is not None:
