@@ -275,10 +275,11 @@ class Applier:
         if not self.has_staged:
             return None
         results: list[Staged | None] = []
-        advice = "use `await scheme.receive()` there, or call apply_pending() again"
         try:
             self.guard.between_reads(
-                lambda: results.append(self.apply(by_hand=True)), advice=advice, patience=patience
+                lambda: results.append(self.apply(by_hand=True)),
+                method="apply_pending",
+                patience=patience,
             )
         finally:
             if self._taking is not None:  # it was cut short

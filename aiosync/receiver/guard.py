@@ -415,28 +415,27 @@ class Guard:
         return True
 
     def between_reads(
-        self, change: Callable[[], object], *, advice: str, patience: float = PATIENCE_SECONDS
+        self, change: Callable[[], object], *, method: str, patience: float = PATIENCE_SECONDS
     ) -> None:
         """Change the model on this thread, after the reads of others.
 
         Args:
             change: What to do.
-            advice: What to do instead on a loop, which is not held: there, others' reads are not
-                waited for.
-            patience: Seconds to wait for them elsewhere.
+            method: What the user called.
+            patience: Seconds to wait for them; on a loop, which is not held, none.
 
         Raises:
             SyncTimeout: They did not end.
         """
         on_loop = asyncio._get_running_loop() is not None
-        if self.exclusively(change, timeout=0.0 if on_loop else patience):
-            return
-        if not on_loop:
-            raise SyncTimeout(f"a forward pass in another thread went on for {patience:g} s")
-        raise SyncTimeout(
-            "a forward pass is running in another thread, and an event loop must not be blocked "
-            f"until it ends: {advice}"
-        )
+        if not self.exclusively(change, timeout=0.0 if on_loop else patience):
+            text = f"a forward pass in another thread went on for {patience:g} s"
+            if on_loop:
+                text = (
+                    "a forward pass is running in another thread, and an event loop must not be "
+                    f"blocked until it ends: call {method}() again, or in a thread"
+                )
+            raise SyncTimeout(text)
 
     async def wait_free(self, seconds: float) -> None:
         """Let the reads of other threads end, for so long at most, while the loop goes on."""

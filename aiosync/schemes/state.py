@@ -457,5 +457,4 @@ class SchemeState(SchemeOptions):
             raise ConfigError("No model registered")
         self._life.guard.refuse_inside_read("apply_weights")
         apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
-        advice = "call apply_weights() again, or in a thread"
-        self._life.guard.between_reads(apply, advice=advice)
+        self._life.guard.between_reads(apply, method="apply_weights")
