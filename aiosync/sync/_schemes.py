@@ -451,11 +451,7 @@ class WeightSyncScheme(SchemeState):
 
     def _call_there(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
-
-        async def run() -> Any:
-            return getattr(self._scheme, name)(*args, **kwargs)
-
-        return self._call(run())
+        return self._call(_there(getattr(self._scheme, name), *args, **kwargs))
 
     def _wait_for(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         owner = self._tenant.owner
@@ -523,11 +519,8 @@ class WeightSyncScheme(SchemeState):
             The version that is being sent.
         """
         self._check("send_async", "scheme.send_nowait()")
-
-        async def start() -> aio.SendHandle:
-            return self._scheme.send_nowait(weights, worker_ids, timeout=timeout)
-
-        handle = self._call(start())
+        send = self._scheme.send_nowait
+        handle = self._call(_there(send, weights, worker_ids, timeout=timeout))
         with self._lock:
             failed = [each for each in self._handles if has_failed(each)][-_FAILURES_KEPT:]
             kept = [each for each in self._handles if not each.done() or each in failed]
@@ -650,6 +643,11 @@ class WeightSyncScheme(SchemeState):
 
     def __repr__(self) -> str:
         return f"<aiosync.sync twin of {self._scheme!r}>"
+
+
+async def _there(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a plain function on the loop that runs this."""
+    return function(*args, **kwargs)
 
 
 def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:

@@ -212,7 +212,7 @@ def wait():
     try:
         while True:  # the update that was sent may be there already
             receiver.receive()
-    except aiosync.TransportClosed:
+    except (aiosync.TransportClosed, aiosync.PeerClosed):  # whichever end is closed first
         pass
 
 waiting = tools.in_thread(wait)
