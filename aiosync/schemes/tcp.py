@@ -424,9 +424,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
                 def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
                     nonlocal applied, joined
-                    record = workers.record(idx)
-                    peer = record.link  # it is forgotten after this
-                    if record.has_left:
+                    peer = workers.links.get(idx)  # it is forgotten after this
+                    if workers.record(idx).has_left:
                         joined = False  # who comes in its place is as welcome as the first one
                     elif peer is not None and peer.transport is link:
                         joined, applied = True, max(applied, peer.outbox.applied)

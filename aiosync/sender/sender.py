@@ -190,7 +190,7 @@ class WeightSender:
         """The workers that a send addresses; and those that it has to do without, and why."""
         known, targets, lost = set(), set(), {}
         for idx, record in self.workers.records.items():
-            link, error = record.link, record.error
+            link, error = self.workers.links.get(idx), record.error
             if link is None and (error is None or not record.subscribes):
                 continue
             known.add(idx)
@@ -370,7 +370,7 @@ class WeightSender:
         """The links of the targets, where naming the update is enough and nothing is to be said."""
         links: list[WorkerLink] = []
         for idx in targets:
-            link = self.workers.records[idx].link
+            link = self.workers.links.get(idx)
             if link is None or not link.looks_for(plan.layout.digest):
                 return []
             links.append(link)
@@ -404,7 +404,7 @@ class WeightSender:
         seen: set[int] = set()  # set[int]() is dear
         for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
-            link = record.link
+            link = workers.links.get(idx)
             if link is not None and mine is not None and link.see(mine, all_look):
                 seen.add(idx)
                 if record.error is not None:
@@ -427,8 +427,8 @@ class WeightSender:
             )
             for idx in sorted(send.waiting):
                 record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
-                if record.link is not None and mine is not None:
-                    record.link.offer(mine)
+                if idx in workers.links and mine is not None:
+                    workers.links[idx].offer(mine)
                 else:
                     error = record.error or ConfigError(f"no weights were given for worker {idx}")
                     send.resolve(idx, Outcome(version, error=error))
@@ -490,7 +490,7 @@ class WeightSender:
             if idx in send.failed:
                 record.reported = True
             elif idx in send.waiting and record.error is not None and not record.reported:
-                if record.link is not None:
+                if idx in workers.links:
                     late[idx] = record.error
         if error is not None and workers.closed:
             closed = TransportClosed(
@@ -609,8 +609,7 @@ class WeightSender:
             or bool(self.workers.changed.waiting)
             or any(
                 link.wanted is not None or (link.publisher and link.publisher.bell)
-                for link in [each.link for each in self.workers.records.values()]
-                if link is not None
+                for link in self.workers.links.values()
             )
         )
 
@@ -619,13 +618,11 @@ class WeightSender:
         workers = self.workers
         if workers.changed.waiting:  # seldom
             workers.changed.notify()
-        for record in list(workers.records.values()):
-            link = record.link
-            if link is not None:
-                if link.wanted is not None:
-                    workers.answer(link)
-                if link.publisher is not None and link.publisher.bell and link.is_behind:
-                    link.ring()
+        for link in workers.links.values():
+            if link.wanted is not None:
+                workers.answer(link)
+            if link.publisher is not None and link.publisher.bell and link.is_behind:
+                link.ring()
         if self._bell is None and self.copier.arena is not None:
             self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
@@ -690,7 +687,7 @@ class WeightSender:
             versions, failed = found(), {}
             acked = [idx for idx, each in versions.items() if each >= version]
             for idx, record in self.workers.records.items():
-                link, error = record.link, record.error
+                link, error = self.workers.links.get(idx), record.error
                 if error is None or record.has_left or idx in acked or not record.subscribes:
                     continue
                 # What is on its way to a worker that refused one may be what is waited for.

@@ -51,7 +51,6 @@ class WorkerRecord:
     """What a sender knows of the worker with one index.
 
     Attributes:
-        link: Its link; ``None`` while it is not connected.
         pid: The process that the index was given to, as it said.
         session: Of the receiver that the index was given to.
         subscribes: Whether it gets every update, so that sends miss it.
@@ -62,7 +61,6 @@ class WorkerRecord:
         where: What an error says while a worker that has to be dialled is not there.
     """
 
-    link: WorkerLink | None = None
     pid: int = 0
     session: bytes | None = None
     subscribes: bool = True
@@ -106,6 +104,8 @@ class WorkerRegistry:
         closed: By its owner.
         crash: What a background task ended with, and its traceback; ``None`` for nothing.
         records: What is known of each worker, by index.
+        links: Those of the workers that are connected, by index, in its order; replaced, never
+            changed, so that any thread may go through them.
         readers: What tells whether those that read slots said something; made by who asks, and
             ``None`` once a worker came or went.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
@@ -144,6 +144,7 @@ class WorkerRegistry:
         self.crash: tuple[BaseException, TracebackType | None] | None = None
         self.closed: bool = False
         self.records: dict[int, WorkerRecord] = {}
+        self.links: dict[int, WorkerLink] = {}
         self.readers: select.poll | None = None
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
@@ -165,12 +166,6 @@ class WorkerRegistry:
         return self.records.setdefault(idx, WorkerRecord())
 
     @property
-    def links(self) -> dict[int, WorkerLink]:
-        """The connected workers, by index."""
-        records = sorted(self.records.items())
-        return {idx: record.link for idx, record in records if record.link is not None}
-
-    @property
     def subscribers(self) -> list[WorkerLink]:
         """The connected workers that get every update, and not only what they ask for."""
         return [link for link in self.links.values() if link.hello.subscribe]
@@ -185,7 +180,7 @@ class WorkerRegistry:
         coming = () if self.closed else (*self.expected, *self.arriving.copy().values())
         found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
         for idx, record in self.records.copy().items():
-            link, error, version = record.link, record.error, record.had
+            link, error, version = self.links.get(idx), record.error, record.had
             state: WorkerState = "left" if record.has_left else "lost"
             if link is not None:
                 version = link.applied
@@ -263,7 +258,7 @@ class WorkerRegistry:
             elif expected_idx is not None:
                 record = self.record(expected_idx)
                 is_lost = record.error is not None and not record.has_left
-                if is_lost and record.link is None and record.subscribes:
+                if is_lost and expected_idx not in self.links and record.subscribes:
                     record.error = exc  # send() says why it does not come back
             await transport.aclose()
             self.changed.notify()
@@ -276,18 +271,17 @@ class WorkerRegistry:
             self._join(transport, idx, hello)
 
     def _join(self, transport: Transport, idx: int, hello: Hello) -> None:
-        record = self.record(idx)
-        old, record.link = record.link, None
-        if old is not None:  # it has ended, though nobody noticed; the worker started again
-            old.lose(TransportClosed(f"worker {idx} opened a newer link"))
-            old.transport.abort()
+        record, old = self.record(idx), self.links.get(idx)
         newest = max(self.version, self.history.for_worker(idx).version)
         if hello.epoch == self.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
         record.recover()
         record.subscribes = hello.subscribe
-        record.link = link = WorkerLink(idx, transport, hello, self)
+        link = WorkerLink(idx, transport, hello, self)
+        self.links = dict(sorted((self.links | {idx: link}).items()))
+        if old is not None:  # it has ended, though nobody noticed; the worker started again
+            old.lose(TransportClosed(f"worker {idx} opened a newer link"))
         self.readers = None
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
@@ -305,8 +299,8 @@ class WorkerRegistry:
         if record is None or (hello.session is not None and record.session == hello.session):
             return None
         links = [link for link, taken in self.arriving.items() if taken == idx]
-        if record.link is not None:
-            links.append(record.link.transport)
+        if idx in self.links:
+            links.append(self.links[idx].transport)
         return record.pid if any(map(_is_up, links)) else None
 
     def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
@@ -330,8 +324,8 @@ class WorkerRegistry:
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
         """A worker that cannot come by itself cannot be reached any more."""
-        record = self.record(idx)
-        if record.link is None:
+        if idx not in self.links:
+            record = self.record(idx)
             record.subscribes = True
             record.fail(error, reported=False)
         self.changed.notify()
@@ -378,9 +372,9 @@ class WorkerRegistry:
                 self._log("refused", first, link.idx, outcome.version)
             if record is None or isinstance(error, WorkerLeft):
                 continue
-            if error is not None and record.link is link:
+            if error is not None and self.links.get(link.idx) is link:
                 record.fail(error, outcome.version, reported=counted)
-            elif error is not None and record.link is None:
+            elif error is not None and link.idx not in self.links:
                 record.version = outcome.version  # it went with this on its way
             elif record.error is not None and error is None and by is None:
                 if outcome.version > record.version:
@@ -392,9 +386,10 @@ class WorkerRegistry:
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """A worker's link has ended."""
         self.readers = None
-        record = self.records.get(link.idx)
-        if record is not None and record.link is link:
-            record.link, record.had = None, link.applied
+        if self.links.get(link.idx) is link:
+            self.links = {idx: each for idx, each in self.links.items() if each is not link}
+            record = self.records[link.idx]
+            record.had = link.applied
             if not self.closed:
                 phase = "left" if isinstance(error, WorkerLeft) else "lost"
                 self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
@@ -407,7 +402,7 @@ class WorkerRegistry:
                 self._forget()
         link.transport.abort()
         self.changed.notify()
-        if not self.closed and not any(each.link for each in self.records.values()):
+        if not self.closed and not self.links:
             self.on_empty()
 
     def _forget(self) -> None:
@@ -416,7 +411,7 @@ class WorkerRegistry:
         gone = [
             idx
             for idx, each in self.records.items()
-            if each.link is None and (each.reported or each.has_left) and idx not in kept
+            if (each.reported or each.has_left) and idx not in kept and idx not in self.links
         ]
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]
@@ -433,7 +428,6 @@ class WorkerRegistry:
     def _end_links(self, error: AiosyncError) -> None:
         for link in self.links.values():
             link.lose(error)
-            link.transport.abort()
         for transport in self.arriving:  # a task that never ran cannot close its link
             transport.abort()
 
@@ -478,7 +472,7 @@ class WorkerRegistry:
         joined = {link.hello.pid for link in self.links.values()}
         for idx in self.expected:
             record = self.record(idx)
-            link, error = record.link, record.error
+            link, error = self.links.get(idx), record.error
             if error is not None and not record.has_left:
                 failed[idx] = error
             if link is None:

@@ -336,8 +336,8 @@ MUTANTS = [
     Mutant(
         "a worker that came again stays lost",
         "sender/workers.py",
-        "record.link = link = WorkerLink(",
-        "link = WorkerLink(",
+        "self.links = dict(sorted((self.links | {idx: link}).items()))",
+        "self.links = {**self.links}",
         contract("dead_worker"),
     ),
     Mutant(
