@@ -504,16 +504,15 @@ class SnapshotCopier:
     @staticmethod
     def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:
         """Copy on this thread, unless an optimizer's step is open in another one by then."""
-        copy = object()
         try:
-            STEPS.copies.add(copy)
+            STEPS.copies.add(snapshot)
             if STEPS.open and STEPS.wait(timeout) is None:
                 return False
             prepared.copy_into(snapshot.buffer)
         finally:
-            STEPS.copies.discard(copy)
+            STEPS.copies.discard(snapshot)
             if STEPS.num_waiting:
-                STEPS.end(copy)
+                STEPS.end(snapshot)
         return True
 
     async def take(
@@ -546,12 +545,12 @@ class SnapshotCopier:
             snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
             snapshot.memo[STEADY] = steady
             return snapshot
-        snapshot, ahead = await self._acquire(prepared), object()
+        snapshot = await self._acquire(prepared)
         try:
             if source is not None:
-                STEPS.copies.add(ahead)
+                STEPS.copies.add(snapshot)
                 if STEPS.wait() is not False:  # who follows the copy would have to be told
-                    STEPS.end(ahead)
+                    STEPS.end(snapshot)
                     source = None
             if not large and self._copy(prepared, snapshot):
                 pass
@@ -564,10 +563,10 @@ class SnapshotCopier:
                 snapshot.filling = None
             else:
                 progress = snapshot.memo[COPYING] = Progress()
-                copy = functools.partial(_copy_in_order, source, snapshot, progress, ahead)
+                copy = functools.partial(_copy_in_order, source, snapshot, progress)
                 snapshot.filling = self._start(copy)
         except BaseException:  # goes on to the caller of send()
-            STEPS.end(ahead)
+            STEPS.end(snapshot)
             snapshot.release()
             raise
         return snapshot
@@ -587,7 +586,7 @@ class SnapshotCopier:
             steady = snapshot.memo[STEADY]
             try:
                 if snapshot.kept is None and not self._closed:
-                    copy = functools.partial(_copy_in_order, live, snapshot, Progress(), object())
+                    copy = functools.partial(_copy_in_order, live, snapshot, Progress())
                     copying = steady(self._start, copy)
                     cancelled = await outlast(copying)
                     copying.result()
@@ -633,7 +632,7 @@ class SnapshotCopier:
             self.arena.close()
 
 
-def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress, copy: object) -> None:
+def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) -> None:
     """Copy a payload from its start on, say how far it is, and let optimizers step."""
     target, at = snapshot.buffer.memoryview(), 0
     try:
@@ -646,4 +645,4 @@ def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress, co
         progress.fail(exc)
         raise
     finally:
-        STEPS.end(copy)
+        STEPS.end(snapshot)
