@@ -88,7 +88,7 @@ class Capabilities:
         whole_payloads: Large payloads travel beside the link, whole, protected by whatever
             carries them; they are never cut into parts with checksums of their own.
         zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the
-            sender wrote, valid as long as a view of it.
+            sender wrote; it stays as it is for as long as somebody holds one.
         send_cancellation: Class of ``send()``.
         recv_cancellation: Class of ``recv()``.
         exceptions: Names of conformance checks that do not hold, with the reason; "*" for all.

@@ -309,7 +309,7 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
         ConfigError: Together they are beyond the limits.
     """
     leaves = list[tuple[Part, LeafSpec, list[str]]]()
-    names_of: dict[str, list[str]] = {}  # the tensor of a name: all names that it has by now
+    names_of: dict[str, list[str]] = {}  # for each name all that its tensor has, one list
     gone: set[str] = set()  # what something newer holds
     values: dict[str, Any] = {}
     for part in reversed(parts):
