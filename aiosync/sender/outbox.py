@@ -7,7 +7,8 @@ every name; the others come before it, in order. Each stays an update of its own
 workers refuse must take no other with it; but where one was replaced that is older than others,
 these come together with the newest: a worker never has what the trainer never had.
 
-What a cancelled send leaves is decided in ``sender.sender``. Pure bookkeeping: events in, outcomes
+What a cancelled send leaves is decided in ``sender.sender``; of bytes on a link, in
+``transports.stream``. Pure bookkeeping: events in, outcomes
 out. Must not import asyncio nor transports.
 """
 

@@ -5,7 +5,8 @@ goes on where it stopped, over the next link.
 
 Writing happens at once where the link takes it and in a task where it does not; a second task
 reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
-``sender.workers`` has watch its process; of a plain Ray actor by ``transports.ray``.
+``sender.workers`` has watch its process; of a plain Ray actor by ``transports.ray``; of a process
+that dies before it joins by ``sender.workers``.
 """
 
 from __future__ import annotations

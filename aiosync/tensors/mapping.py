@@ -1,8 +1,8 @@
 """Other names, fused and split tensors, other dtypes: what a receiver does to fit its model.
 
 A language model has one projection for each of query, key and value in a checkpoint, and a single
-fused one in an inference engine. See ``docs/topics/mapping.md``. This module must never import
-asyncio or a transport.
+fused one in an inference engine. See ``docs/topics/mapping.md``. What comes out is matched with the
+names of a model in ``tensors.apply``. This module must never import asyncio or a transport.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Whoever accepted the link (the listener) sends a :class:`~aiosync.wire.Challenge
 it (the dialer, whose own challenge is only a greeting) answers with a
 :class:`~aiosync.wire.Proof`, and gets one back. Each proof covers random bytes of both sides and
 the role of who made it, so that neither an old proof nor one of our own is worth anything. No
-I/O. This module must never import asyncio, anyio or torch.
+I/O: ``transports.tcp`` exchanges them. This module must never import asyncio, anyio or torch.
 
 Without TLS this says who was there when the link was opened, and no more: whoever can change the
 bytes on the way can wait for the proofs and then take over. See ``docs/topics/wire-format.md``.

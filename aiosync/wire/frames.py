@@ -1,5 +1,7 @@
 """Frames: a fixed prefix, a header, and a payload that lands where the caller says; its checksum.
 
+What is in a header, the fixed places of an update and an acknowledgement too, is in ``messages``.
+
 Sans-IO: the decoder says where the next bytes go and which events they made; it never reads and
 never waits. This module must never import asyncio, anyio or torch. The byte layout is written down
 in ``docs/topics/wire-format.md``.
