@@ -292,7 +292,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
         """
-        if not self._roles:
+        links = self._scheme.initialized_on_sender or self._scheme.initialized_on_receiver
+        if links or not self._roles:
             super().connect(**kwargs)
         for role in self._roles:
             role.meet()

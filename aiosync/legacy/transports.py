@@ -239,8 +239,10 @@ class MPTransport(Answered):
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         super().__init__(timeout)
         try:
+            if isinstance(pipe_connection, socket.socket):  # the program may close what it has
+                pipe_connection = socket.socket(fileno=pipe_connection.detach())
             self.end: Endpoint = Endpoint(ByteStream(pipe_connection))
-        except (AttributeError, OSError) as exc:
+        except (AttributeError, OSError, ValueError) as exc:
             raise ConfigError(f"{pipe_connection!r} is no open end of a pipe: {exc}") from exc
         self._copier = Copier()
         self._unanswered: deque[Weights] = deque()
@@ -538,8 +540,8 @@ class SharedMemTransport:
             if link.call("receive_weights", link.end.until, lambda: newest, timeout):
                 link.call("receive_weights", link.end.all_left)  # this process may end with it
         while newest:
-            model_id = next(iter(newest))
-            self.update_registered(model_id, newest.pop(model_id).rebuild())
+            model_id, arrived = newest.popitem()  # kept until it was copied, to be used again
+            self.update_registered(model_id, arrived.rebuild())
 
     def send_ack(self, message: str = "updated") -> None:
         """Do nothing: what arrives is acknowledged by itself."""

@@ -224,6 +224,22 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
             work.receives(lambda: sender.send(ones(2.0)))
 
 
+@workers.BOTH
+def test_weights_that_come_over_links_are_passed_on_over_a_pipe(make: Any) -> None:
+    mine, theirs = Pipe()
+    first, last = tools.filled(0.0), tools.filled(0.0)
+    with make(timeout=tools.PATIENCE) as trainer, copy.copy(trainer) as relay, make() as leaf:
+        trainer.init_on_sender(model_id="policy", num_workers=1)
+        relay.init_on_sender(model_id="policy", pipes=[mine])
+        relay.init_on_worker(model_id="policy", model=first, worker_idx=0)
+        leaf.init_on_worker(model_id="policy", pipe=theirs, model=last)
+        tools.join(trainer, relay)
+        with tools.threads(lambda: trainer.send(td(3.0))):
+            assert relay.receive(timeout=tools.PATIENCE)
+        workers.deliver(relay.get_sender(), leaf.get_receiver(), first)
+        assert tools.value_of(last) == 3.0
+
+
 # -- shared memory ----------------------------------------------------------------------------
 
 

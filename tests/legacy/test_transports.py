@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
+import tracemalloc
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,6 +230,36 @@ def test_shared_memory_of_many_models() -> None:
 
 
 # -- calls of remote objects --------------------------------------------------------------------
+
+
+def test_memory_of_what_was_copied_is_used_again() -> None:
+    left, right = (workers.transport("SharedMemTransport", end) for end in Pipe())
+    with left as sender, right as receiver:
+        receiver.receive_weights(timeout=0.0)
+        weights = {"w": torch.zeros(2_000_000)}
+        for _ in range(3):
+            sender.send_weights("policy", weights)
+            receiver.receive_weights(timeout=tools.PATIENCE)
+        tracemalloc.start()
+        try:
+            sender.send_weights("policy", weights)
+            receiver.receive_weights(timeout=tools.PATIENCE)
+            assert tracemalloc.get_traced_memory()[1] < 2_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_socket_that_the_program_closes_is_that_of_the_transport() -> None:
+    ends = socket.socketpair()
+    one, two = (contextlib.closing(legacy.MPTransport(end)) for end in ends)
+    with one as sender, two as receiver:
+        for end in ends:
+            end.close()
+        sender.send_weights_async("policy", _td(2.0))
+        assert receiver.receive_weights(timeout=tools.PATIENCE)[1]["weight"].tolist() == [2.0, 2.0]
+        receiver.send_ack()
+        sender.wait_ack()
+    workers.refuses((ValueError, "no open end", lambda: legacy.MPTransport(ends[0])))
 
 
 @pytest.mark.slow
