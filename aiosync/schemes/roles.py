@@ -30,6 +30,7 @@ from aiosync.errors import (
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
+    RemoteProtocolError,
     TransportClosed,
 )
 from aiosync.protocol import as_index, as_indices, validate_timeout
@@ -601,7 +602,14 @@ class Worker:
                 return scheme.create_transport(self.pipe)
             return await scheme._dial_trainer(left, again)
 
+        stranger = ""
+
         def final(error: AiosyncError) -> bool:
+            nonlocal stranger
+            if isinstance(error, RemoteProtocolError) and str(error) != stranger:
+                stranger = str(error)  # it goes on to try, perhaps while no call waits for that
+                text = f"who answers is no trainer: {stranger}"
+                scheme._life.log("waiting", text, level=logging.WARNING)
             return self.pipe is not None or scheme._is_final(error)
 
         return KeptLink(

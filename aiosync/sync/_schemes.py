@@ -645,7 +645,7 @@ class WeightSyncScheme(SchemeState):
         return f"<aiosync.sync twin of {self._scheme!r}>"
 
 
-async def _there(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _there(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call a plain function on the loop that runs this."""
     return function(*args, **kwargs)
 

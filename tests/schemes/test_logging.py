@@ -143,8 +143,9 @@ async def test_strangers_do_not_fill_the_log(told: Any) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_http_server_is_no_trainer() -> None:
-    """The worker goes on to try."""
+@pytest.mark.parametrize("when", ["at first", "instead of a lost trainer"])
+async def test_an_http_server_is_no_trainer(told: Any, when: str) -> None:
+    """That is said once, while the worker goes on to try; also where no call waits for that."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -152,12 +153,21 @@ async def test_an_http_server_is_no_trainer() -> None:
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        worker = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{port}")
-        worker.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
-        with pytest.raises(aiosync.ConnectTimeout, match="not aiosync"):
-            await worker.connect(timeout=0.5)
+    trainer = sender_of(reconnect=None)
+    async with receiver_of(trainer) as worker:
+        if when != "at first":
+            await asyncio.gather(trainer.connect(), worker.connect())
+        port = int(trainer.address.rpartition(":")[2])
+        await trainer.aclose()
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            if when == "at first":
+                with pytest.raises(aiosync.ConnectTimeout, match="not aiosync"):
+                    await worker.connect(timeout=0.5)
+            await until(lambda: told("waiting"))
+            await worker.aclose()
+    [record] = told("waiting")
+    assert record.levelno == logging.WARNING
+    assert "b'HTTP': the peer is not aiosync" in record.getMessage()
 
 
 def test_nothing_is_shown_by_itself(fresh: Any) -> None:

@@ -76,6 +76,12 @@ def test_every_option_can_be_read_and_set() -> None:
     assert scheme.timeout is None
 
 
+def test_an_argument_that_a_method_does_not_have_is_refused_in_its_name() -> None:
+    scheme: Any = aiosync.sync.SharedMemWeightSyncScheme()
+    with pytest.raises(TypeError, match=r"create_transport\(\) got .* 'function'"):
+        scheme.create_transport(function=None)
+
+
 METHODS = [
     (cls, name)
     for cls in CLASSES
