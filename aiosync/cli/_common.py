@@ -6,6 +6,7 @@ Must not import torch, nor, but inside a function, what imports it: ``--help`` h
 from __future__ import annotations
 
 import logging
+import os
 import stat
 import sys
 import time
@@ -174,9 +175,10 @@ def read_token(path: Path | None, console: Console, option: str = "--token-file"
     """
     from aiosync.transports.credentials import read_token as read
 
+    # Looked at before it is read: a pipe may be gone afterwards.
+    mode = path.stat().st_mode if path is not None and os.path.isfile(path) else 0
     token = read(path, option)
-    mode = 0 if path is None else path.stat().st_mode
-    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
         console.print(f"Note: other users can read {path}: chmod 600 is advised.", markup=False)
     return token
 

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,6 +294,24 @@ def test_wrong_usage_is_status_2(
     assert text in shown
     assert names["secret"] not in shown
     assert shown.startswith(f"aiosync {args[0]}:")
+
+
+def test_a_token_may_come_through_a_pipe_that_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def give() -> None:
+        with pipe.open("w") as file:  # once the command has opened it
+            pipe.unlink()
+            file.write(SECRET)
+
+    giver = threading.Thread(target=give, daemon=True)
+    giver.start()
+    status, text = refused(capsys, "status", "tcp://127.0.0.1:1", "--token-file", str(pipe))
+    giver.join()
+    assert (status, "cannot be reached" in text) == (1, True)
 
 
 def test_what_fails_on_the_way_is_status_1(
