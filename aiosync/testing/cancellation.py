@@ -57,6 +57,7 @@ class CancelOutcome(Generic[_T]):
 async def _run_once(
     operation: Callable[[], Coroutine[Any, Any, _T]], point: int, late: bool
 ) -> CancelOutcome[_T]:
+    outcomes: list[CancelOutcome[_T]] = []  # not the task's: one that cancels itself has none
     delivered = False
 
     def cancel(_: object = None) -> None:
@@ -83,19 +84,19 @@ async def _run_once(
                 thrown = exc
         raise AssertionError
 
-    async def body() -> CancelOutcome[_T]:
+    async def body() -> None:
         try:
             result = await stepwise(operation())
+            outcomes.append(CancelOutcome(point, late, delivered, result))
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # for the check
-            return CancelOutcome(point, late, delivered, error=exc)
-        return CancelOutcome(point, late, delivered, result)
+            outcomes.append(CancelOutcome(point, late, delivered, error=exc))
 
     task = asyncio.ensure_future(body())
     try:
         await asyncio.wait({task})
     finally:
         task.cancel()
-    return task.result()
+    return outcomes[0]
 
 
 async def cancel_at_every_await(

@@ -37,6 +37,22 @@ async def test_every_point_is_cancelled_once_in_each_moment() -> None:
         assert outcome.result == ("done" if outcome.finished else None)
 
 
+async def test_what_an_operation_returns_that_cancels_its_task_again_is_seen() -> None:
+    async def put_off() -> str:
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # for whoever waits next
+        return "done"
+
+    async def look(outcome: CancelOutcome[str]) -> None:
+        assert outcome.result == "done"
+
+    assert await cancel_at_every_await(put_off, look) == 1
+
+
 async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None:
     """The reason for the two moments: a future that has its result already when cancelled."""
     outcomes: dict[bool, bool] = {}
