@@ -215,7 +215,7 @@ class DataPlaneTransport(Transport):
         Raises:
             RemoteProtocolError: That is illegal; it ends the link.
         """
-        raise RemoteProtocolError(f"unexpected {message.key!r} from the peer")
+        raise RemoteProtocolError(f"unexpected {message.key[:40]!a} from the peer")
 
     def _end(self) -> None:
         """The link has ended: make what is under way fail soon. Never waits."""

@@ -304,6 +304,7 @@ class DistributedTransport(DataPlaneTransport):
         try:
             await self._threads.run(lambda: self._move_here(pieces, post, copying), stop)
         except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
+            exc.__traceback__ = None  # its frames would keep the weights
             raise TransportBroken(f"the transfer over Gloo failed: {first_line(exc)}") from exc
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:

@@ -413,6 +413,7 @@ class RayTransport(DataPlaneTransport):
             await self._outcome(passed_on, _HUB_SECONDS)
             await self._outcome(taken)
         except self._ray.exceptions.RayError as exc:
+            exc.__traceback__ = None  # its frames would keep the weights
             raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
         finally:
             del entry  # the traceback of an error keeps what is here

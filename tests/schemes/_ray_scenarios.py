@@ -11,11 +11,13 @@ import pickle
 import select
 import signal
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import ray
 
@@ -32,6 +34,7 @@ from aiosync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_transport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.wire import Update
 from tests.conformance.test_transports import cut_stream
 from tests.contract import remote
 from tests.contract.bench import PATIENCE
@@ -286,6 +289,26 @@ async def lost_in_the_store() -> None:
         await scheme.send(worker_ids=1)
         assert await joining == [3]
         assert await actors[1].look.remote() == (3, {3.0})
+
+
+async def dead_hub() -> None:
+    """That breaks the link, and what is kept of it keeps no weights, here nor in the store."""
+    update = Update(epoch=1, version=1, digest=b"d" * 16)
+    async with RayTransport.pair() as (sender, receiver):
+        weights = np.zeros(4 * MIB, np.uint8)
+        await asyncio.gather(sender.send(update, [memoryview(weights)]), receiver.recv())
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == "aiosync":
+                ray.kill(ray.get_actor(**actor))
+        receiving = asyncio.ensure_future(receiver.recv())
+        with pytest.raises(TransportBroken, match="hub actor has died"):
+            await sender.send(update, [memoryview(weights)])
+        with pytest.raises(TransportBroken):
+            await receiving
+        gone = weakref.ref(weights)
+        del weights
+        await until(lambda: gone() is None and stored() < MIB)
+        assert sender.channel.error is not None
 
 
 # -- actors without aiosync ---------------------------------------------------------------------

@@ -14,17 +14,19 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import distributed as dist
 from torch import nn
 
 import aiosync
 from aiosync.errors import ConfigError, ConnectTimeout, PartialSyncError
-from aiosync.transports import DistributedTransport, SharedMemTransport
-from aiosync.wire import Challenge, Hello, Refuse
+from aiosync.transports import DistributedTransport, SharedMemTransport, TCPTransport
+from aiosync.wire import Challenge, Hello, Refuse, Update
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import free_address
@@ -118,6 +120,36 @@ async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(ho
             crew.append(harness.start(scheme, models.big))
             assert await crew[1].call(harness.join, 0) == 2
         assert await crew[-1].value() == 2.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_what_broke_a_link_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report names who was lost for as long as it is: that must not cost a model's memory."""
+    goes_on = threading.Event()
+
+    def stalled(*_: Any) -> Any:
+        goes_on.wait(PATIENCE)
+        raise RuntimeError("it has stalled")
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "recv", stalled)
+    async with (
+        TCPTransport.pair() as (left, right),
+        DistributedTransport(left, rank=0, patience=0.1) as sender,
+        DistributedTransport(right, rank=1) as receiver,
+    ):
+        weights = np.zeros(2**22, np.uint8)
+        update = Update(epoch=1, version=1, digest=b"d" * 16)
+        receiving = asyncio.create_task(receiver.recv())
+        with pytest.raises(aiosync.TransportBroken, match="Gloo failed"):
+            await sender.send(update, [memoryview(weights)])
+        goes_on.set()
+        with pytest.raises(aiosync.TransportBroken):
+            await receiving
+        gone = weakref.ref(weights)
+        del weights
+        await harness.until(lambda: gone() is None)
+        assert left.error is not None
 
 
 # -- who meets whom, and where ---------------------------------------------------------------------

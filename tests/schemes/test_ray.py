@@ -46,6 +46,7 @@ def test_contract(number: int, driver: Driver) -> None:
         (scenarios.in_place, [], "asyncio"),
         (scenarios.faults_of_the_store, [], "asyncio"),
         (scenarios.lost_in_the_store, [], "uvloop"),
+        (scenarios.dead_hub, [], "asyncio"),
         (scenarios.plain_actors, [], "uvloop"),
         (scenarios.transform, [], "asyncio"),
     ],
