@@ -508,21 +508,22 @@ class Undo:
             raise SyncTimeout(late) from exc
         values = [(tensor, tensor.data, kept) for tensor, kept in self._copies.values()]
         # Loaders of parameters that stay the same objects are wrapped during a reload.
-        containers: list[Any] = [tensor.__dict__ for tensor in _tensors(self._model)]
+        holders: list[Any] = [*_tensors(self._model)]
         for module in self._model.modules():
             # Attributes, too: some kernels keep packed weights in closures.
-            containers += [module.__dict__, module._parameters, module._buffers]
-            containers.append(module._non_persistent_buffers_set)
-        self._noted = values, [(each, copy.copy(each)) for each in containers]
+            holders += [module, module._parameters, module._buffers]
+            holders.append(module._non_persistent_buffers_set)
+        self._noted = values, [(each, copy.copy(_content_of(each))) for each in holders]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back: modules, their attributes, parameters, buffers, values."""
         assert self._noted is not None
-        (values, containers), self._noted = self._noted, None
-        for each, content in containers:  # dictionaries, and sets
-            each.clear()
-            each.update(content)
+        (values, holders), self._noted = self._noted, None
+        for each, content in holders:
+            held = _content_of(each)
+            held.clear()
+            held.update(content)
         for tensor, data, kept in values:
             if tensor.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
                 tensor.data = data
@@ -532,6 +533,11 @@ class Undo:
         """Let the copies go. Waits for the copy that is under way."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _content_of(holder: Any) -> Any:
+    """A dictionary or a set itself; of a tensor or a module its attributes, now."""
+    return holder if isinstance(holder, dict | set) else holder.__dict__
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import http.server
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from aiosync.integrations.vllm import (
     span_of,
 )
 from tests.integrations.vllm._tools import make_weights
+from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +43,21 @@ def test_registered_once() -> None:
     made = factory.WeightTransferTrainerFactory.trainer_init(info, client=_Engine())
     assert isinstance(made, AiosyncTrainerEngine)
     made.shutdown()
+
+
+def test_a_parameter_that_a_loader_has_swapped_is_as_it_was(plugin: None) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.integrations.vllm._swapping"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120.0,
+        check=True,
+    )
+    seen = json.loads(run.stdout.partition("SEEN ")[2])
+    assert "half way" in seen["refused"]
+    assert seen["bias"] == [0.0] * 4
+    assert seen["attributes"] == {"note": "its own"}
 
 
 def test_infos_hold_no_secret() -> None:
