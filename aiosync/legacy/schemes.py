@@ -305,7 +305,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     def receive(self, timeout: float | None = None) -> Any:  # type: ignore[misc]  # as well
         """As :meth:`aiosync.sync.WeightSyncScheme.receive`; with pipes as the receiver's."""
-        role = self._receiver
+        role = None if self._scheme.initialized_on_receiver else self._receiver
         return super().receive(timeout) if role is None else role.receive(timeout)
 
     @property
@@ -629,15 +629,27 @@ class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
         """A transport to one actor, of which this is the handle."""
         return RayTransport(pipe_or_context)
 
+    def get_receiver(self) -> WeightReceiver:
+        """See :meth:`aiosync.legacy.WeightSyncScheme.get_receiver`; an actor needs no pipe.
+
+        It is called with weights, and has :meth:`WeightReceiver.apply_weights` for them.
+        """
+        self._after_fork()
+        if self._receiver is None and self._scheme.initialized_on_receiver:
+            given, receiver = self._life.given, self.create_receiver()
+            receiver.register_model(given.model if given.weights is None else given.weights)
+            receiver.context, self._receiver = given.context, receiver
+        return super().get_receiver()
+
 
 class RayModuleTransformSender(WeightSender):
     """Sends weights to the actors of :class:`RayModuleTransformScheme`."""
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """What an actor of :class:`RayModuleTransformScheme` would receive with.
+    """What an actor of :class:`RayModuleTransformScheme` applies weights with.
 
-    Weights come by a call of the actor, so that :meth:`receive` finds none.
+    They come by a call of the actor, and not by :meth:`receive`.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import queue
@@ -238,6 +239,23 @@ def test_weights_that_come_over_links_are_passed_on_over_a_pipe(make: Any) -> No
             assert relay.receive(timeout=tools.PATIENCE)
         workers.deliver(relay.get_sender(), leaf.get_receiver(), first)
         assert tools.value_of(last) == 3.0
+
+
+@pytest.mark.parametrize("make", [legacy.RayWeightSyncScheme, legacy.RayModuleTransformScheme])
+def test_an_actor_applies_what_it_is_called_with(make: Any) -> None:
+    context, other = workers.OldContext(tools.filled(0.0)), tools.filled(0.0)
+    for model, source in ((context.policy, {"context": context}), (other, {"model": other})):
+        with make() as scheme:
+            scheme.init_on_worker(model_id="policy", **source)
+            receiver = scheme.get_receiver()
+            receiver.apply_weights(ones(2.0))
+            assert tools.value_of(model) == 2.0
+            assert scheme.get_receiver() is receiver
+            misfit = {"weight": torch.zeros(3)}
+            workers.refuses(
+                (aiosync.ApplyError, "weight", functools.partial(receiver.apply_weights, misfit)),
+                (RuntimeError, "connect", scheme.receive),  # of links, which it may have as well
+            )
 
 
 # -- shared memory ----------------------------------------------------------------------------
