@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +119,17 @@ def test_what_is_left_is_seen_and_only_where_it_is_looked_for() -> None:
     os.close(other)
     os.close(fd)
     assert os.devnull in caught.value.leaks["fds"][0]
+
+
+def test_garbage_is_no_leak() -> None:
+    """Also where there is no time left for it to go: only the collector finds a cycle."""
+    with assert_no_leaks(grace=0.0):
+        fd = os.memfd_create("aiosync-test")
+        os.truncate(fd, 1)
+        kept: list[Any] = [mmap.mmap(fd, 1)]  # it has a descriptor of its own
+        os.close(fd)
+        kept.append(kept)
+        del kept
 
 
 @pytest.mark.asyncio
