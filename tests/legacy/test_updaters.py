@@ -171,9 +171,11 @@ def test_arguments_that_cannot_be() -> None:
     legacy.RemoteModuleWeightUpdater()(weights)
     distributed = legacy.DistributedWeightUpdater(object(), {}, 2)
     multi = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
+    keyed = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={0: weights})
     single = Owner(nn.Linear(1, 1))
     workers.refuses(
         (RuntimeError, "num_workers", lambda: multi(weights)),
+        (aiosync.ConfigError, "MultiSync", lambda: keyed(weights)),
         (
             aiosync.ConfigError,
             "MultiSync",
