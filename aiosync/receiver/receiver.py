@@ -349,7 +349,8 @@ class WeightReceiver:
         self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
     ) -> None:
         """Tell the trainer what became of a version."""
-        if self._told[0] != epoch or self._told[1] <= version:
+        told = self._told
+        if epoch == self.inbox.newest_epoch and (told[0] != epoch or told[1] <= version):
             self._told = epoch, version, status, error
         self._outgoing.say(make_ack(epoch, version, status, error))
 

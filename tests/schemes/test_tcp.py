@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -121,6 +122,48 @@ async def test_what_has_come_outlives_its_link_and_is_not_applied_twice(
         assert receiver.apply_pending() is None
         if applied != "on the next link":  # who has a version does not get it again
             assert ends.proxy.bytes_back - before < CHUNK
+
+
+async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A version that is overtaken on its way to be passed on may be one of a run before."""
+    caplog.set_level(logging.INFO, "aiosync")
+    free = asyncio.Event()
+    free.set()
+
+    async def relay(epoch: int, version: int) -> None:
+        await free.wait()
+
+    first, second, hooks = make(), make(), aiosync.SchemeHooks(relay=relay)
+    for sender in (first, second):
+        sender.init_on_sender(model=models.linear())
+    async with first, second, FaultProxy(first.address) as proxy:
+        async with make(proxy.url, apply="manual") as receiver:
+            receiver.init_on_receiver(model=models.linear(), hooks=hooks)
+            await asyncio.gather(first.connect(), second.connect(), receiver.connect())
+            await harness.until(lambda: first.worker_versions == {0: 1})
+            free.clear()
+            handles = []
+            for version in (2, 3):  # one is being passed on, one waits for that
+                handles.append(first.send_nowait())
+                await receiver.wait_staged(version)
+                assert receiver.apply_pending() == version
+            proxy.upstream = second.address
+            proxy.cut()
+            await harness.until(lambda: receiver.lag == 1)
+            assert receiver.apply_pending() == 1
+            proxy.cut()
+            await harness.until(lambda: receiver.reconnects == 2 and 0 in second.worker_versions)
+            handle = second.send_nowait()
+            await receiver.wait_staged(2)  # and version 1, which came once more, was answered
+            assert not [each for each in caplog.records if "refused" in each.getMessage()]
+            assert receiver.apply_pending() == 2
+            free.set()
+            assert (await handle).acked == {0}
+            for each in handles:
+                with pytest.raises(aiosync.PartialSyncError, match="PeerClosed"):
+                    await each
 
 
 async def test_a_worker_takes_over_from_its_own_half_open_link(url: str) -> None:
