@@ -174,8 +174,8 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
     def _indices(self, worker_ids: list[Any]) -> list[int]:
         if self.collector is None:
             raise ConfigError(
-                f"a {type(self).__name__} is for a MultiSyncCollector or MultiAsyncCollector: pass it "
-                "to the constructor, as weight_updater="
+                f"a {type(self).__name__} is for a MultiSyncCollector or MultiAsyncCollector: pass "
+                "it to the constructor, as weight_updater="
             )
         devices = list(getattr(self.collector, "policy_device", ()))
         indices: set[int] = set()
