@@ -14,8 +14,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Hashable,
     Iterable,
@@ -178,19 +178,21 @@ class DataPlaneTransport(Transport):
         control.call_on_end(self._end)
 
     @abc.abstractmethod
-    def _push(
+    async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
-        """Prepare to send, yield once what the peer has to know, and send when it was told.
-
-        Ends when the payload's memory may change.
+    ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
+        """Prepare to send.
 
         Args:
             payload: The bytes, in order.
-            memo: Belongs to the payload, see :class:`SharedPayload`.
+            memo: Belongs to the payload, see :class:`SharedPayload`; kept until all is sent.
+
+        Returns:
+            What the peer has to know, and what sends once it was told. That ends when the
+            payload's memory may change. No generator of both: one that waits cannot be closed.
 
         Raises:
-            LocalProtocolError: It cannot be sent, before the peer was told; the link is as it was.
+            LocalProtocolError: It cannot be sent; the link is as it was.
         """
 
     @abc.abstractmethod
@@ -200,7 +202,7 @@ class DataPlaneTransport(Transport):
         """Receive what the peer told of.
 
         Args:
-            ext: What the peer's :meth:`_push` yielded, unchecked.
+            ext: What the peer's :meth:`_offer` returned, unchecked.
             nbytes: Size of the payload.
             lend: Gives the buffers that the payload has to land in; ``None`` where memory of the
                 transport is welcome.
@@ -326,12 +328,12 @@ class DataPlaneTransport(Transport):
                 await asyncio.sleep(0)  # a checkpoint, before the first byte
                 control.check()
                 memo = payload.memo if isinstance(payload, SharedPayload) else {}
-                async with contextlib.aclosing(self._push(views, memo)) as pushing:
-                    ext = {**await anext(pushing), _NBYTES: nbytes}
-                    self._told = True
-                    if not control.send_nowait(message, ext=ext):
-                        await control.send(message, ext=ext)
-                    await anext(pushing, None)
+                about, push = await self._offer(views, memo)
+                ext = {**about, _NBYTES: nbytes}
+                self._told = True
+                if not control.send_nowait(message, ext=ext):
+                    await control.send(message, ext=ext)
+                await push()
                 control.check()
 
     # -- receiving -----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Hashable,
     Mapping,
@@ -268,18 +268,21 @@ class DistributedTransport(DataPlaneTransport):
 
     # -- moving --------------------------------------------------------------------------------
 
-    async def _push(
+    async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
+    ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
         """See :class:`DataPlaneTransport`."""
         await self._meet()
         going, taken = self._until_told(_GO), self._until_told(_GOT)
-        yield {}
-        # A thread that waits for a peer that does not receive could not be called off.
-        await self._outcome(going)
-        self._say(_NOW)
-        await self._move(payload, self._send, memo.get(COPYING))
-        await self._outcome(taken)
+
+        async def push() -> None:
+            # A thread that waits for a peer that does not receive could not be called off.
+            await self._outcome(going)
+            self._say(_NOW)
+            await self._move(payload, self._send, memo.get(COPYING))
+            await self._outcome(taken)
+
+        return {}, push
 
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None

@@ -17,8 +17,8 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Hashable,
     Iterable,
@@ -396,27 +396,25 @@ class RayTransport(DataPlaneTransport):
 
     # -- sending -------------------------------------------------------------------------------
 
-    async def _push(
+    async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
-    ) -> AsyncGenerator[Mapping[str, ExtValue], None]:
-        """See :class:`DataPlaneTransport`. Puts the payload, unless another link did.
-
-        Ends when the peer holds the object itself.
-        """
+    ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
+        """See :class:`DataPlaneTransport`. Puts the payload, unless another link did."""
         self._control.check()
         entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
-        try:
-            hub, passed_on = await self._objects.publish(entry)
-            self._control.check()
-            taken = self._until_told(_GOT, entry.ticket)
-            yield {"ref": entry.ticket, "hub": hub}
-            await self._outcome(passed_on, _HUB_SECONDS)
+        hub, passed_on = await self._objects.publish(entry)
+        self._control.check()
+        taken = self._until_told(_GOT, entry.ticket)
+
+        async def push() -> None:  # ends when the peer holds the object itself
+            try:
+                await self._outcome(passed_on, _HUB_SECONDS)
+            except self._ray.exceptions.RayError as exc:
+                exc.__traceback__ = None  # its frames would keep the weights
+                raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
             await self._outcome(taken)
-        except self._ray.exceptions.RayError as exc:
-            exc.__traceback__ = None  # its frames would keep the weights
-            raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
-        finally:
-            del entry  # the traceback of an error keeps what is here
+
+        return {"ref": entry.ticket, "hub": hub}, push
 
     # -- receiving -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -29,7 +30,7 @@ from aiosync.transports import DistributedTransport, SharedMemTransport, TCPTran
 from aiosync.wire import Challenge, Hello, Refuse, Update
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
-from tests.support.waiting import free_address
+from tests.support.waiting import free_address, wait_until
 
 pytestmark = pytest.mark.one_loop
 
@@ -150,6 +151,34 @@ async def test_what_broke_a_link_keeps_no_weights(monkeypatch: pytest.MonkeyPatc
         del weights
         await harness.until(lambda: gone() is None)
         assert left.error is not None
+
+
+def test_a_send_that_a_closed_loop_has_left_is_collected_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As any coroutine is that nobody cancelled."""
+    ends, heard = list[DistributedTransport](), list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    async def leave() -> None:
+        for rank, end in enumerate(socket.socketpair()):
+            ends.append(DistributedTransport(TCPTransport(end), rank=rank))
+        update = Update(epoch=1, version=1, digest=b"d" * 16)
+        sending = asyncio.ensure_future(ends[0].send(update, [bytes(2**20)]))
+        assert (await ends[1].channel.recv()).message == update
+        assert not sending.done()  # it waits for the other end to fetch the payload
+
+    loop = asyncio.SelectorEventLoop()
+    loop.set_exception_handler(lambda *_: None)  # asyncio says that the task was destroyed
+    loop.run_until_complete(leave())
+    for end in ends:
+        end.abort()
+    loop.close()
+    del end
+    ends.clear()
+    wait_until(lambda: not any("gloo" in thread.name for thread in threading.enumerate()))
+    gc.collect()
+    assert not heard
 
 
 # -- who meets whom, and where ---------------------------------------------------------------------
