@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -161,9 +161,10 @@ class Snapshot:
             self.kept = None
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         """Every name that the update holds."""
-        return self.layout.index.keys() | self.values.keys()
+        tensors = self.layout.index.keys()  # a copy of thousands of names takes its time
+        return tensors | self.values.keys() if self.values else tensors
 
     def holds_same(self, other: Snapshot) -> bool:
         """Whether the other update holds the same names, of the same shapes."""
