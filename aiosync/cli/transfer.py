@@ -102,9 +102,8 @@ async def _push(
                 f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
                 "first, or push under another --model-id"
             )
-    nbytes = Layout.plan(
-        collect(weights).leaves
-    ).nbytes  # refuses weights before anybody hears of them
+    # Refuses weights before anybody hears of them.
+    nbytes = Layout.plan(collect(weights).leaves).nbytes
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )

@@ -56,6 +56,7 @@ __all__ = ["WeightReceiver"]
 
 Context: TypeAlias = "contextlib.AbstractContextManager[None]"
 _SILENT: Context = contextlib.nullcontext()
+_Answer: TypeAlias = "tuple[int, int, AckStatus, BaseException | None]"
 
 _CLOSE_SECONDS = 1.0
 _BELL_SECONDS = 0.001
@@ -119,13 +120,7 @@ class WeightReceiver:
         self.updates: UpdateReader = UpdateReader()
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
-        # What the trainer was told last of the newest version.
-        self._told: tuple[int, int, AckStatus, BaseException | None] = (
-            0,
-            0,
-            AckStatus.SKIPPED,
-            None,
-        )
+        self._told: _Answer = (0, 0, AckStatus.SKIPPED, None)  # last, of the newest version
         self._wanted: list[int] = []  # least versions that pull() asked for and that have not come
         self._coming: tuple[int, int] | None = None  # epoch and version that the trainer promised
         self._num_answers = 0  # to pull()
