@@ -355,6 +355,9 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()  # with no word of connect(): receivers connect when they receive
+
     def shutdown(self) -> None:
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
         self._after_fork()

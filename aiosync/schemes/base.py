@@ -749,13 +749,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        life = self._life
-        if exc is None and life.role == "receiver" and life.loop is None and not life.closed:
-            warnings.warn(
-                "this worker never had the trainer's weights: `async with` does not connect, call "
-                "`await scheme.connect()` inside of the block",
-                stacklevel=2,
-            )
+        if exc is None:
+            self._life.warn_if_unconnected("async with", "await scheme.connect()")
         await self.aclose()
 
     def __del__(self) -> None:

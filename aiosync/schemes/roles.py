@@ -47,6 +47,7 @@ from aiosync.sender import WeightSender
 from aiosync.sender.snapshots import SnapshotCopier
 from aiosync.tensors import Prepared, check_dtypes
 from aiosync.tensors.apply import Loader
+from aiosync.tensors.walk import is_nested
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
 from aiosync.wire import Hello, Welcome
@@ -139,6 +140,15 @@ class Life:
     ) -> None:
         """Tell what happened, in one word and in a sentence, to which version."""
         log(level, phase, text, model=self.given.model_id, worker=self.worker_idx, version=version)
+
+    def warn_if_unconnected(self, block: str, call: str) -> None:
+        """Tell who leaves a block in which a worker acted that was never connected."""
+        if self.role == "receiver" and self.loop is None and not self.closed:
+            warnings.warn(
+                f"this worker never had the trainer's weights: `{block}` does not connect, call "
+                f"`{call}` inside of the block",
+                stacklevel=3,
+            )
 
     def waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
         """Tell of a call that waits for long, and for what."""
@@ -462,6 +472,13 @@ class Worker:
             (
                 model is not None and weights is not None,
                 "weights cannot be provided if model is provided",
+            ),
+            (
+                not (target is None or isinstance(target, nn.Module) or is_nested(target)),
+                (
+                    f"a {type(target).__name__} has no weights to replace: pass a torch.nn.Module "
+                    "as model=, tensors as weights=, or a function that takes weights as load="
+                ),
             ),
             (
                 load is not None and target is not None,

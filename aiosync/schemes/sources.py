@@ -410,7 +410,10 @@ def as_model_id(value: Any) -> str:
     most = DEFAULT_LIMITS.max_name_nbytes  # the other side's own count once it has read the Hello
     if isinstance(value, str) and 0 < len(value.encode()) <= most:
         return value
-    raise ConfigError(f"model_id must be a str of 1 to {most} bytes, got {value!r}")
+    got = f"{value!r:.80}" if isinstance(value, str) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"model_id must be a str of 1 to {most} bytes, got {got}; a model is passed as model="
+    )
 
 
 def model_or_fallback(context: object, model_id: str) -> Any:

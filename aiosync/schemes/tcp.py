@@ -308,7 +308,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         )
         if dial not in ("receiver", "sender", "both"):
             raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
-        listed = [address] if isinstance(address, str | Address) else list(address)
+        listed: list[Any] = list(address) if isinstance(address, list | tuple) else [address]
         if not listed or (len(listed) > 1 and dial != "sender"):
             raise ConfigError("pass one address; a list is accepted only with dial='sender'")
         self._addresses = [Address.parse(each) for each in listed]

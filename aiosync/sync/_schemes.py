@@ -278,6 +278,7 @@ class _Tenant:
             return  # its collector or server closes no scheme: no mistake of the user's
         life = life_of(self._scheme)
         if life.runtime is not None and not life.closed:
+            life.log("closed", "closed: nothing refers to this scheme, or the program ends")
             warnings.warn(
                 f"{self._scheme!r} was never closed: use `with scheme:` or `scheme.shutdown()`",
                 ResourceWarning,
@@ -623,6 +624,8 @@ class WeightSyncScheme(SchemeState):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if exc is None:
+            self._life.warn_if_unconnected("with", "scheme.connect()")
         self.shutdown()
 
     def __del__(self) -> None:

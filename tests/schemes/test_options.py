@@ -186,6 +186,24 @@ async def test_a_worker_that_forgot_to_connect_is_told() -> None:
             worker.init_on_receiver(model=models.linear())
 
 
+def test_a_blocking_worker_that_forgot_to_connect_is_told() -> None:
+    with pytest.warns(UserWarning, match="`with` does not connect, call `scheme.connect"):
+        with aiosync.sync.MultiProcessWeightSyncScheme() as worker:
+            worker.init_on_receiver(model=models.linear())
+
+
+@pytest.mark.parametrize("address", [None, 7000])
+def test_an_address_that_is_none_is_told_what_one_is(address: Any) -> None:
+    with pytest.raises(aiosync.ConfigError, match=f"such as 'tcp://host:7000', not {address}"):
+        aiosync.TCPWeightSyncScheme(address)
+
+
+def test_a_model_in_the_place_of_its_name_is_told_where_it_goes() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    with pytest.raises(aiosync.ConfigError, match="got a Linear; a model is passed as model="):
+        scheme.init_on_sender(models.linear())  # type: ignore[arg-type]
+
+
 @pytest.mark.asyncio
 @pytest.mark.one_loop
 @pytest.mark.parametrize("make", harness.SCHEMES)
