@@ -247,6 +247,7 @@ class StreamListener(Listener):
         self.accepted: int = 0
         self.refused: Counter[str] = Counter()
         self.last_refusal: str | None = None
+        self._why: dict[str, str] = {}  # the last one, by the name of the error
         self._tasks: TaskOwner | None = None
         sock, self._address = bind(address)
         super().__init__(sock)
@@ -307,6 +308,7 @@ class StreamListener(Listener):
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
                 self.refused[name] += 1
                 self.last_refusal = f"{name}: {exc}"
+                self._why[name] = f": {exc}"
                 count = self.refused[name]
                 if count & (count - 1) == 0:  # strangers cannot fill a log: 1st, 2nd, 4th, ...
                     text = f"{self.url} refused somebody ({count} so far): {name}: {exc}"
@@ -318,6 +320,13 @@ class StreamListener(Listener):
         self.links.add(stream)
         stream.call_on_end(lambda: self.links.discard(stream))
         on_link(link, hello)
+
+    def refusals(self) -> list[str]:
+        """How often somebody was refused, by the name of the error, and why the last time."""
+        return [
+            f"{name} {count} time{'s' if count > 1 else ''}{self._why.get(name, '')}"
+            for name, count in self.refused.items()
+        ]
 
     def close(self) -> None:
         """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""

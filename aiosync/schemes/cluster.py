@@ -196,6 +196,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
 
             if self._same_host is not None:
                 self._same_host.start(join, sender.workers.tasks)
+            sender.workers.strangers = self._listener.refusals
             self._listener.start(join, sender.workers.crashed, wrap)
             sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
 

@@ -376,6 +376,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         if self._listener is not None:
             workers = sender.workers
+            workers.strangers = self._listener.refusals
             self._listener.start(
                 lambda link, hello: workers.welcome(link, None, hello), workers.crashed
             )

@@ -118,6 +118,7 @@ class WorkerRegistry:
         counts: For :class:`SyncStats`: bytes of payloads that links took, and how often a worker
             skipped or refused a version, or came again.
         note: What a worker is told while there is nothing to send.
+        strangers: Says who was refused before there was a link.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class WorkerRegistry:
             ("wire_nbytes", "skipped", "refused", "reconnects"), 0
         )
         self.note: Callable[[], str] = str
+        self.strangers: Callable[[], list[str]] = list
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
     # -- who is there --------------------------------------------------------------------------
@@ -489,7 +491,8 @@ class WorkerRegistry:
         return failed, absent, late
 
     def _refused(self) -> str:
-        return f"; refused: {'; '.join(self.refusals)}" if self.refusals else ""
+        refusals = [*self.refusals, *self.strangers()]
+        return f"; refused: {'; '.join(refusals)}" if refusals else ""
 
     def awaited(self, version: int) -> str:
         """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""

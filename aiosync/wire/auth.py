@@ -67,7 +67,7 @@ def verify_dialer(
         expected = _mac(known, _DIALER, nonce, message.nonce)
         if known is not None and hmac.compare_digest(message.mac, expected) and fresh:
             return Proof(nonce, _mac(known, _LISTENER, nonce, message.nonce)), known is not token
-    raise AuthError("the dialer does not have the token of the listener")
+    raise AuthError("the dialer does not have the token of the listener: give both the same")
 
 
 def answer_challenge(message: Message, token: bytes | None) -> tuple[Challenge, Proof]:

@@ -358,6 +358,20 @@ async def test_a_worker_says_why_it_let_no_trainer_in() -> None:
                 await joining
 
 
+@pytest.mark.parametrize("token", [None, "another"])
+async def test_a_trainer_says_why_it_let_no_worker_in(token: str | None) -> None:
+    async with make(token="one", timeout=2) as sender:
+        sender.init_on_sender(model=models.linear(), num_workers=1)
+        joining = asyncio.create_task(sender.connect())
+        for _ in range(2):
+            async with make(sender.address, token=token) as receiver:
+                receiver.init_on_receiver(model=models.linear(), worker_idx=0)
+                with pytest.raises(aiosync.AuthError):
+                    await receiver.connect()
+        with pytest.raises(aiosync.ConnectTimeout, match="refused: AuthError 2 times: .*give"):
+            await joining
+
+
 @pytest.mark.parametrize(("dial", "role"), [("sender", "sender"), ("receiver", "receiver")])
 async def test_port_0_cannot_be_dialled(dial: Any, role: str) -> None:
     async with listens("tcp://127.0.0.1:0", dial=dial, timeout=2) as scheme:
