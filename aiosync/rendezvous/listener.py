@@ -36,7 +36,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.transports._processes import close_in_child
+from aiosync.transports._processes import OPENING, close_in_child
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport, in_time
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
@@ -67,7 +67,7 @@ class Listener:
         self._sock = sock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._strangers: dict[asyncio.Task[None], float] = {}  # handshakes, and since when
-        close_in_child(self)
+        close_in_child(sock)
 
     def accept(
         self,
@@ -99,7 +99,9 @@ class Listener:
                 self._pause(_BUSY_SECONDS)
                 return
             try:
-                sock, _address = self._sock.accept()
+                with OPENING:
+                    sock, _address = self._sock.accept()
+                    close_in_child(sock)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
@@ -167,10 +169,6 @@ class Listener:
     async def aclose(self) -> None:
         """The same, and wait until nothing of it runs any more."""
         self.close()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: close this copy; the parent goes on listening."""
-        self._sock.close()
 
 
 async def first_word(link: Transport, timeout: float) -> Hello:

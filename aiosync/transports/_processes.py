@@ -11,17 +11,29 @@ from __future__ import annotations
 import functools
 import os
 import select
+import socket
 import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["FORKING", "close_in_child", "has_ended", "is_gone", "keep_across_fork", "open_pidfd"]
+__all__ = [
+    "FORKING",
+    "OPENING",
+    "close_in_child",
+    "has_ended",
+    "is_gone",
+    "keep_across_fork",
+    "open_pidfd",
+]
 
 FORKING = threading.RLock()
 """Held from before a fork until after it: what is copied for the child stays as it is meanwhile.
 
 Take it to begin or to end reading memory that :func:`keep_across_fork` keeps.
 """
+
+OPENING = threading.RLock()
+"""Held during a fork, too: take it to open what is given to :func:`close_in_child` at once."""
 
 
 class _ForkAware(Protocol):
@@ -35,19 +47,28 @@ class _ForkAwareMemory(Protocol):
 
 
 _memory: weakref.WeakSet[_ForkAwareMemory] = weakref.WeakSet()
-_open: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
+_open: weakref.WeakSet[_ForkAware | socket.socket] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
     FORKING.acquire()
     for item in list(_memory):
         item.before_fork()
+    OPENING.acquire()
+
+
+def _after_fork() -> None:
+    OPENING.release()
+    FORKING.release()
 
 
 def _after_fork_in_child() -> None:
-    FORKING.release()
+    _after_fork()
     for item in list(_open):
-        item.close_after_fork()
+        if isinstance(item, socket.socket):
+            item.close()
+        else:
+            item.close_after_fork()
     _open.clear()
 
 
@@ -55,13 +76,13 @@ def _after_fork_in_child() -> None:
 def _register() -> None:
     os.register_at_fork(
         before=_before_fork,
-        after_in_parent=FORKING.release,
+        after_in_parent=_after_fork,
         after_in_child=_after_fork_in_child,
     )
 
 
-def close_in_child(item: _ForkAware) -> None:
-    """Have ``item.close_after_fork()`` called in every child that is forked from now on."""
+def close_in_child(item: _ForkAware | socket.socket) -> None:
+    """Have a socket closed, or ``item.close_after_fork()`` called, in children forked from now."""
     _register()
     _open.add(item)
 

@@ -29,6 +29,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
+from aiosync.transports._processes import close_in_child
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
 from aiosync.transports.credentials import Credentials
@@ -128,6 +129,7 @@ class TCPTransport(FramedTransport):
         credentials = replace(credentials, tls=credentials.dialling_context())  # before all else
         async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
             sock = await _open(address)
+            close_in_child(sock)
             options = limits, keepalive, untaken, payloads
             return await cls._proved(sock, credentials, hostname, name, *options)
 

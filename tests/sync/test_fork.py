@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import socket
+import ssl
 import sys
 import threading
 import traceback
@@ -15,6 +18,8 @@ import torch
 
 import aiosync
 import aiosync.sync
+from tests._certificates import certificates
+from tests.support.waiting import free_address
 from tests.sync import _tools as tools
 
 
@@ -97,6 +102,52 @@ def test_a_child_connects_as_a_worker(make: Any) -> None:
         report = sender.send(worker_ids=0)
         assert report.acked == {0}
         assert tools.value_at(receiver) == 2.0
+
+
+def _client_hello() -> bytes:
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(coming, going, server_hostname="here").do_handshake()
+    return going.read()
+
+
+@pytest.mark.parametrize("dial", ["receiver", "sender"])
+def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
+    """A trainer forks in the middle of a TLS handshake: the other side sees the trainer's end."""
+    files, there = certificates(), free_address()
+    tls = files.listening if dial == "receiver" else files.dialling
+    sender = aiosync.sync.TCPWeightSyncScheme([there], tls=tls, dial=dial, timeout=None)
+    where = "127.0.0.1", int(there.rpartition(":")[2])
+
+    def connect() -> None:
+        with contextlib.suppress(aiosync.AiosyncError):
+            sender.connect()
+
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(where)) if dial == "sender" else None
+        sender.init_on_sender(model=tools.filled(1.0), num_workers=1)
+        thread = tools.in_thread(connect)
+        if listening is not None:
+            peer, _ = listening.accept()
+        else:
+            peer = socket.create_connection(where)
+            peer.sendall(_client_hello())
+        stack.enter_context(peer)
+        peer.settimeout(tools.PATIENCE)
+        assert peer.recv(2**16)  # the trainer is in the handshake
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)  # it outlives the trainer's scheme
+            os._exit(0)
+        stack.callback(os.waitpid, pid, 0)
+        stack.callback(os.close, write)
+        stack.callback(os.close, read)
+        sender.shutdown()
+        thread.join(tools.PATIENCE)
+        while peer.recv(2**16):
+            pass
 
 
 @pytest.mark.slow
