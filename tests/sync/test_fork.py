@@ -205,7 +205,7 @@ def test_a_fork_of_another_thread_splits_no_update(make: Any) -> None:
         with tools.threads(train, compute):
             try:
                 sys.setswitchinterval(1e-5)
-                for _ in range(40):
+                for _ in range(120):
                     _in_child(child)
             finally:
                 sys.setswitchinterval(interval)
