@@ -8,8 +8,8 @@ workers refuse must take no other with it; but where one was replaced that is ol
 these come together with the newest: a worker never has what the trainer never had.
 
 What a cancelled send leaves is decided in ``sender.sender``; of bytes on a link, in
-``transports.stream``. Pure bookkeeping: events in, outcomes
-out. Must not import asyncio nor transports.
+``transports.stream``. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor
+transports.
 """
 
 from __future__ import annotations

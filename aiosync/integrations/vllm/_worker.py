@@ -218,7 +218,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 begun = True
                 self._reload(items)
                 self._synchronize()
-        except Exception as exc:
+        except Exception as exc:  # the trainer gets it, once the model is as it was
             if begun:
                 self._roll_back()
                 if not info.rollback:
