@@ -27,6 +27,7 @@ from aiosync._tasks import call_soon
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Inbox
+from aiosync.receiver.copies import Copies
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
@@ -138,6 +139,7 @@ class Applier:
         self._strict = strict
         self._install_hooks = install_hooks
         self._methods = Methods(guard, methods)
+        self._copies = Copies(guard)
         self._reads_words = reads_words
         self.flipped = flipped
         self._meter = meter
@@ -586,6 +588,7 @@ class Applier:
     def _guard_forwards(self, model: Any) -> None:
         guarded = self._install_hooks and why_unguarded(model) is None
         self._methods.wrap(model if guarded else None)
+        self._copies.wrap(model if guarded else None)
         if guarded:
             self.guard.install(model, watch=not self.manual)
         else:
@@ -653,6 +656,7 @@ class Applier:
         finally:
             self.current = self._target = self._target_of = None
             self._methods.wrap(None)
+            self._copies.wrap(None)
             self.guard.uninstall()
 
 

@@ -65,9 +65,24 @@ _interpreter: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
 )
 
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
 _Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
+
+
+def _is_plain() -> bool:
+    """Return True if the operations of this thread do what they say, with a model's own tensors."""
+    return not _num_modes() and _interpreter() is None and not _in_functional_call()
+
+
+def _in_functional_call() -> bool:
+    """Return True if a ``functional_call()`` of this thread has put other tensors into modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager
@@ -108,6 +123,8 @@ class Guard:
         before_next_read: Called under the lock when the next read starts, before it sees anything.
         held: Epoch and version of what is read, (0, 0) for none: what applies sets it. Does not
             change while anybody reads.
+        has_computed: A read that computes has begun since this was set to false.
+        on_compute: Called under the lock by the read that sets :attr:`has_computed`, in its thread.
     """
 
     def __init__(self) -> None:
@@ -140,6 +157,8 @@ class Guard:
         self._on_overlap: Callable[[], object] = _no_guard
         self.seen: int = 0
         self.held: tuple[int, int] = (0, 0)
+        self.has_computed: bool = False
+        self.on_compute: Callable[[], object] | None = None
         # Epoch and runs of (version, reads) of each thread or task in which reads ended, until it
         # takes them; ``None`` until somebody has asked for spans.
         self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
@@ -172,7 +191,7 @@ class Guard:
             self._on_overlap()
 
     @never_traced
-    def enter(self, read: _Read = None) -> None:
+    def enter(self, read: _Read = None, *, computes: bool = True) -> None:
         """Start reading.
 
         The outermost read of a thread waits for an apply in progress and, outside an event
@@ -181,6 +200,7 @@ class Guard:
         Args:
             read: The frame that lives as long as the read, if an exception could end the read
                 without :meth:`leave`. Where that is certain, the task that reads, if any.
+            computes: The model computes meanwhile, and is not only copied.
         """
         thread = threading.get_ident()
         while True:
@@ -195,6 +215,7 @@ class Guard:
                 if not reads and (waits or self._applying is not None):
                     pause = self._pause_before(thread, forward=isinstance(read, FrameType))
                 is_news = self._pending or (words is not None and words[0] != self.seen)
+                is_news = is_news and not _in_functional_call()
                 if pause > 0:
                     waiter = self._new_waiter()
                 elif is_news and not self._open and self._applying is None:
@@ -209,6 +230,8 @@ class Guard:
                     if words is not None and not reads and self._open:
                         self._on_overlap()
                     self._open.setdefault(thread, []).append(read)
+                    if computes and not self.has_computed:
+                        self._note_compute()
                     return
             if waiter is None:
                 self._run()
@@ -216,12 +239,15 @@ class Guard:
                 waiter.acquire(timeout=pause)
 
     @never_traced
-    def leave(self, read: _Read = None, *, thread: int | None = None) -> None:
+    def leave(
+        self, read: _Read = None, *, thread: int | None = None, computes: bool = True
+    ) -> None:
         """End a read of a thread, this one by default; applies what waited for it.
 
         Args:
             read: What :meth:`enter` got.
             thread: Where it was entered.
+            computes: As for :meth:`enter`: other reads are in no span.
         """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
@@ -230,18 +256,32 @@ class Guard:
                 del self._open[thread]
             else:
                 self._end_read(thread, read)
-            if self._runs is not None and reads and not self._is_inside(thread):
+            if computes and self._runs is not None and reads and not self._is_inside(thread):
                 self._count_read(*self.held)  # before something newer is applied
             if not self._open and self._applying is None:
                 if self._pending or (words is not None and words[0] != self.seen):
                     # A transform may go on with what this forward computed with.
-                    if not _num_modes() and _interpreter() is None:
+                    if _is_plain():
                         self._begin(sys._getframe(), at_read=True)
                         applies = True
             if self._waiters:
                 self._wake()
         if applies:
             self._run()
+
+    def _note_compute(self) -> None:
+        """Tell that the model computes with its own weights, unless torch does something else."""
+        if _is_plain():
+            self.has_computed = True
+            if self.on_compute is not None:
+                self.on_compute()
+
+    @never_traced
+    def take(self) -> None:
+        """Have what is published applied, as a read that begins does."""
+        frame = sys._getframe()
+        self.enter(frame, computes=False)
+        self.leave(frame, computes=False)
 
     def _end_read(self, thread: int, read: _Read) -> None:
         num_reads = len(self._open.get(thread, ()))

@@ -11,8 +11,8 @@ NACK       the transform, the model or who passes on refused it; that is final
 SKIPPED    a newer one took its place while it waited; that is final, too
 =========  ===================================================================================
 
-What a word of shared memory names is taken without a word; see ``Promise``. Must not import the
-sender.
+What a word of shared memory names is taken without a word, see ``receiver.promise``. Must not
+import the sender.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
-from aiosync._tasks import Newest, Notifier, TaskOwner, call_soon
+from aiosync._tasks import Newest, Notifier, TaskOwner
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -44,6 +44,7 @@ from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Refusal, not_applied
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import Relay, Transform, Transformer
+from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
@@ -128,11 +129,17 @@ class WeightReceiver:
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
         self.guard: Guard = guard
+        self._promise = ReadPromise(
+            guard,
+            say=self._outgoing.say,
+            offer=self._promise_next,
+            allowed=promises and self._transformer is None,
+        )
         self.applier: Applier = Applier(
             self.updates,
             report=self.report,
             hears_of=self._hears_of,
-            withdraw_promise=self._withdraw_promise,
+            withdraw_promise=self._promise.withdraw,
             fail=self.fail,
             resolve=resolve,
             manual=apply == "manual",
@@ -151,9 +158,6 @@ class WeightReceiver:
         self._trainer = trainer
         self._lasting = lasting
         self._log = log
-        self._promises = promises and self._transformer is None
-        self._may_promise = self._promises  # on this link: reads have not overlapped yet
-        self._promised: bytes | None = None  # the manifest whose versions reads see by themselves
         self.refused: Refusal | None = None
         self._to_pass_on: Newest[tuple[Relay, int, int]]
         self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync relay")
@@ -219,10 +223,9 @@ class WeightReceiver:
                 # What the last link named before it was lost: its trainer counts on that.
                 await self.guard.wait_free(_CLOSE_SECONDS)
                 self.applier.submit()
-            self.lost = self._promised = self._coming = None
+            self.lost = self._coming = None
             self.applier.keep_memory()
-            self._may_promise = self._promises
-            self.guard.ignore_word()
+            self._promise.begin_link()
             self.transport = link
             self.updates.use_link(link)
             self._outgoing.use_link(link)
@@ -244,7 +247,7 @@ class WeightReceiver:
             self._on_take(message)
         elif isinstance(message, Promise):
             self.applier.apply_soon()  # for what was named before the trainer heard of it
-            if self._promised is None:
+            if self._promise.digest is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
             self.progress += 1
@@ -265,6 +268,8 @@ class WeightReceiver:
         self.cut_off = None
         epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
+            if self._promise.digest is not None and slots is not None and slots.is_behind:
+                self._promise.note_ring()
             self.applier.apply_soon()
             return
         if slots is None:
@@ -377,7 +382,7 @@ class WeightReceiver:
         self.refused = Refusal(epoch, version, without_frames(error), since)
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
-        self._withdraw_promise()
+        self._promise.withdraw()
         self._answer(epoch, version, AckStatus.NACK, error)
 
     def report(self) -> None:
@@ -410,7 +415,7 @@ class WeightReceiver:
             self._log("applied", f"the model has version {version}", version, logging.DEBUG)
         self._applied(epoch, version)
         if staged.slot is not None:
-            self._promise(staged)
+            self._promise_next()
             if self._wanted or self._coming:
                 self._has_come(epoch, version)
 
@@ -442,41 +447,25 @@ class WeightReceiver:
             return self.inbox.epoch, self.inbox.version
         return self._passed_on
 
-    # -- the promise that reads see what the word of the link names ----------------------------
-
-    def _promise(self, staged: Staged) -> None:
-        """Tell the trainer that the model follows by itself from now on, if it does."""
-        slots, digest = self.updates.slots, staged.layout.digest
+    def _promise_next(self) -> None:
+        """Promise that reads take the versions after this one, if the model follows by itself."""
+        slots, staged, promise = self.updates.slots, self.applier.current, self._promise
         if (
-            self._may_promise
-            and self._promised != digest
-            and not self._closed
+            promise.is_due
+            and staged is not None
             and slots is not None
             and slots.words is not None
             and staged.slots is slots
-            and staged is self.applier.current
+            and promise.digest != staged.layout.digest
             and self._relay() is None
             and self.applier.may_follow
         ):
-            self._promised = digest
-            self.guard.watch_word(slots.words, self.applier.apply, self._on_overlap)
-            self._outgoing.say(Promise(digest))
-
-    def _on_overlap(self) -> None:
-        if self._may_promise:
-            self._may_promise = False
-            call_soon(self._loop, self._withdraw_promise)
-
-    def _withdraw_promise(self) -> None:
-        """Say that the model does not follow by itself any more. Idempotent. On the loop."""
-        if self._promised is not None and not self._closed:
-            self._promised = None
-            self._outgoing.say(Promise(b""))
+            promise.make(staged.layout.digest, slots.words, self.applier.apply)
 
     def _hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
         asked = self._num_waiting or self._wanted or self._coming
-        return bool(self._promised != digest or asked)
+        return bool(self._promise.digest != digest or asked)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -795,3 +784,4 @@ class WeightReceiver:
                 waiting.give_back()
             self.report()  # another thread may have applied something meanwhile
             self._closed = True
+            self._promise.end()

@@ -1,0 +1,182 @@
+"""What is done with a guarded module besides computing: it is copied, and it is changed.
+
+Copies are reads, which take what is published first, as forwards do. Changes come between two
+reads. ``state_dict()``, ``copy.deepcopy()``, pickling, ``load_state_dict()``, ``to()``, and what
+walks over the parameters of an owner all call a method of the module itself. So the module gets a
+few attributes of its own, which stand before the methods of its class. A copy has none of them: it
+is not guarded. Used from any thread. Must not import transports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from aiosync.receiver.guard import Guard, never_traced
+
+__all__ = ["Copies"]
+
+_PATIENCE_SECONDS = 1.0
+
+
+class Copies:
+    """Makes copies of a model reads of a guard.
+
+    Args:
+        guard: Keeps updates out meanwhile.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._doors: list[_Door] = []
+
+    def wrap(self, model: nn.Module | None) -> None:
+        """Guard copies of this model, and no longer those of another one."""
+        while self._doors:
+            self._doors.pop().remove(self._guard)
+        if model is None:
+            return
+        compiled = getattr(model, "_orig_mod", None)
+        for module in (model, compiled) if isinstance(compiled, nn.Module) else (model,):
+            for name, kind in _KINDS.items():
+                door = vars(module).get(name)
+                if not isinstance(door, _Door):
+                    door = vars(module)[name] = kind(module, name, door)
+                door.guards = *door.guards, self._guard
+                self._doors.append(door)
+
+
+class _Door:
+    """One method of one module, calls of which are reads of its guards.
+
+    Args:
+        module: The module; not kept alive.
+        name: Of the method.
+        before: What the module itself had under that name, if anything.
+    """
+
+    def __init__(self, module: nn.Module, name: str, before: Any) -> None:
+        self.guards: tuple[Guard, ...] = ()
+        self._module = weakref.ref(module)
+        self._name = name
+        self._before = before
+
+    def remove(self, guard: Guard) -> None:
+        """Do not get into this guard any more."""
+        self.guards = tuple(each for each in self.guards if each is not guard)
+        module = self._module()
+        if not self.guards and module is not None and vars(module).get(self._name) is self:
+            self.restore(vars(module))
+
+    def restore(self, table: dict[str, Any]) -> None:
+        """Put back what a module had before this."""
+        if self._before is None:
+            del table[self._name]
+        else:
+            table[self._name] = self._before
+
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method inside of a read."""
+        module, frame = self._module(), sys._getframe()
+        assert module is not None
+        guards = self.guards
+        for guard in guards:
+            guard.enter(frame, computes=False)
+        try:
+            return self.call(module, *args, **kwargs)
+        finally:
+            for guard in reversed(guards):
+                guard.leave(frame, computes=False)
+
+    def method(self, module: nn.Module) -> Callable[..., Any] | None:
+        """What is called without this, if there is such a method."""
+        if self._before is not None:
+            found: Callable[..., Any] = self._before
+            return found
+        method = getattr(type(module), self._name, None)
+        return None if method is None else types.MethodType(method, module)
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Do what the method does."""
+        method = self.method(module)
+        assert method is not None
+        return method(*args, **kwargs)
+
+
+class _State(_Door):
+    """``__getstate__()``, of which every copy and every pickle of a module is made."""
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Leave out what guards the module."""
+        state = super().call(module, *args, **kwargs)
+        table, *slots = state if isinstance(state, tuple) else (state,)
+        if isinstance(table, dict):
+            table = {**table}
+            for door in [each for each in table.values() if isinstance(each, _Door)]:
+                door.restore(table)
+        return (table, *slots) if slots else table
+
+
+class _DeepCopy(_Door):
+    """``__deepcopy__()``, which most modules do not have: then this does what ``copy`` does."""
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Copy the module while its weights stay as they are."""
+        method = self.method(module)
+        if method is not None:
+            return method(*args, **kwargs)
+        [memo] = args
+        made: Any = module.__reduce_ex__(4)
+        make, made_of, *state = made
+        result = memo[id(module)] = make(*copy.deepcopy(made_of, memo))
+        if state:
+            result.__setstate__(copy.deepcopy(state[0], memo))
+        return result
+
+
+class _Change(_Door):
+    """A method that writes to the module: no other thread reads meanwhile.
+
+    Inside of a read, on an event loop beside the read of another thread, and where such a read does
+    not end, it is a read: whoever waits for this call may be in that one.
+    """
+
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method between two reads."""
+        done: list[Any] = []
+        change: Callable[[], object] = lambda: done.append(read(*args, **kwargs))  # noqa: E731
+        read = super().__call__
+        for guard in self.guards:
+            guard.take()
+            change = functools.partial(_exclude, guard, change)
+        change()
+        return done[0]
+
+
+def _exclude(guard: Guard, change: Callable[[], object]) -> None:
+    """Make a change while no other thread reads, if that can be had."""
+    on_loop = asyncio._get_running_loop() is not None
+    patience = 0.0 if on_loop or guard.reading_here else _PATIENCE_SECONDS
+    if not guard.exclusively(change, timeout=patience):
+        change()
+
+
+# What walks over the parameters of an owner asks each module in it for its modules.
+_KINDS: dict[str, type[_Door]] = {
+    "state_dict": _Door,
+    "named_modules": _Door,
+    "load_state_dict": _Change,
+    "_apply": _Change,
+    "__getstate__": _State,
+    "__deepcopy__": _DeepCopy,
+}

@@ -1,0 +1,255 @@
+"""What a worker looks at without a forward is what was sent, once ``send()`` has returned.
+
+Transforms read their parameters, environments call other methods, checkpoints ask for a
+``state_dict()``: nobody calls the forward that takes versions from shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import io
+import pickle
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import aiosync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = pytest.mark.asyncio
+
+SHM = aiosync.SharedMemWeightSyncScheme
+
+
+class Normalizer(nn.Module):
+    """Has a forward that nobody calls, and another method that everybody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.weight - self.mean
+
+    def scale(self) -> torch.Tensor:
+        return self.weight.detach().clone()
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(value)
+
+
+def called(model: Normalizer) -> torch.Tensor:
+    """With the weights that are there, which the caller puts into the module."""
+    own = {"weight": model.weight.detach(), "mean": model.mean, "inner.weight": torch.zeros(2, 2)}
+    return functional_call(model, {**own, "inner.bias": torch.full((2,), 1.0)}, torch.ones(2))
+
+
+LOOKS: dict[str, Callable[[Normalizer], torch.Tensor]] = {
+    "parameter": lambda model: model.weight,
+    "buffer": lambda model: model.mean,
+    "method": lambda model: model.scale(),
+    "module inside": lambda model: model.inner.bias,
+    "functional_call": lambda model: called(model) * 0 + model.weight,
+}
+"""What they find has the value that was sent."""
+
+
+async def fresh(sender: Any, source: nn.Module, look: Callable[[], torch.Tensor]) -> int:
+    """Of 20 looks, each right after a send, those that found what was sent."""
+    found = 0
+    for value in range(100, 120):
+        fill(source, float(value))
+        assert (await sender.send()).acked == {0}
+        found += set(look().detach().flatten().tolist()) == {float(value)}
+    return found
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["flip", "copy"])
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+async def test_a_module_whose_forward_nobody_calls(look: Any, copies: bool) -> None:
+    source, target = Normalizer(), Normalizer()
+    scheme = SHM(timeout=harness.PATIENCE, apply_copy=copies)
+    async with harness.here(scheme, target, sender={"model": source}) as (sender, _):
+        assert await fresh(sender, source, lambda: look(target)) == 20
+
+
+async def test_a_functional_call_leaves_a_version_to_the_next_read() -> None:
+    source, target = Normalizer(), Normalizer()
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, receiver):
+        target(torch.ones(2))
+        await asyncio.sleep(0)
+        others = {name: torch.ones_like(p) for name, p in target.named_parameters()}
+        for value in range(2, 10):
+            fill(source, float(value))
+            await sender.send()
+            functional_call(target, others, torch.ones(2))
+            assert all(bool((other == 1.0).all()) for other in others.values())
+            with receiver.reading():
+                assert target.weight.tolist() == target.inner.bias.tolist() == [value] * 2
+
+
+async def test_plain_tensors() -> None:
+    source, target = nn.Linear(2, 2), {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    options = {"model": None, "weights": target}
+    scheme = SHM(guard="reading", timeout=harness.PATIENCE)
+    ends = harness.here(scheme, None, sender={"model": source}, receiver=options)
+    async with ends as (sender, _):
+        assert await fresh(sender, source, lambda: target["weight"]) == 20
+
+
+async def test_a_model_that_is_not_computed_with_any_more() -> None:
+    """Its worker answers again once some versions came that no forward took."""
+    source, target = Normalizer(), Normalizer()
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, _):
+        for value in (2.0, 3.0, 4.0):
+            fill(source, value)
+            await sender.send()
+            target(torch.ones(2))
+        before = target.weight.detach().clone()
+        fill(source, 5.0)
+        await sender.send()
+        assert torch.equal(target.weight, before)  # a forward would take it
+        for value in range(20):
+            fill(source, float(value))
+            await sender.send()
+            await asyncio.sleep(0.02)
+        assert await fresh(sender, source, lambda: target.weight) == 20
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module, nn.Module], torch.Tensor]] = {
+    "state_dict": lambda model, owner: model.state_dict()["weight"],
+    "state_dict of the owner": lambda model, owner: owner.state_dict()["0.weight"],
+    "named_parameters": lambda model, owner: dict(model.named_parameters())["weight"],
+    "parameters of the owner": lambda model, owner: next(iter(owner.parameters())),
+    "buffers of the owner": lambda model, owner: dict(owner.named_buffers())["0.mean"],
+    "deepcopy": lambda model, owner: copy.deepcopy(model).weight,
+    "deepcopy of the owner": lambda model, owner: copy.deepcopy(owner)[0].mean,
+    "copy": lambda model, owner: copy.copy(model).weight,
+    "pickle": lambda model, owner: pickle.loads(pickle.dumps(model)).weight,
+    "pickle of the owner": lambda model, owner: pickle.loads(pickle.dumps(owner))[0].mean,
+    "torch.save": lambda model, owner: saved(model).weight,
+    "to": lambda model, owner: model.to(torch.float32).weight,
+    "to of the owner": lambda model, owner: owner.float()[0].mean,
+}
+
+
+@contextlib.asynccontextmanager
+async def published() -> AsyncIterator[Any]:
+    """A model whose worker takes versions in forwards, in an owner; and how to send a value."""
+    source, target = Normalizer(), Normalizer()
+    owner = nn.Sequential(target, nn.Linear(2, 2))
+    async with harness.here(SHM(), target, sender={"model": source}) as (sender, receiver):
+        for value in (2.0, 3.0):
+            fill(source, value)
+            await sender.send()
+            target(torch.ones(2))
+
+        def send(value: float) -> None:
+            fill(source, value)
+            assert sender.send_nowait().done()  # by a word alone
+
+        yield target, owner, send, receiver
+
+
+@pytest.mark.parametrize("take", COPIES.values(), ids=COPIES)
+async def test_a_copy_has_what_was_sent(take: Any) -> None:
+    async with published() as (target, owner, send, _):
+        for value in (5.0, 6.0, 7.0):
+            send(value)
+            assert take(target, owner).tolist() == [value] * 2
+
+
+async def test_a_copy_is_a_plain_module() -> None:
+    plain = Normalizer()
+    async with published() as (target, _, send, receiver):
+        pickled = pickle.loads(pickle.dumps(target))
+        for copied in (copy.deepcopy(target), copy.copy(target), pickled):
+            assert vars(copied).keys() == vars(plain).keys()
+        kept = copy.deepcopy(copy.deepcopy(target))
+        send(9.0)
+        assert kept.state_dict()["weight"].tolist() == [3.0] * 2
+        kept.load_state_dict(plain.state_dict())
+        await receiver.aclose()
+    assert vars(target).keys() == vars(plain).keys()
+    assert target.state_dict()["weight"].tolist() in ([3.0] * 2, [9.0] * 2)
+
+
+async def test_what_a_module_has_in_the_place_of_a_method_stays() -> None:
+    source, target = models.linear(), models.linear()
+    own = {"weight": torch.ones(1)}
+    vars(target)["state_dict"] = lambda: own
+    async with harness.here(SHM(), target, sender={"model": source}):
+        assert target.state_dict() is own
+    assert vars(target)["state_dict"]() is own
+
+
+class Deep(nn.Linear):
+    """Says how it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        result = nn.Linear(4, 2)
+        result.load_state_dict(self.state_dict())
+        return result
+
+
+async def test_a_module_that_says_how_it_is_copied() -> None:
+    source, target = models.linear(3.0), Deep(4, 2)
+    async with harness.here(SHM(), target, sender={"model": source}):
+        copied = copy.deepcopy([target, target])
+        assert type(copied[0]) is nn.Linear and copied[0] is copied[1]
+        assert models.filled(copied[0], 3.0)
+
+
+@pytest.mark.parametrize("make", harness.SCHEMES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict({k: v + 0 for k, v in model.state_dict().items()}),
+        lambda model: model.to(torch.float32),
+        lambda model: copy.deepcopy(model),
+        lambda model: model.state_dict(),
+    ],
+    ids=["load_state_dict", "to", "deepcopy", "state_dict"],
+)
+async def test_copies_and_changes_inside_of_reads_and_beside_them(make: Any, change: Any) -> None:
+    """In a block, in a forward's hook, and in a thread that a hook waits for: nothing hangs."""
+    source, target = models.linear(), models.linear()
+    async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
+        with receiver.reading():
+            change(target)
+
+        def elsewhere(*_: Any) -> None:
+            thread = threading.Thread(target=change, args=[target])
+            thread.start()
+            thread.join(harness.PATIENCE)
+            assert not thread.is_alive()
+
+        for hook in (lambda *_: change(target) and None, elsewhere):
+            handle = target.register_forward_hook(hook)
+            await asyncio.to_thread(target, torch.ones(4))
+            target(torch.ones(4))
+            handle.remove()
+        await harness.deliver(sender, receiver, 5.0)
