@@ -58,6 +58,8 @@ LIMIT = "limit/"
 PATIENCE = 120.0
 """Seconds after which something that should be there is taken to have failed."""
 
+_CALM_SECONDS = 0.005
+
 # -- models -------------------------------------------------------------------------------------
 
 
@@ -155,6 +157,8 @@ class Desk:
 
     Attributes:
         forwards: How many it has computed.
+        busy: It computes them without a pause.
+        calm: It computes one now and then, as whoever waits for an environment.
     """
 
     def __init__(
@@ -164,23 +168,36 @@ class Desk:
     ) -> None:
         self.model = model
         self.busy: bool = False
+        self.calm: bool = False
         self.forwards: int = 0
         self._reading = reading
         self._work = torch.rand(192, 192)
 
+    @property
+    def computes(self) -> bool:
+        """Whether there are forwards between two questions."""
+        return self.model is not None and (self.busy or self.calm)
+
+    @property
+    def pause(self) -> float:
+        """Seconds from one forward to the next."""
+        return 0.0 if self.busy else _CALM_SECONDS
+
     def forward(self) -> None:
-        """Compute for about a third of a millisecond, and look at the weights."""
+        """Look at the weights, and compute for about a third of a millisecond if busy."""
         assert self.model is not None
         with self._reading():
-            torch.mm(self._work, self._work)
+            if self.busy:
+                torch.mm(self._work, self._work)
             next(self.model.parameters()).detach()[:1].sum()
         self.forwards += 1
 
     def reply(self, question: str, argument: Any) -> tuple[bool, Any]:
         """Answer: whether it was good, and the answer or the text of the error.
 
-        ``"check"`` (a value) looks at every element, ``"busy"`` turns forwards on or off, ``"cpu"``
-        is this process's CPU time in seconds, ``"call"`` what a function returns for this desk.
+        ``"check"`` (a value) looks at every element, ``"busy"`` turns forwards on or off, and
+        ``"calm"`` those of one in 5 ms. ``"cpu"`` is this process's CPU time in seconds, ``"call"``
+        is what a function returns for this desk.
         """
         try:
             match question:
@@ -189,6 +206,8 @@ class Desk:
                         _check(self.model, argument)
                 case "busy":
                     self.busy = argument
+                case "calm":
+                    self.calm = argument
                 case "cpu":
                     return True, time.process_time()
                 case "call":
@@ -203,7 +222,7 @@ class Desk:
         For workers whose weights are applied by another thread; blocks.
         """
         while True:
-            while self.busy and not pipe.poll():
+            while self.computes and not pipe.poll(self.pause):
                 self.forward()
             if not self.serve_one(pipe):
                 return
@@ -234,9 +253,9 @@ async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> No
         desk = Desk(model, scheme.reading)
         asked = True
         while asked:
-            while desk.busy and not pipe.poll():
+            while desk.computes and not pipe.poll():
                 desk.forward()
-                await asyncio.sleep(0)
+                await asyncio.sleep(desk.pause)
             await asyncio.to_thread(pipe.poll, None)
             asked = desk.serve_one(pipe)
 

@@ -349,10 +349,9 @@ class Rounds:
         ask_all(self.handles, "check", self._value)
         return block
 
-    def _forwards(self, busy: bool) -> None:
+    def _forwards(self, on: bool) -> None:
         """Between its own blocks a contender's workers leave the cores to those of the others."""
-        if self._busy:
-            ask_all(self.handles, "busy", busy)
+        ask_all(self.handles, "busy" if self._busy else "calm", on)
 
     async def close(self) -> None:
         """End the workers."""

@@ -2,7 +2,7 @@
 
 ``python -m tests.bench.against ec10b18`` takes the package of that commit out of git, runs every
 case with the one and with the other, five times each, and prints the medians of their medians and
-the ratio: seconds from a call to what it waits for, with one worker process that is idle.
+the ratio: seconds from a call to what it waits for, with one worker process that computes little.
 
     python -m tests.bench.against ec10b18 --turns 5 --only tcp
 """
@@ -31,6 +31,8 @@ import aiosync.sync
 
 PATIENCE = 120.0
 SECONDS = 1.0
+PAUSE = 0.005
+"""Seconds between two reads of a worker."""
 
 
 class Tensors(nn.Module):
@@ -83,7 +85,7 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def follow(scheme: Any, api: str, model: str, worker_idx: int, over: Any) -> None:
-    """Receive until ``over``."""
+    """Receive until ``over``, and read now and then."""
     torch.set_num_threads(1)
     if api == "async":
         aiosync.run(follow_async(scheme, model, worker_idx, over))
@@ -91,15 +93,20 @@ def follow(scheme: Any, api: str, model: str, worker_idx: int, over: Any) -> Non
     with scheme:
         scheme.init_on_receiver(model_id="policy", model=MODELS[model](), worker_idx=worker_idx)
         scheme.connect()
-        over.wait(PATIENCE)
+        while not over.wait(PAUSE):
+            with scheme.reading():
+                pass
 
 
 async def follow_async(scheme: Any, model: str, worker_idx: int, over: Any) -> None:
-    """Receive until ``over``, on the loop of this thread."""
+    """The same, on the loop of this thread."""
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=MODELS[model](), worker_idx=worker_idx)
         await scheme.connect()
-        await asyncio.to_thread(over.wait, PATIENCE)
+        while not over.is_set():
+            with scheme.reading():
+                pass
+            await asyncio.sleep(PAUSE)
 
 
 def hire(scheme: Any, api: str, model: str, num_workers: int) -> tuple[Any, list[Any]]:
