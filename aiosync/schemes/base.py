@@ -60,7 +60,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     Args:
         strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all
             buffers) or ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
-        sync: Kept for TorchRL's signature: ``send()`` always waits, ``send_nowait()`` never does.
+        sync: For :mod:`aiosync.sync`, where false has ``send()`` return without waiting. Here
+            ``send()`` always waits, and ``send_nowait()`` never does.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.

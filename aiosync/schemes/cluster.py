@@ -270,7 +270,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
 
     Args:
         backend: ``"gloo"``; ``"nccl"`` is refused.
-        sync: Kept for TorchRL's signature.
+        sync: As for :class:`aiosync.WeightSyncScheme`.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
@@ -428,7 +428,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
 
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
-        sync: Kept for TorchRL's signature.
+        sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.

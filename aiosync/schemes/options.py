@@ -171,7 +171,7 @@ def _require(name: str, value: Any) -> Require:
 class SchemeOptions:
     """Options of every scheme; see :class:`aiosync.WeightSyncScheme`."""
 
-    sync: Option[bool] = Option(doc="Kept for TorchRL's signature.")
+    sync: Option[bool] = Option(doc="Whether ``send()`` of :mod:`aiosync.sync` waits.")
     per_worker_weights: Option[bool] = Option(flag, "Whether each worker gets its own weights.")
     apply: Option[Literal["auto", "manual"]] = Option(
         one_of("auto", "manual"),

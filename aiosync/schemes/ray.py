@@ -68,7 +68,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         backend: Kept for TorchRL's signature; all values mean the object store.
-        sync: Kept for TorchRL's signature.
+        sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.

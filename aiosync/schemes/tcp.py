@@ -233,7 +233,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             with ``dial="sender"``. Port 0 lets the system choose: pickle this object, or read
             :attr:`address`, after ``init_on_sender()``.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
-        sync: Kept for TorchRL's signature.
+        sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -26,13 +26,11 @@ from typing import (
     Final,
     Generic,
     ParamSpec,
-    Protocol,
     Self,
     TypeAlias,
     TypeVar,
     cast,
     overload,
-    runtime_checkable,
 )
 
 import aiosync.schemes as aio
@@ -47,10 +45,11 @@ from aiosync.schemes.options import (
     StreamOptions,
     TCPOptions,
 )
-from aiosync.schemes.roles import Life
+from aiosync.schemes.roles import Life, named
 from aiosync.schemes.state import SchemeState, has_failed
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
+from aiosync.sync._owners import InitialSyncTransport, Owner
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import SendReport
 
@@ -202,68 +201,7 @@ class attribute(property, Generic[_T]):
         def __set__(self, instance: Any, value: _T) -> None: ...
 
 
-# -- who stands on the other side of a scheme ------------------------------------------------------
-
-
-@runtime_checkable
-class InitialSyncTransport(Protocol):
-    """What a transport has that was made for TorchRL's schemes, and has to meet the other side.
-
-    Schemes of :mod:`aiosync.legacy` take such transports from a ``create_transport()`` of yours.
-    """
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Meet the worker. Called by the trainer's ``connect()``."""
-
-    def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int,
-        weights: Any = None,
-        model: Any = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any:
-        """Meet the trainer. Called by the worker's ``connect()``.
-
-        Args:
-            worker_idx: Index of the worker.
-            weights: ``None``.
-            model: ``None``: what is returned is put into the model.
-            strategy: How the scheme takes weights out of a model.
-
-        Returns:
-            The initial weights; ``None`` where there are none yet.
-        """
-
-
-class Owner(Protocol):
-    """Stands between a library's object and the scheme that it calls.
-
-    Attributes:
-        blocks_loops: Whether the object blocks the event loop of its caller anyway, as in a
-            notebook, where there is no other API. The scheme does, too, then.
-    """
-
-    blocks_loops: bool
-
-    def call(
-        self,
-        name: str,
-        proceed: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Do what calling the method ``name`` of the scheme shall do.
-
-        Args:
-            name: Name of the method.
-            proceed: What the method does for everybody else.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-        """
-
-    def stands_for(self, context: object) -> bool:
-        """Whether it was made for that object."""
+# -- the scheme ------------------------------------------------------------------------------------
 
 
 class _Tenant:
@@ -316,7 +254,9 @@ class WeightSyncScheme(SchemeState):
 
     Args:
         strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
-        sync: Kept for TorchRL's signature.
+        sync: If false, ``send()`` takes its snapshot and returns without waiting; the report's
+            ``waiting`` are those that have not answered yet. What goes wrong later is raised by
+            the next ``send()``, which then sends nothing, or by :meth:`wait_async`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
@@ -462,12 +402,35 @@ class WeightSyncScheme(SchemeState):
 
     def _proceed(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
+        if name == "send" and not self._scheme.sync:
+            return self._send_unawaited(*args, **kwargs)
         held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
         if publish is not None and held is not None and held.valid:
             report = held.at_once(functools.partial(publish, self._scheme, *args, **kwargs))
             if report is not None:
                 return report
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
+
+    def _send_unawaited(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+        max_lag: int | None = None,
+    ) -> SendReport:
+        """Send in the background, once all that ended before is known to have succeeded."""
+        ended = [each for each in self._handles if each.done()]
+        if any(map(has_failed, ended)):
+            self._settle(ended)
+        if max_lag is not None:
+            self.wait_lag_below(max_lag, timeout=timeout)
+        meant = named(weights, worker_ids)
+        handle = self._begin(weights, worker_ids, timeout)
+        if handle.done() and not has_failed(handle):  # a failure is for the next call
+            return self._call(_result(handle))
+        waiting = frozenset(self.worker_versions if meant is None else meant)
+        return SendReport(self.epoch, handle.version, acked=frozenset(), waiting=waiting)
 
     # -- what does not wait ----------------------------------------------------------------------
 
@@ -520,16 +483,20 @@ class WeightSyncScheme(SchemeState):
             The version that is being sent.
         """
         self._check("send_async", "scheme.send_nowait()")
+        return self._begin(weights, worker_ids, timeout).version
+
+    def _begin(self, weights: Any, worker_ids: Any, timeout: float | None) -> aio.SendHandle:
+        """Send in the background, and keep the handle."""
         send = self._scheme.send_nowait
         handle = self._call(_there(send, weights, worker_ids, timeout=timeout))
         with self._lock:
             failed = [each for each in self._handles if has_failed(each)][-_FAILURES_KEPT:]
             kept = [each for each in self._handles if not each.done() or each in failed]
             self._handles = [*kept, handle]
-        return handle.version
+        return handle
 
     def wait_async(self) -> SendReport:
-        """Wait for every :meth:`send_async` that is under way.
+        """Wait for every send that is under way: by :meth:`send_async`, or with ``sync=False``.
 
         Returns:
             The report of the newest; workers that it skipped, or that a newer version overtook,
@@ -544,6 +511,10 @@ class WeightSyncScheme(SchemeState):
         handles = list(self._handles)
         if not handles:
             raise LocalProtocolError("No async send is pending: call send_async() first.")
+        return self._settle(handles)
+
+    def _settle(self, handles: Sequence[aio.SendHandle]) -> SendReport:
+        """Wait for these sends; raise the newest failure, or return the newest report."""
 
         async def settle() -> list[SendReport | BaseException]:
             return await asyncio.gather(*handles, return_exceptions=True)
@@ -651,6 +622,10 @@ class WeightSyncScheme(SchemeState):
 async def _there(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call a plain function on the loop that runs this."""
     return function(*args, **kwargs)
+
+
+async def _result(handle: aio.SendHandle) -> SendReport:
+    return await handle
 
 
 def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:

@@ -1,0 +1,82 @@
+"""``sync=False``: ``send()`` returns without waiting, and what failed is raised by a later call."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+import aiosync.sync
+from tests.support.waiting import free_address
+from tests.sync import _tools as tools
+
+
+def tcp(**options: Any) -> aiosync.sync.WeightSyncScheme:
+    return aiosync.sync.TCPWeightSyncScheme(free_address(), token="t" * 32, **options)
+
+
+EVERY = pytest.mark.parametrize("make", [*tools.SCHEMES, tcp])
+MISFIT = {"weight": torch.zeros(3, 3)}
+
+
+@EVERY
+def test_send_waits_for_nobody(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, sync=False, apply="manual") as (sender, receiver):
+        for value in (2.0, 3.0):
+            tools.fill(source, value)
+            report = sender.send()  # nobody applies it
+            assert (report.acked, report.waiting) == (set(), {0})
+        tools.fill(source, 4.0)  # the snapshot was taken already
+        with pytest.raises(aiosync.RecvTimeout):
+            sender.send(max_lag=1, timeout=0.01)
+        assert receiver.wait_for_version(report.version) == report.version == 3
+        assert tools.value_at(receiver) == 3.0
+        assert sender.wait_async().acked == {0}
+        with pytest.raises(aiosync.ConfigError, match="Worker 7"):
+            sender.send(worker_ids=7)  # a mistake of the call is its own
+        assert sender.send(worker_ids=0).version == 4
+        sender.sync = True
+        with pytest.raises(aiosync.PartialSyncError):
+            sender.send(timeout=0.1)
+
+
+@EVERY
+def test_a_failure_is_raised_by_the_next_call_that_sends(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, sync=False) as (sender, receiver):
+        assert sender.send(MISFIT).version == 2
+        tools.until(lambda: sender.stats().finished["refused"] == 1)
+        with pytest.raises(aiosync.PartialSyncError, match="version 2") as caught:
+            sender.send()
+        assert isinstance(caught.value.failed[0], aiosync.ApplyError)
+        assert sender.version == 2  # that call sent nothing
+        assert sender.send().version == 3
+        receiver.wait_for_version(3)
+        receiver.abort()
+        give_up = time.monotonic() + tools.PATIENCE
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            while time.monotonic() < give_up:
+                sender.send()
+        assert list(caught.value.failed) == [0]
+
+
+def test_wait_async_raises_it_as_well() -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(tools.PIPE, source, target, sync=False) as (sender, _):
+        sender.send(MISFIT)
+        with pytest.raises(aiosync.PartialSyncError, match="version 2"):
+            sender.wait_async()
+        sender.send()
+        assert sender.wait_async().acked == {0}
+
+
+def test_a_scheme_that_sends_nothing_waits_for_nothing() -> None:
+    scheme = aiosync.sync.NoWeightSyncScheme(sync=False)
+    with scheme:
+        scheme.init_on_sender(model=tools.filled(0.0))
+        scheme.connect()
+        assert scheme.send().version == 0
