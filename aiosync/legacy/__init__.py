@@ -5,17 +5,19 @@ For programs that were written for ``init_on_worker()``, ``get_sender()`` and
 change in a worker as a whole. Importing it starts nothing.
 """
 
-from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
-from aiosync.legacy.roles import WeightReceiver, WeightSender
-from aiosync.legacy.schemes import (
+from aiosync.legacy.clusters import (
     DistributedWeightSyncScheme,
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
     RayModuleTransformReceiver,
     RayModuleTransformScheme,
     RayModuleTransformSender,
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
+)
+from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
+from aiosync.legacy.roles import WeightReceiver, WeightSender
+from aiosync.legacy.schemes import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )

@@ -45,11 +45,22 @@ _READ_SECONDS = 60.0  # that an update waits for the forwards of other threads
 
 
 class OfScheme:
-    """What has transports of a scheme. A pickle has the scheme and nothing else."""
+    """What has transports of a scheme. A pickle has the scheme and nothing else.
+
+    Attributes:
+        connected: Whether ``connect()`` of the scheme succeeded, or is under way.
+    """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
         self._transports: dict[int, Any] = {}
+        self.connected = False
+
+    @property
+    def transports(self) -> dict[int, Any]:
+        """The transports by index, as the scheme made them."""
+        found = self._transports.items()
+        return {idx: each.inner if isinstance(each, Backend) else each for idx, each in found}
 
     def close(self, *, at_once: bool = False) -> None:
         """Close every transport that can be closed.
@@ -99,13 +110,17 @@ class WeightSender(OfScheme):
             worker_idx: Its index.
             pipe_or_context: What the scheme's ``create_transport()`` takes.
         """
-        self._transports[worker_idx] = self._scheme.make_transport(pipe_or_context)
+        self.use(worker_idx, self._scheme.make_transport(pipe_or_context))
 
-    def meet(self) -> None:
-        """Let transports that have to meet the workers do so."""
-        for transport in self._transports.values():
-            if isinstance(transport, Backend):
-                transport.setup_connection_and_weights_on_sender()
+    def use(self, worker_idx: int, transport: Any) -> None:
+        """Send to a worker over this transport."""
+        self._transports[worker_idx] = transport
+
+    def meet(self, worker_idx: int | None = None) -> None:
+        """Let transports that have to meet the workers do so; or that of one of them."""
+        for idx, transport in self._transports.items():
+            if worker_idx in (None, idx) and isinstance(transport, Backend):
+                transport.meet_worker()
 
     @property
     def context(self) -> Any:
@@ -158,7 +173,7 @@ class WeightSender(OfScheme):
             raise LocalProtocolError(
                 "Cannot call send_async() again while a send is pending. Call wait_async() first."
             )
-        for transport in self._chosen(worker_ids).values():
+        for transport in self.chosen(worker_ids).values():
             if not hasattr(transport, "send_weights_async"):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
@@ -199,7 +214,12 @@ class WeightSender(OfScheme):
         scheme.register_sent(prepared)
         return prepared
 
-    def _chosen(self, worker_ids: int | Iterable[int] | None) -> dict[int, Any]:
+    def chosen(self, worker_ids: int | Iterable[int] | None) -> dict[int, Any]:
+        """Who is meant by these indices, by index; ``None`` leaves out those that are lost.
+
+        Raises:
+            ConfigError: There is no such worker (a ``ValueError``).
+        """
         named = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         chosen = list(self._transports if named is None else named)
         for idx in chosen:
@@ -209,7 +229,7 @@ class WeightSender(OfScheme):
         return {idx: self._transports[idx] for idx in there or chosen}
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
-        chosen, model_id = self._chosen(worker_ids), self._scheme.model_id or "policy"
+        chosen, model_id = self.chosen(worker_ids), self._scheme.model_id or "policy"
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(
@@ -264,6 +284,9 @@ class WeightReceiver(OfScheme):
 
     Args:
         scheme: What it receives for.
+
+    Attributes:
+        version: How often the model has changed.
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
@@ -272,6 +295,7 @@ class WeightReceiver(OfScheme):
         self._guard = life_of(core_of(scheme)).guard
         self._target: Target | None = None
         self._current: Weights | None = None  # what the model views
+        self.version = 0
         self._is_to_follow = self._follows = False  # the model changes without receive()
         self._news: Exception | bool = False  # that receive() has not told then
 
@@ -324,7 +348,7 @@ class WeightReceiver(OfScheme):
             model = resolve_path(context, model)
         elif model is None and context is not None:
             with contextlib.suppress(AttributeError):  # the context has no such model yet
-                model = resolve_model(context, self._given.model_id or "policy")
+                model = resolve_model(context, self._scheme.model_id or "policy")
         if model is None:
             self._target = None
         elif self._target is None or self._target.target is not model:
@@ -361,17 +385,20 @@ class WeightReceiver(OfScheme):
             self._find()
         self._begin_to_follow()
 
-    def meet(self) -> None:
+    def meet(self, worker_idx: int | None = None) -> None:
         """Let a transport that has to meet the trainer do so, and take its weights."""
         if isinstance(self._transport, Backend):
-            weights = self._transport.setup_connection_and_weights_on_receiver(
-                worker_idx=self._scheme.worker_idx or 0,
-                weights=None,
-                model=None,
-                strategy=WeightStrategy(self._scheme.strategy),
-            )
+            idx = self._scheme.worker_idx if worker_idx is None else worker_idx
+            weights = self._transport.meet_trainer(idx or 0)
             if weights is not None:
                 self._put(weights)
+
+    def assign(self, name: str, value: Any) -> None:
+        """Have another model, or find it in another context, from now on."""
+        if name == "context":
+            self.context = value
+        else:
+            self.register_model(value)
 
     def _begin_to_follow(self) -> None:
         # Not before there is a model: what comes would be refused.
@@ -430,6 +457,8 @@ class WeightReceiver(OfScheme):
             return False
         try:
             self._put(received[1])
+            if isinstance(transport, Backend):
+                self._pass_on(received[1])
         except BaseException as exc:  # goes on to the caller, after the trainer
             # Left without an answer, they would take the one to the next weights.
             self._answer(f"{type(exc).__name__}: {exc}")
@@ -437,17 +466,32 @@ class WeightReceiver(OfScheme):
         self._answer("updated")
         return True
 
-    def apply_weights(self, weights: Any) -> None:
+    def _pass_on(self, weights: Any) -> None:
+        """Have the context pass weights on, as TorchRL's does to the collectors below it."""
+        context, model_id = self.context, self._scheme.model_id or "policy"
+        if not hasattr(context, "update_policy_weights_"):
+            return
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            # TorchRL's collectors refuse the names of models of their own, but for the policy's.
+            if model_id != "policy" and resolve_model(context, model_id) is self.model:
+                return
+        context.update_policy_weights_(policy_or_weights=weights, model_id=model_id)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Put weights into the model by hand, between two forward passes.
 
         Args:
             weights: TensorDict or state dict; copied, never aliased.
+            inplace: Keep the parameter objects; otherwise replace them.
 
         Raises:
             ConfigError: ``No model registered`` (a ``ValueError``).
             ApplyError: They do not fit; nothing was changed.
         """
-        self._put(weights)
+        if inplace:
+            self._put(weights)
+        else:
+            self._replace(weights)
         if getattr(self._transport, "owes_ack", True):
             self._answer("updated")
 
@@ -455,6 +499,17 @@ class WeightReceiver(OfScheme):
         refuse_inside_loop("receive", "a scheme of aiosync")
         self._guard.refuse_inside_read("receive")
         run_on_loop(self._scheme, self._change(Copier().copy(weights)))
+
+    def _replace(self, weights: Any) -> None:
+        self._guard.refuse_inside_read("apply_weights")
+        model = self.model
+        if model is None:
+            raise ConfigError("No model registered")
+        apply = WeightStrategy(self._scheme.strategy).apply_weights
+        self._guard.between_reads(
+            functools.partial(apply, model, weights, inplace=False), method="apply_weights"
+        )
+        self._target = None  # it knows the parameters that were replaced
 
     def _answer(self, message: str) -> None:
         if hasattr(self._transport, "send_ack"):
@@ -480,6 +535,7 @@ class WeightReceiver(OfScheme):
             with FORKING:
                 target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
             self._current = weights
+            self.version += 1
 
         give_up = time.monotonic() + _READ_SECONDS
         try:

@@ -7,16 +7,18 @@ import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
+from aiosync.legacy.background import BackgroundReceiver
 from aiosync.legacy.roles import WeightReceiver, WeightSender
-from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport
-from aiosync.legacy.updaters.distributed import DistributedTransport
+from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport, is_backend
+from aiosync.schemes.roles import check_may_connect
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 
@@ -24,14 +26,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 __all__ = [
-    "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
-    "RPCWeightSyncScheme",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
 ]
@@ -39,12 +35,15 @@ __all__ = [
 StrategyName = Literal["tensordict", "state_dict"]
 
 _WITHOUT_PIPES = {
+    "sync": True,
     "require": "all",
     "per_worker_weights": False,
     "wire_dtype": None,
     "first_version": 1,
 }
 """Options that only links of the newer generation have, and what they are otherwise."""
+
+_SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
 
 def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
@@ -82,6 +81,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
     _ends: ClassVar[Sequence[str]] = ("pipes",)  # names of what create_transport() is given
     _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
+    _shared_transport: Any = None
+    _takes_transports = True
     _follows = False  # whether a worker's model may change without a call of the program
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
@@ -92,6 +93,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         # In a forked child the transports are the parent's.
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
+        self._background: BackgroundReceiver | None = None
         self._cached: Any = None
 
     @property  # type: ignore[override]  # a string in this generation
@@ -128,15 +130,49 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             TypeError: An argument is unknown.
         """
         self._after_fork()
+        if self._sender is not None:
+            raise LocalProtocolError("init_on_sender(): this object is already a sender")
+        named = {"model_id": model_id, "context": context}
+        given = {name: value for name, value in named.items() if value is not None}
+        try:
+            self._init_on_sender_impl(**given, **kwargs)
+        except BaseException:  # goes on to the caller
+            sender, self._sender = self._sender, None
+            if sender is not None:
+                sender.close()
+            raise
+        if not self.initialized_on_sender:
+            self._sender = self.create_sender()
+        if self._sender is not None and self._shared_transport is not None:
+            self._sender.use(0, self._adapted(self._shared_transport))
+
+    def _init_on_sender_impl(
+        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        """What :meth:`init_on_sender` does; a scheme of one's own may do it in another way."""
         given = [_given(name, kwargs, context) for name in self._ends]
         ends = next((each for each in given if each is not None), None)
         cached = kwargs.pop("cached_weights", None)
         kwargs = {self._renamed.get(name, name): value for name, value in kwargs.items()}
         if ends is None:
+            self._check_has_links("pipes=", "_init_on_sender_impl", "_register_worker_sender")
             super().init_on_sender(model_id, context, **kwargs)
         else:
             self._init_sender(model_id, context, list(ends), **kwargs)
         self._cached = cached
+
+    def _check_has_links(self, ends: str, impl: str, register: str) -> None:
+        """Raise if nothing could be sent without ends that were given.
+
+        Raises:
+            ConfigError: This is a scheme of one's own, and makes no transport (a ``ValueError``).
+        """
+        if self._async_class is aio.NoWeightSyncScheme:
+            raise ConfigError(
+                f"{type(self).__name__} has no link to send weights over: pass {ends}, for each of "
+                f"which create_transport() makes a transport, or write {impl}(), which calls "
+                f"self.{register}()"
+            )
 
     def _init_sender(
         self,
@@ -149,8 +185,6 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         weights: Any = None,
     ) -> None:
         """Become a sender over transports, one for each of ``ends``."""
-        if self.initialized_on_sender:
-            raise LocalProtocolError("init_on_sender(): this object is already a sender")
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
         if num_workers not in (None, len(ends)):
@@ -158,28 +192,84 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         if any(getattr(self, name) != usual for name, usual in _WITHOUT_PIPES.items()):
             raise ConfigError(f"{'=, '.join(_WITHOUT_PIPES)}= are of schemes without pipes")
         self.model_id = model_id or self.model_id or "policy"
-        sender = self.create_sender()
-        try:
-            for idx, end in enumerate(ends):
-                sender.register_worker(idx, end)
-        except BaseException:  # goes on to the caller
-            sender.close()
-            raise
-        self.context, self._sender = context, sender
+        self._sender = self.create_sender()
+        for idx, end in enumerate(ends):
+            self._sender.register_worker(idx, end)
+        self.context = context
         self._life.given.sources.replace(weights if model is None else model)
 
     def make_transport(self, end: Any) -> Any:
         """What a role has of one end. The worker of a pipe may come at any time."""
-        transport = self._transport_of(end)
-        if isinstance(transport, facade.InitialSyncTransport):
-            return Backend(transport, self.model_id or "policy")
+        return self._adapted(self._transport_of(end))
+
+    def _transport_of(self, end: Any) -> Any:
+        try:
+            inspect.signature(self.create_transport).bind(end)
+        except TypeError as exc:
+            raise ConfigError(
+                f"{type(self).__name__}.create_transport() does not take an end of a link as its "
+                "only argument: write _init_on_sender_impl() and _init_on_receiver_impl(), which "
+                "call self._register_worker_sender(worker_idx=..., **arguments) and "
+                "self._register_transport_receiver(**arguments)"
+            ) from exc
+        return self.create_transport(end)
+
+    def _adapted(self, transport: Any) -> Any:
+        """A transport as roles use it."""
+        if not any(hasattr(transport, name) for name in _SENDS_OR_RECEIVES):
+            raise ConfigError(
+                f"a {type(transport).__name__} of {type(self).__name__} has neither send_weights() "
+                "nor receive_weights(): see aiosync.legacy.TransportBackend"
+            )
+        if is_backend(transport):
+            return Backend(transport, self.model_id or "policy", get_strategy(self.strategy))
         if isinstance(transport, MPTransport):
             transport.timeout, transport.end.patient = self.timeout, True
             transport.greet()
         return transport
 
-    def _transport_of(self, end: Any) -> Any:
-        return self.create_transport(end)
+    def _register_worker_sender(
+        self, *, worker_idx: int, transport: Any = None, **transport_kwargs: Any
+    ) -> None:
+        """Send to a worker; for schemes of one's own, while they are initialised or later.
+
+        Args:
+            worker_idx: Its index; nothing happens if it is registered.
+            transport: The transport; ``None`` for one that ``create_transport()`` makes.
+            transport_kwargs: What that is called with.
+        """
+        if self._sender is None:
+            self._sender = self.create_sender()
+        if worker_idx not in self._sender.transports:
+            made = self.create_transport(**transport_kwargs) if transport is None else transport
+            self._sender.use(worker_idx, self._adapted(made))
+
+    def _register_transport_receiver(self, transport: Any = None, **transport_kwargs: Any) -> None:
+        """Receive over a transport; for schemes of one's own.
+
+        Args:
+            transport: The transport; ``None`` for one that ``create_transport()`` makes.
+            transport_kwargs: What that is called with.
+        """
+        made = self.create_transport(**transport_kwargs) if transport is None else transport
+        self._receive_as_given().use(self._adapted(made), follows=False)
+
+    def _iterate_transports(self, worker_ids: int | Sequence[int] | None = None) -> Iterator[Any]:
+        """The transports to these workers, or to all; for schemes of one's own.
+
+        Raises:
+            ConfigError: A worker was not registered (a ``ValueError``).
+        """
+        sender = self.get_sender()
+        return (sender.transports[idx] for idx in sender.chosen(worker_ids))
+
+    def _receive_as_given(self) -> WeightReceiver:
+        """The receiver, with the model and the context that were assigned to this object."""
+        if self._receiver is None:
+            given, receiver = self._life.given, self.create_receiver()
+            receiver.register_model(given.model if given.weights is None else given.weights)
+            receiver.context, self._receiver = given.context, receiver
+        return self._receiver
 
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
@@ -201,17 +291,39 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             LocalProtocolError: This object is a receiver already (a ``RuntimeError``).
             TypeError: An argument is unknown.
         """
-        self._after_fork()
         pipe = _given("pipe", kwargs, context)
+        if pipe is not None:
+            kwargs["pipe"] = pipe
+        self.init_on_receiver(model_id, context, **kwargs)
+
+    def init_on_receiver(  # type: ignore[misc]  # as well
+        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
+        self._after_fork()
+        if self._receiver is not None:
+            raise LocalProtocolError("init_on_worker(): this object is already a receiver")
+        try:
+            self._init_on_receiver_impl(model_id=model_id, context=context, **kwargs)
+        except BaseException:  # goes on to the caller
+            receiver, self._receiver = self._receiver, None
+            if receiver is not None:
+                receiver.close()
+            raise
+        if self._shared_transport is not None:
+            self._receive_as_given().use(self._adapted(self._shared_transport), follows=False)
+        elif not self.initialized_on_receiver:
+            self._receive_as_given()
+
+    def _init_on_receiver_impl(
+        self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
+    ) -> None:
+        """What :meth:`init_on_receiver` does; a scheme of one's own may do it in another way."""
         if pipe is None:
+            self._check_has_links("pipe=", "_init_on_receiver_impl", "_register_transport_receiver")
             super().init_on_receiver(model_id, context, **kwargs)
         else:
             self._init_receiver(model_id, context, pipe, **kwargs)
-
-    def init_on_receiver(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # as well
-        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
-        own = kwargs.get("pipe") is not None
-        (self.init_on_worker if own else super().init_on_receiver)(*args, **kwargs)
 
     def _init_receiver(
         self,
@@ -223,16 +335,13 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         weights: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        if self.initialized_on_receiver:
-            raise LocalProtocolError("init_on_worker(): this object is already a receiver")
         self.model_id = model_id or self.model_id or "policy"
         if worker_idx is not None:
             self.worker_idx = worker_idx
-        receiver = self.create_receiver()
+        self._receiver = receiver = self.create_receiver()
         receiver.register_model(model if model is not None else weights)
         receiver.context = context
         receiver.use(self.make_transport(pipe), follows=self._follows and self.apply == "auto")
-        self._receiver = receiver
 
     def get_sender(self) -> WeightSender:
         """The sender of this object, always the same.
@@ -287,26 +396,90 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """The sender and the receiver, where this object has transports."""
         return [role for role in (self._sender, self._receiver) if role is not None]
 
-    def connect(self, **kwargs: Any) -> None:  # type: ignore[misc]  # pipes need no connect()
+    def connect(  # type: ignore[misc]  # pipes need no connect()
+        self, *, worker_idx: int | None = None, weights: Any = None, **kwargs: Any
+    ) -> None:
         """As :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
+
+        Raises:
+            LocalProtocolError: Called twice, or with what is of the other side (a
+                ``RuntimeError``).
+            ConfigError: A sender with transports is given initial weights (a ``ValueError``).
         """
         links = self._scheme.initialized_on_sender or self._scheme.initialized_on_receiver
         if links or not self._roles:
-            super().connect(**kwargs)
+            super().connect(worker_idx=worker_idx, weights=weights, **kwargs)
+            return
+        self._after_fork()
         for role in self._roles:
-            role.meet()
+            side = "sender" if role is self._sender else "receiver"
+            check_may_connect(side, role.connected, worker_idx, weights)
+            role.connected = True  # before, as what follows may send or receive
+            try:
+                if side == "sender":
+                    self._setup_connection_and_weights_on_sender_impl(weights=weights)
+                else:
+                    self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+            except BaseException:  # goes on to the caller
+                role.connected = False
+                raise
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        """What :meth:`connect` does on a sender with transports; one's own may do another thing."""
+        if weights is not None:
+            raise ConfigError(
+                f"connect(weights=...) needs a scheme without transports, and {type(self).__name__}"
+                " has some: call send(weights) after connect()"
+            )
+        self.get_sender().meet(worker_idx)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        """What :meth:`connect` does on a receiver with a transport."""
+        self.get_receiver().meet(worker_idx)
 
     def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
         """As :meth:`aiosync.sync.WeightSyncScheme.send`; with pipes as the sender's."""
         role: Any = self._sender
         return super().send(*args, **kwargs) if role is None else role.send(*args, **kwargs)
 
-    def receive(self, timeout: float | None = None) -> Any:  # type: ignore[misc]  # as well
-        """As :meth:`aiosync.sync.WeightSyncScheme.receive`; with pipes as the receiver's."""
+    def receive(  # type: ignore[misc]  # as well
+        self, timeout: float | None = None
+    ) -> aio.AppliedUpdate | None:
+        """As :meth:`aiosync.sync.WeightSyncScheme.receive`.
+
+        Over a transport ``epoch`` is 0, and ``version`` counts what was received.
+        """
         role = None if self._scheme.initialized_on_receiver else self._receiver
-        return super().receive(timeout) if role is None else role.receive(timeout)
+        if role is None:
+            found: aio.AppliedUpdate | None = super().receive(timeout)
+            return found
+        if not role.receive(timeout):
+            return None
+        read = functools.partial(get_strategy(self.strategy).extract_weights, role.model)
+        return aio.AppliedUpdate(0, role.version, self.model_id or "policy", read)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """As :meth:`aiosync.sync.WeightSyncScheme.apply_weights`; over a transport it answers."""
+        role = None if self._scheme.initialized_on_receiver else self._receiver
+        if role is None:
+            super().apply_weights(weights, inplace)
+        else:
+            role.apply_weights(weights, inplace)
+
+    def _start_background_receiver(self) -> None:
+        """Receive in a thread, whenever ``_wait_for_instruction()`` of this class says so."""
+        self._background = BackgroundReceiver(self, self.worker_idx)
+
+    def _assign(self, name: str, value: Any) -> None:
+        super()._assign(name, value)
+        if self._receiver is not None and self._sender is None:
+            self._receiver.assign(name, value)
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -317,6 +490,48 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def initialized_on_receiver(self) -> bool:
         """Whether this object is a receiver."""
         return self._receiver is not None or self._scheme.initialized_on_receiver
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect()`` succeeded on this sender. May be assigned with transports."""
+        return super().synchronized_on_sender if self._sender is None else self._sender.connected
+
+    @synchronized_on_sender.setter
+    def synchronized_on_sender(self, value: bool) -> None:
+        self.get_sender().connected = value
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect()`` succeeded on this receiver. May be assigned with a transport."""
+        found = super().synchronized_on_receiver
+        return found or (self._receiver is not None and self._receiver.connected)
+
+    @synchronized_on_receiver.setter
+    def synchronized_on_receiver(self, value: bool) -> None:
+        self.get_receiver().connected = value
+
+    @property
+    def sender_transports(self) -> dict[int, Any]:
+        """The transport of each worker, by index; without any, the links of aiosync."""
+        return super().sender_transports if self._sender is None else self._sender.transports
+
+    @property
+    def receiver_transport(self) -> Any:
+        """The transport of this worker; without one, the link of aiosync."""
+        own = None if self._receiver is None else self._receiver.transports.get(0)
+        return super().receiver_transport if own is None else own
+
+    @property
+    def shared_transport(self) -> Any:
+        """A transport of one's own for all workers, of whichever side, or ``None``.
+
+        Assign it before :meth:`init_on_sender` or :meth:`init_on_receiver` end.
+        """
+        return self._shared_transport
+
+    @shared_transport.setter
+    def shared_transport(self, value: Any) -> None:
+        self._shared_transport = value
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -362,6 +577,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
         self._after_fork()
         try:
+            if self._background is not None:
+                self._background.stop()
             for role in self._roles:
                 role.close()
         finally:
@@ -369,6 +586,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
+        if self._background is not None:
+            self._background.stopping.set()
         for role in self._roles:
             role.close(at_once=True)
         super().abort()
@@ -489,12 +708,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
     def __getstate__(self) -> dict[str, Any]:
         # Copies: multiprocessing shares the memory of tensors that it pickles.
         own = {name: weights.detach().clone() for name, weights in self.policy_weights.items()}
-        state = {"policy_weights": own, "auto_register": self.auto_register}
-        return {**super().__getstate__(), **state}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.policy_weights, self.auto_register = state["policy_weights"], state["auto_register"]
+        return {**super().__getstate__(), "policy_weights": own}
 
 
 class _NoTransport:
@@ -518,19 +732,15 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
 
-    def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
+    def _init_on_sender_impl(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
-
-        Keywords are ignored: they are meant for schemes that do something.
-        """
+        # Other keywords are ignored: they are meant for schemes that do something.
         self._init_sender(model_id, context, _given("pipes", kwargs, context) or [None])
 
-    def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
-        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    def _init_on_receiver_impl(
+        self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
     ) -> None:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`."""
         self._init_receiver(model_id, context, None, model=kwargs.get("model"))
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
@@ -539,149 +749,3 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
         """A transport that does nothing."""
         del pipe_or_context
         return _NoTransport()
-
-
-class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
-    WeightSyncScheme, facade.RPCWeightSyncScheme
-):
-    """Sends weights to remote objects of ``torch.distributed.rpc``.
-
-    Without pipes, roles and calls are those of :class:`aiosync.sync.RPCWeightSyncScheme`.
-    """
-
-    _async_class: ClassVar[type[aio.RPCWeightSyncScheme]] = aio.RPCWeightSyncScheme
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> RPCTransport:
-        """A transport to one remote object.
-
-        Args:
-            pipe_or_context: ``(collector_info, collector_rref, collector_class)``.
-
-        Raises:
-            TypeError: It is something else.
-        """
-        return RPCTransport(*pipe_or_context)
-
-
-class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSyncScheme):
-    """Sends weights with ``torch.distributed``.
-
-    Roles and calls are those of :class:`aiosync.sync.DistributedWeightSyncScheme`; a sender that
-    :meth:`create_sender` makes has transports.
-
-    Args:
-        backend: ``"gloo"`` or ``"nccl"``: what moves large updates.
-        sync: Kept for the signature: ``send()`` always waits.
-        strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
-        options: Keyword arguments of :class:`aiosync.sync.DistributedWeightSyncScheme`.
-    """
-
-    _async_class: ClassVar[type[aio.DistributedWeightSyncScheme]] = aio.DistributedWeightSyncScheme
-
-    def __init__(
-        self,
-        backend: Literal["gloo", "nccl"] = "gloo",
-        sync: bool = True,
-        *,
-        strategy: StrategyName = "state_dict",
-        **options: Any,
-    ) -> None:
-        facade.DistributedWeightSyncScheme.__init__(
-            self, backend, sync, strategy=strategy, **options
-        )
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> DistributedTransport:
-        """A transport to one worker.
-
-        Args:
-            pipe_or_context: ``(store, rank)``.
-
-        Raises:
-            TypeError: It is something else.
-        """
-        store, rank = pipe_or_context
-        return DistributedTransport(store, rank, self.sync)
-
-
-class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
-    WeightSyncScheme, facade.RayWeightSyncScheme
-):
-    """Sends weights to Ray actors.
-
-    Actors that are given to :meth:`init_on_sender` as ``remote_collectors``, or that its context
-    has under this name, are called: each has ``update_policy_weights_(weights)``. It also takes
-    ``num_collectors``, how many there are, and ``source_model``, what is sent by default. Without
-    actors, or with a collector of TorchRL as the context, roles and calls are those of
-    :class:`aiosync.sync.RayWeightSyncScheme`.
-    """
-
-    _async_class: ClassVar[type[aio.RayWeightSyncScheme]] = aio.RayWeightSyncScheme
-    _ends: ClassVar[Sequence[str]] = ("remote_collectors", "pipes")
-    _renamed: ClassVar[Mapping[str, str]] = {
-        "source_model": "model",
-        "num_collectors": "num_workers",
-    }
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> RayTransport | RayActorTransport:
-        """A transport to one actor, of which this is the handle."""
-        return RayTransport(pipe_or_context)
-
-    def get_receiver(self) -> WeightReceiver:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.get_receiver`; an actor needs no pipe.
-
-        It is called with weights, and has :meth:`WeightReceiver.apply_weights` for them.
-        """
-        self._after_fork()
-        if self._receiver is None and self._scheme.initialized_on_receiver:
-            given, receiver = self._life.given, self.create_receiver()
-            receiver.register_model(given.model if given.weights is None else given.weights)
-            receiver.context, self._receiver = given.context, receiver
-        return super().get_receiver()
-
-
-class RayModuleTransformSender(WeightSender):
-    """Sends weights to the actors of :class:`RayModuleTransformScheme`."""
-
-
-class RayModuleTransformReceiver(WeightReceiver):
-    """What an actor of :class:`RayModuleTransformScheme` applies weights with.
-
-    They come by a call of the actor, and not by :meth:`receive`.
-    """
-
-
-class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this generation's
-    RayWeightSyncScheme, facade.RayModuleTransformScheme
-):
-    """Sends weights to Ray actors that wrap a module.
-
-    Actors are given to :meth:`init_on_sender` as ``actor_refs``, ``actors`` or
-    ``remote_collectors``. Otherwise roles and calls are those of
-    :class:`aiosync.sync.RayModuleTransformScheme`.
-    """
-
-    _async_class: ClassVar[type[aio.RayModuleTransformScheme]] = aio.RayModuleTransformScheme
-    _ends = ("actor_refs", "actors", "remote_collectors", "pipes")
-
-    def __init__(self, strategy: StrategyName = "tensordict", **options: Any) -> None:
-        super().__init__(strategy, **options)
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> RayActorTransport:
-        """A transport to one actor, of which this is the handle."""
-        return RayActorTransport(pipe_or_context, self.strategy)
-
-    def create_sender(self) -> RayModuleTransformSender:  # type: ignore[misc, override]  # see the class
-        """A sender for this scheme."""
-        return RayModuleTransformSender(self)
-
-    def create_receiver(self) -> RayModuleTransformReceiver:
-        """A receiver for this scheme."""
-        return RayModuleTransformReceiver(self)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import inspect
 import os
+import queue
 import socket
 import time
 from collections import deque
@@ -44,6 +46,7 @@ __all__ = [
     "MPTransport",
     "SharedMemTransport",
     "TransportBackend",
+    "is_backend",
 ]
 
 _T = TypeVar("_T")
@@ -188,35 +191,75 @@ class Deliveries:
             raise PartialSyncError(acked=self.acked, failed=self.failed)
 
 
+def is_backend(transport: Any) -> bool:
+    """Whether a transport has TorchRL's present interface, and is asked for weights by keywords."""
+    if isinstance(transport, InitialSyncTransport):
+        return True
+    receive = getattr(transport, "receive_weights", None)
+    kinds = {} if receive is None else inspect.signature(receive).parameters
+    return "model" in kinds or any(each.kind is each.VAR_KEYWORD for each in kinds.values())
+
+
 class Backend:
     """Stands between a role and a transport that has TorchRL's present interface.
 
     Weights that the transport returns are put into the model between two forwards; it is given
-    none to change by itself. The rest is that of the transport, ``setup_...()`` included;
-    ``send_weights_async(weights)``, ``wait_ack()``, ``send_ack(text)``, ``check_connection()`` and
-    ``close()`` are optional.
+    none to change by itself. The rest is that of the transport: ``send_weights(weights)`` or
+    ``send_weights_async(weights)``, and ``receive_weights()``. ``wait_ack()``, ``send_ack(text)``,
+    ``check_connection()``, ``close()`` and both ``setup_...()`` are optional.
 
     Args:
         inner: The transport.
         model_id: Name of the model.
+        strategy: How the scheme takes weights out of a model.
+
+    Attributes:
+        inner: As given.
     """
 
-    def __init__(self, inner: InitialSyncTransport, model_id: str) -> None:
-        self._inner: Any = inner
+    def __init__(self, inner: Any, model_id: str, strategy: WeightStrategy) -> None:
+        self.inner = inner
         self._model_id = model_id
+        self._strategy = strategy
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
+
+    def meet_worker(self) -> None:
+        """Let the transport meet the worker, if it has to."""
+        if hasattr(self.inner, "setup_connection_and_weights_on_sender"):
+            self.inner.setup_connection_and_weights_on_sender()
+
+    def meet_trainer(self, worker_idx: int) -> Any:
+        """Let the transport meet the trainer, if it has to; the initial weights, or ``None``."""
+        meet = getattr(self.inner, "setup_connection_and_weights_on_receiver", None)
+        return None if meet is None else self._ask(meet, worker_idx=worker_idx)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Begin to send the weights of a model."""
         del model_id
-        getattr(self._inner, "send_weights_async", self._inner.send_weights)(weights)
+        begins = hasattr(self.inner, "send_weights_async")
+        (self.inner.send_weights_async if begins else self.inner.send_weights)(weights)
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """See :class:`aiosync.legacy.TransportBackend`."""
-        found = self._inner.receive_weights(timeout, weights=None, model=None, strategy=None)
+        try:
+            found = self._ask(self.inner.receive_weights, timeout=timeout)
+        except (queue.Empty, TimeoutError):  # nothing came in time
+            return None
         return None if found is None else (self._model_id, found)
+
+    def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        """Call a method that returns weights, or puts them into what it is given."""
+        try:
+            return method(**arguments, weights=None, model=None, strategy=self._strategy)
+        except (AttributeError, TypeError, ValueError) as exc:
+            exc.add_note(
+                f"{type(self.inner).__name__}.{method.__name__}() was given weights=None and "
+                "model=None: it returns the weights, and aiosync puts them into the model between "
+                "two forwards"
+            )
+            raise
 
 
 class MPTransport(Answered):

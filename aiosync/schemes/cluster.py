@@ -121,6 +121,25 @@ class ClusterScheme(EngineOptions, StreamScheme):
         # takes it however busy the process is, unless it is gone.
         return None if self._keepalive is None else 2 * self._keepalive
 
+    def create_transport(self, pipe_or_context: Any = None, **torchrl: Any) -> Transport:
+        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+
+        Args:
+            pipe_or_context: Connected TCP or Unix socket, or an existing link.
+            torchrl: Refused: what TorchRL's scheme of this name takes.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if torchrl or isinstance(pipe_or_context, tuple | None):
+            given = "=, ".join([*torchrl, ""]).removesuffix(", ") or repr(pipe_or_context)
+            raise ConfigError(
+                f"{type(self).__name__}.create_transport() takes a connected socket, and not "
+                f"{given}: workers find the trainer after init_on_sender() and connect(); the "
+                "scheme of this name in aiosync.legacy takes what TorchRL's does"
+            )
+        return super().create_transport(pipe_or_context)
+
     # -- what each of them decides -------------------------------------------------------------
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> Transport:

@@ -56,7 +56,20 @@ if TYPE_CHECKING:
     from aiosync.schemes.base import WeightSyncScheme
     from aiosync.schemes.state import SchemeState
 
-__all__ = ["Life", "Trainer", "Worker", "named"]
+__all__ = ["Life", "Trainer", "Worker", "check_may_connect", "named"]
+
+
+def check_may_connect(role: str | None, begun: bool, worker_idx: object, weights: object) -> None:
+    """Raise if ``connect()`` was called before, or is given what is of the other side.
+
+    Raises:
+        LocalProtocolError: It was, or is.
+    """
+    if begun:
+        raise LocalProtocolError(f"Cannot synchronize weights on {role} twice.")
+    name, value = ("worker_idx", worker_idx) if role == "sender" else ("weights", weights)
+    if value is not None:
+        raise LocalProtocolError(f"Cannot specify {name} on {role} side during synchronization.")
 
 
 class Life:
@@ -224,13 +237,7 @@ class Life:
         """
         self.check_has_role()
         self.check_process()
-        if self.loop is not None:
-            raise LocalProtocolError(f"Cannot synchronize weights on {self.role} twice.")
-        name, value = ("worker_idx", worker_idx) if self.role == "sender" else ("weights", weights)
-        if value is not None:
-            raise LocalProtocolError(
-                f"Cannot specify {name} on {self.role} side during synchronization."
-            )
+        check_may_connect(self.role, self.loop is not None, worker_idx, weights)
 
     def begin_to_connect(self) -> int:
         """Belong to this loop; how often the caller's task was cancelled before."""

@@ -19,6 +19,15 @@ from aiosync.sync._schemes import (
     WeightSyncScheme,
 )
 
+# What create_transport() of these schemes makes, for programs that take the names from here.
+from aiosync.transports import DistributedTransport as DistributedTransport
+from aiosync.transports import MPTransport as MPTransport
+from aiosync.transports import RayActorTransport as RayActorTransport
+from aiosync.transports import RayTransport as RayTransport
+from aiosync.transports import RPCTransport as RPCTransport
+from aiosync.transports import SharedMemTransport as SharedMemTransport
+from aiosync.transports import TransportBackend as TransportBackend
+
 __all__ = [
     "DistributedWeightSyncScheme",
     "InitialSyncTransport",

@@ -34,7 +34,7 @@ from typing import (
 )
 
 import aiosync.schemes as aio
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.inside import bind_early, life_of, publish_with
 from aiosync.schemes.options import (
@@ -85,6 +85,14 @@ _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
 _LIBRARY = "torchrl"
 _SEEN = "torchrl.weight_update.weight_sync_schemes"  # all its users of schemes have imported it
 _INTEGRATION = "aiosync.integrations.torchrl"
+# Methods that schemes written for TorchRL override, and that no scheme of aiosync calls here.
+_HOOKS = ("_init_on_sender_impl", "_init_on_receiver_impl", "create_transport")
+_INSTEAD = (
+    "a scheme of aiosync.sync only calls one of aiosync. With blocking transports, as TorchRL has "
+    "them, derive the class from aiosync.legacy.WeightSyncScheme; with those of aiosync derive it "
+    "from aiosync.WeightSyncScheme, and write `class Blocking(aiosync.sync.WeightSyncScheme, "
+    "twin_of=...)`"
+)
 _FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
 
 # -- what makes a facade class out of an async one ------------------------------------------------
@@ -161,6 +169,8 @@ def constructor(
 
     @functools.wraps(original.__init__)
     def construct(self: Any, *args: Any, **options: Any) -> None:
+        if type(self) is not WeightSyncScheme and inspect.isabstract(self._async_class):
+            raise ConfigError(f"{type(self).__name__} has no link: {_INSTEAD}")
         self._adopt(self._async_class(*args, **options))
 
     return lambda stub: cast("Callable[Concatenate[Any, _P], None]", construct)
@@ -273,10 +283,14 @@ class WeightSyncScheme(SchemeState):
 
     # Abstract, as this class is: calling it raises.
     _async_class: ClassVar[AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
+    _takes_transports: ClassVar[bool] = False  # of the program's own, as TorchRL's schemes do
 
     def __init_subclass__(cls, twin_of: AsyncClass | None = None) -> None:
         """Have the methods of the async class, also where it overrides those of its base."""
         super().__init_subclass__()
+        uncalled = [name for name in _HOOKS if name in vars(cls)]
+        if uncalled and twin_of is None and not cls._takes_transports:
+            raise ConfigError(f"{cls.__name__}.{uncalled[0]}() would not be called: {_INSTEAD}")
         _mirror_options(cls)
         if twin_of is not None:
             cls._async_class, _TWINS[twin_of] = twin_of, cls
@@ -609,9 +623,14 @@ class WeightSyncScheme(SchemeState):
     def __getstate__(self) -> dict[str, Any]:
         if rpc_runs():
             bind_early(self._scheme)  # calls carry copies away before anything has begun
-        return {"_scheme": copy.copy(self._scheme)}  # configuration only: copies share no role
+        # Configuration only, as copies share no role; what a subclass has set belongs to that.
+        blank = object.__new__(type(self))
+        blank._adopt(self._scheme)
+        own = {name: value for name, value in vars(self).items() if name not in vars(blank)}
+        return {**own, "_scheme": copy.copy(self._scheme)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._adopt(state["_scheme"])
         self._is_copy = True
 

@@ -1,0 +1,51 @@
+"""A thread in which a scheme of one's own receives.
+
+Must not import schemes.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+__all__ = ["BackgroundReceiver"]
+
+_JOIN_SECONDS = 5.0
+
+
+class BackgroundReceiver:
+    """Has a scheme receive whenever its ``_wait_for_instruction()`` returns ``"receive"``.
+
+    It ends when that returns ``"stop"`` or ``None``, or raises. What ``receive()`` raises, the
+    trainer was told, and the next update may fit: it is a warning.
+
+    Args:
+        scheme: The scheme.
+        worker_idx: Index of the worker, for the name of the thread.
+
+    Attributes:
+        stopping: Set when it shall end.
+    """
+
+    def __init__(self, scheme: Any, worker_idx: int | None) -> None:
+        self.stopping = threading.Event()
+        self._scheme = scheme
+        name = f"WeightReceiver-{worker_idx}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        scheme = self._scheme
+        while scheme._wait_for_instruction() not in (None, "stop") and not self.stopping.is_set():
+            try:
+                scheme.receive()
+            except Exception as exc:  # noqa: BLE001 - told as a warning
+                text = f"{type(scheme).__name__} could not receive: {type(exc).__name__}: {exc}"
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
+
+    def stop(self) -> None:
+        """End it, and wait for that at most 5 seconds."""
+        self.stopping.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)

@@ -1,0 +1,449 @@
+"""Schemes that users wrote for TorchRL: its hooks, its transports, its setters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import aiosync
+from aiosync import legacy, sync
+from tests.legacy import _tools as workers
+from tests.legacy._tools import BOTH
+from tests.schemes import _harness as harness
+from tests.sync import _tools as tools
+
+
+class QueueTransport:
+    """As TorchRL asks for it, and no more: nobody has to be met."""
+
+    def __init__(self, updates: Any, answers: Any) -> None:
+        self.updates, self.answers = updates, answers
+
+    def send_weights_async(self, weights: Any) -> None:
+        self.updates.put(weights.detach().clone())
+
+    def wait_ack(self) -> None:
+        answer = self.answers.get(timeout=tools.PATIENCE)
+        if answer != "updated":
+            raise RuntimeError(answer)
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, **others: Any
+    ) -> Any:
+        return self.updates.get(timeout=timeout)  # raises queue.Empty, as TorchRL's own do
+
+    def send_ack(self, message: str = "updated") -> None:
+        self.answers.put(message)
+
+
+class QueueScheme(legacy.WeightSyncScheme):
+    """In the way of TorchRL: keyword arguments, and what is assigned while it is initialised."""
+
+    def __init__(self, ends: list[Any], strategy: Any = "tensordict") -> None:
+        self.ends = ends
+        super().__init__(strategy)
+
+    def create_transport(self, **kwargs: Any) -> QueueTransport:
+        return QueueTransport(**kwargs)
+
+    def _init_on_sender_impl(
+        self, *, model_id: str, context: Any = None, model: Any = None, num_workers: int = 1
+    ) -> None:
+        for idx in range(num_workers):
+            updates, answers = self.ends[idx]
+            self._register_worker_sender(worker_idx=idx, updates=updates, answers=answers)
+        self.model_id = model_id
+        self.context = context
+        if model is not None:
+            self.model = model
+
+    def _init_on_receiver_impl(
+        self, model_id: str, context: Any = None, *, worker_idx: int = 0, model: Any = None
+    ) -> None:
+        updates, answers = self.ends[worker_idx]
+        self._register_transport_receiver(updates=updates, answers=answers)
+        self.model_id, self.worker_idx, self.context = model_id, worker_idx, context
+        if model is not None:
+            self.model = model
+
+
+def queues(count: int = 1) -> list[Any]:
+    return [(queue.Queue[Any](), queue.Queue[Any]()) for _ in range(count)]
+
+
+class Owner:
+    """A context, as TorchRL's collectors are."""
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+        self.passed_on: list[tuple[str, Any]] = []
+
+    def update_policy_weights_(self, policy_or_weights: Any, *, model_id: str) -> None:
+        self.passed_on.append((model_id, policy_or_weights))
+
+
+def test_a_scheme_with_the_hooks_of_torchrl() -> None:
+    ends = queues(2)
+    trained = tools.filled(1.0)
+    models = [tools.filled(0.0), tools.filled(0.0)]
+    with QueueScheme(ends) as scheme, QueueScheme(ends) as one, QueueScheme(ends) as two:
+        scheme.init_on_sender(model_id="policy", model=trained, num_workers=2)
+        assert (scheme.initialized_on_sender, scheme.synchronized_on_sender) == (True, False)
+        owner = Owner(models[1])
+        one.init_on_receiver(model_id="policy", worker_idx=0, model=models[0])
+        two.init_on_receiver(model_id="policy", worker_idx=1, context=owner)
+        workers.refuses(
+            (RuntimeError, "worker_idx on sender", lambda: scheme.connect(worker_idx=0)),
+            (RuntimeError, "weights on receiver", lambda: one.connect(weights=trained)),
+            (ValueError, "send\\(weights\\) after", lambda: scheme.connect(weights=trained)),
+            (RuntimeError, "already a sender", lambda: scheme.init_on_sender(model_id="policy")),
+            (RuntimeError, "already a receiver", lambda: one.init_on_receiver(model_id="policy")),
+        )
+        for each in (scheme, one, two):
+            each.connect()
+            workers.refuses((RuntimeError, "twice", each.connect))
+        assert scheme.synchronized_on_sender
+        assert one.synchronized_on_receiver
+        assert {type(each) for each in scheme.sender_transports.values()} == {QueueTransport}
+        assert list(scheme.sender_transports) == [0, 1]
+        assert type(one.receiver_transport) is QueueTransport
+        assert one.receive(timeout=0.01) is None
+        for value in (2.0, 3.0):
+            tools.fill(trained, value)
+            with tools.threads(scheme.send):
+                applied = [each.receive(timeout=tools.PATIENCE) for each in (one, two)]
+            assert [each is not None and each.version for each in applied] == [value - 1] * 2
+            assert [*map(tools.value_of, models)] == [value] * 2
+        assert applied[0] is not None
+        assert applied[0].weights["weight"].unique().tolist() == [3.0]
+        [(model_id, _), _] = owner.passed_on  # to the collectors below it
+        assert model_id == "policy"
+        with tools.threads(lambda: scheme.send(tools.filled(4.0), worker_ids=1)):
+            assert two.receive(timeout=tools.PATIENCE)
+        assert [*map(tools.value_of, models)] == [3.0, 4.0]
+        one.model = replaced = tools.filled(0.0)
+        for inplace in (True, False):
+            one.apply_weights(TensorDict.from_module(tools.filled(5.0 + inplace)), inplace)
+            assert tools.value_of(replaced) == 5.0 + inplace
+            assert ends[0][1].get(timeout=tools.PATIENCE) == "updated"
+
+
+def test_a_context_is_not_told_of_a_model_of_its_own() -> None:
+    ends = queues()
+    owner: Any = Owner(tools.filled(0.0))
+    owner.critic = tools.filled(0.0)
+    with QueueScheme(ends) as scheme, QueueScheme(ends) as other:
+        scheme.init_on_sender(model_id="critic", model=tools.filled(1.0))
+        other.init_on_receiver(model_id="critic", context=owner)
+        with tools.threads(scheme.send):
+            assert other.receive(tools.PATIENCE)
+        assert (tools.value_of(owner.critic), owner.passed_on) == (1.0, [])
+
+
+def test_what_does_not_fit_is_told_to_both() -> None:
+    ends = queues()
+    model = tools.filled(0.0)
+    with QueueScheme(ends) as scheme, QueueScheme(ends) as other:
+        scheme.init_on_sender(model_id="policy")
+        other.init_on_receiver(model_id="policy", model=model)
+        with tools.threads(
+            lambda: workers.refuses(
+                (
+                    aiosync.PartialSyncError,
+                    "do not fit",
+                    lambda: scheme.send(TensorDict({"weight": torch.zeros(1)})),
+                )
+            )
+        ):
+            workers.refuses(
+                (aiosync.ApplyError, "do not fit", lambda: other.receive(tools.PATIENCE))
+            )
+        assert tools.value_of(model) == 0.0
+
+
+class Arrays(QueueTransport):
+    """Without tensors, for which torch would start a server in this process."""
+
+    def send_weights_async(self, weights: Any) -> None:
+        self.updates.put({name: each.detach().numpy() for name, each in weights.items()})
+
+    def receive_weights(self, timeout: float | None = None, **others: Any) -> Any:
+        found = self.updates.get(timeout=timeout)
+        return {name: torch.from_numpy(each) for name, each in found.items()}
+
+
+class Pushed(QueueScheme):
+    """Receives in the background, when its trainer says so; but the first weights in connect()."""
+
+    def create_transport(self, **kwargs: Any) -> QueueTransport:
+        return Arrays(**kwargs)
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        self.send(weights)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        self.receive(timeout=tools.PATIENCE)
+        self._start_background_receiver()
+
+    def _wait_for_instruction(self, timeout: float | None = None) -> str | None:
+        return "stop" if self.ends[0][0].get() is None else "receive"
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> None:
+        if self.synchronized_on_sender and self.sender_transports and weights is None:
+            self.ends[0][0].put("receive")
+        super().send(weights, worker_ids)
+
+    def shutdown(self) -> None:
+        if self.initialized_on_receiver:
+            self.ends[0][0].put(None)
+        super().shutdown()
+
+
+def _pushed(scheme: Pushed, conn: Any) -> None:
+    model = tools.filled(0.0)
+    with scheme:
+        scheme.init_on_receiver(model_id="policy", model=model)
+        scheme.connect()
+        conn.send(tools.value_of(model))
+        while conn.recv() is not None:
+            conn.send(tools.value_of(model))
+
+
+def test_a_scheme_that_receives_in_the_background_of_a_process() -> None:
+    ctx = harness.context("forkserver")
+    trained = tools.filled(1.0)
+    ends = [(ctx.Queue(), ctx.Queue())]
+    mine, theirs = ctx.Pipe()
+    with Pushed(ends) as scheme:
+        process = ctx.Process(target=_pushed, args=(scheme, theirs))  # what it has travels with it
+        process.start()
+        scheme.init_on_sender(model_id="policy", model=trained)
+        scheme.connect(weights=trained)
+        assert tools.recv(mine) == 1.0
+        for value in (2.0, 3.0):
+            tools.fill(trained, value)
+            scheme.send()
+            mine.send("look")
+            assert tools.recv(mine) == value
+        mine.send(None)
+        process.join(tools.PATIENCE)
+        assert process.exitcode == 0
+    for each in ends[0]:
+        each.close()
+        each.join_thread()
+
+
+class Shared(QueueScheme):
+    """One transport for all workers."""
+
+    def __init__(self, ends: list[Any]) -> None:
+        super().__init__(ends)
+        self.shared_transport = QueueTransport(*ends[0])
+
+    def _init_on_sender_impl(self, **kwargs: Any) -> None:
+        self.model_id, self.model = kwargs["model_id"], kwargs["model"]
+
+    def _init_on_receiver_impl(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        self.model_id, self.weights = model_id, kwargs["weights"]
+
+
+def test_the_setters_that_torchrl_has() -> None:
+    ends = queues()
+    scheme, other = Shared(ends), Shared(ends)
+    buffer = TensorDict.from_module(tools.filled(0.0)).detach()
+    with scheme, other:
+        scheme.init_on_sender(model_id="policy", model=tools.filled(1.0))
+        other.init_on_receiver(model_id="policy", weights=buffer)
+        scheme.synchronized_on_sender = other.synchronized_on_receiver = True
+        workers.refuses((RuntimeError, "twice", scheme.connect), (RuntimeError, "", other.connect))
+        scheme.synchronized_on_sender = other.synchronized_on_receiver = False
+        scheme.connect()
+        other.connect()
+        with tools.threads(scheme.send):
+            assert other.receive(tools.PATIENCE)
+        assert buffer["weight"].unique().tolist() == [1.0]
+        assert type(scheme.shared_transport) is QueueTransport
+        scheme.strategy = "state_dict"
+        other.worker_idx = 3
+        assert (scheme.strategy_str, other.worker_idx) == ("state_dict", 3)
+
+
+@BOTH
+def test_schemes_with_pipes_have_them_as_well(make: Any) -> None:
+    mine, theirs = multiprocessing.Pipe()
+    with make() as scheme, make() as other:
+        scheme.init_on_sender(model_id="policy", pipes=[mine], model=tools.filled(1.0))
+        other.init_on_receiver(model_id="policy", pipe=theirs, model=tools.filled(0.0))
+        assert not (scheme.synchronized_on_sender or other.synchronized_on_receiver)
+        for each in (scheme, other):
+            each.connect()
+            workers.refuses((RuntimeError, "twice", each.connect))
+        assert scheme.synchronized_on_sender
+        assert other.synchronized_on_receiver
+        assert list(scheme.sender_transports) == [0]
+        assert other.receiver_transport is not None
+        assert other.receive(timeout=0.01) is None
+        with tools.threads(scheme.send):
+            applied = other.receive(timeout=tools.PATIENCE)
+        assert applied.version == 1
+        assert applied.weights["weight"].unique().tolist() == [1.0]
+        if make is workers.MP:
+            other.apply_weights(tools.filled(2.0).state_dict())
+            assert applied.weights["weight"].unique().tolist() == [2.0]
+
+
+def test_what_a_pickle_of_a_scheme_takes_along() -> None:
+    scheme = QueueScheme([1, 2])
+    copied = pickle.loads(pickle.dumps(scheme))
+    assert (type(copied), copied.ends) == (QueueScheme, [1, 2])
+    assert copied.strategy == "tensordict"
+
+
+@pytest.mark.apart
+@pytest.mark.timeout(160)
+def test_a_scheme_for_torchrl_in_its_collector_by_changing_the_import() -> None:
+    pytest.importorskip("torchrl")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.legacy._own_in_collector", "aiosync"],  # or "torchrl"
+        cwd=tools.ROOT,
+        env={**os.environ, "PYTHONPATH": str(tools.ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["[0.0] [0]", "[1.0] [1]", "[2.0] [2]"], done.stderr
+
+
+# -- what is refused, in the name of the class ----------------------------------------------------
+
+
+def test_a_class_that_cannot_work_is_refused_by_name() -> None:
+    class Nothing(legacy.WeightSyncScheme):
+        pass
+
+    class Keywords(legacy.WeightSyncScheme):
+        def create_transport(self, **kwargs: Any) -> Any:
+            return QueueTransport(**kwargs)
+
+    class Links(legacy.WeightSyncScheme):
+        def create_transport(self, pipe_or_context: Any) -> Any:
+            return object()
+
+    class Lonely(sync.WeightSyncScheme):
+        pass
+
+    def initialise(cls: Any, **ends: Any) -> None:
+        with cls() as scheme:
+            scheme.init_on_sender(model_id="policy", model=tools.filled(0.0), **ends)
+
+    def receive(cls: Any) -> None:
+        with cls() as scheme:
+            scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+
+    workers.refuses(
+        (ValueError, "Nothing has no link.*_register_worker_sender", lambda: initialise(Nothing)),
+        (ValueError, "Nothing has no link.*_register_transport_receiver", lambda: receive(Nothing)),
+        (
+            ValueError,
+            r"Keywords.create_transport\(\) does not take.*_init_on_sender_impl",
+            lambda: initialise(Keywords, pipes=[1]),
+        ),
+        (ValueError, "object of Links has neither", lambda: initialise(Links, pipes=[1])),
+        (ValueError, "Lonely has no link: .*aiosync.legacy.WeightSyncScheme", Lonely),
+        (
+            ValueError,
+            "sync=",
+            lambda: initialise(lambda: legacy.MultiProcessWeightSyncScheme(sync=False), pipes=[1]),
+        ),
+    )
+
+
+@pytest.mark.parametrize("base", [sync.WeightSyncScheme, sync.SharedMemWeightSyncScheme])
+@pytest.mark.parametrize("hook", ["create_transport", "_init_on_sender_impl"])
+def test_a_hook_that_nothing_would_call_is_refused(base: Any, hook: str) -> None:
+    body = {hook: lambda self, **kwargs: None}
+    workers.refuses(
+        (
+            ValueError,
+            rf"Mine.{hook}\(\) would not be called.*legacy",
+            lambda: type("Mine", (base,), body),
+        )
+    )
+
+
+def test_a_transport_that_changes_a_model_itself_is_told_what_to_do() -> None:
+    class Writes(QueueTransport):
+        def receive_weights(
+            self, timeout: Any = None, *, weights: Any, model: Any, strategy: Any
+        ) -> Any:
+            weights.update_(self.updates.get(timeout=timeout))
+
+    ends = queues()
+    scheme = QueueScheme(ends)
+    scheme.create_transport = lambda **kwargs: Writes(**kwargs)  # type: ignore[method-assign]
+    with scheme:
+        scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+        ends[0][0].put(1)
+        with pytest.raises(AttributeError) as caught:
+            scheme.receive(timeout=1)
+        assert "Writes.receive_weights() was given weights=None" in caught.value.__notes__[0]
+
+
+# -- names and keywords of TorchRL's --------------------------------------------------------------
+
+
+def test_transports_by_the_keywords_of_torchrl() -> None:
+    info, rref, store, actor = object(), object(), object(), object()
+    made: Any = legacy.RPCWeightSyncScheme().create_transport(
+        collector_info=info, collector_rref=rref, collector_class=int, worker_rank=1
+    )
+    assert (made.collector_info, made.collector_rref, made.collector_class) == (info, rref, int)
+    made = legacy.DistributedWeightSyncScheme().create_transport(
+        weights_buffer=None, store=store, rank=1, sync=False
+    )
+    assert (type(made), made.rank, made.sync) == (legacy.DistributedTransport, 1, False)
+    for scheme, cls in (
+        (legacy.RayWeightSyncScheme(), legacy.RayTransport),
+        (legacy.RayModuleTransformScheme(), legacy.RayActorTransport),
+    ):
+        for name in ("remote_actor", "remote_collector"):
+            assert type(scheme.create_transport(worker_idx=0, **{name: actor})) is cls
+        workers.refuses((ValueError, "handle of an actor", scheme.create_transport))
+
+
+def test_schemes_of_the_newer_generation_say_where_they_are_taken() -> None:
+    rpc, ray = sync.RPCWeightSyncScheme(), sync.RayWeightSyncScheme()
+    text = r"RPC.*create_transport\(\) .* not collector_info=, collector_rref=: .*aiosync.legacy"
+    create: Any = rpc.create_transport
+    workers.refuses(
+        (ValueError, text, lambda: create(collector_info=1, collector_rref=2)),
+        (ValueError, r"not \(1, 2, 3\): .*aiosync.legacy", lambda: create((1, 2, 3))),
+        (ValueError, "not remote_actor=", lambda: ray.create_transport(remote_actor=1)),  # type: ignore[call-arg]
+        (
+            ValueError,
+            "not store=, rank=",
+            lambda: sync.DistributedWeightSyncScheme().create_transport(store=1, rank=2),  # type: ignore[call-arg]
+        ),
+    )
+
+
+def test_the_transports_are_where_the_blocking_schemes_are() -> None:
+    for name in (
+        *("DistributedTransport", "MPTransport", "RPCTransport", "RayActorTransport"),
+        *("RayTransport", "SharedMemTransport", "TransportBackend"),
+    ):
+        assert getattr(sync, name) is getattr(aiosync, name)
