@@ -23,7 +23,7 @@ from aiosync.errors import (
 )
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
-from aiosync.receiver.guard import why_unguarded
+from aiosync.receiver.forwards import why_unguarded
 from aiosync.schemes.inside import life_of
 from aiosync.schemes.sources import Given, is_per_worker, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy

@@ -28,7 +28,8 @@ from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Inbox
 from aiosync.receiver.copies import Copies
-from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, why_unguarded
+from aiosync.receiver.forwards import why_unguarded
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
@@ -73,6 +74,7 @@ class Applier:
         updates: Reads what a word names.
         report: Called where there are results: on the loop, and not under the guard but for a
             refusal.
+        log: Told in a sentence which methods are reads.
         hears_of: Whether it is to be told that an update of the manifest with this digest was
             taken. Called on any thread.
         withdraw_promise: Called on the loop: forwards are not sure to see what is new any more.
@@ -83,7 +85,8 @@ class Applier:
         strict: Every name and dtype must match.
         guard: Keeps reads and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
-        methods: Other methods of it, whose calls are to be reads.
+        methods: Other methods of it, whose calls are to be reads; ``None`` for those of a model
+            without a forward.
         reads_words: What a word names is taken as it is.
         flipped: Called with epoch and version as the model gets them, under the guard, on
             whatever thread; must not wait. What it raises is the error of a version that was taken.
@@ -107,6 +110,7 @@ class Applier:
         updates: UpdateReader,
         *,
         report: Callable[[], None],
+        log: Callable[[str], object],
         hears_of: Callable[[bytes], bool],
         withdraw_promise: Callable[[], None],
         fail: Callable[[BaseException], None],
@@ -116,7 +120,7 @@ class Applier:
         strict: Strict,
         guard: Guard,
         install_hooks: bool,
-        methods: Sequence[str],
+        methods: Sequence[str] | None,
         reads_words: bool,
         flipped: Callable[[int, int], object] | None,
         meter: Meter,
@@ -138,7 +142,7 @@ class Applier:
         self._fail = fail
         self._strict = strict
         self._install_hooks = install_hooks
-        self._methods = Methods(guard, methods)
+        self._methods = Methods(guard, methods, log)
         self._copies = Copies(guard)
         self._reads_words = reads_words
         self.flipped = flipped

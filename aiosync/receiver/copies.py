@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from aiosync.receiver.guard import Guard, never_traced
+from aiosync.receiver.frames import never_traced
+from aiosync.receiver.guard import Guard
 
 __all__ = ["Copies"]
 

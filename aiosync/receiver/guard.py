@@ -16,34 +16,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 import os
 import sys
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.receiver.forwards import Forwards
+from aiosync.receiver.frames import is_automatic, never_traced, no_guard
 from aiosync.spans import VersionSpan, epoch_text
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "PATIENCE_SECONDS",
     "Guard",
-    "itself",
-    "never_traced",
-    "why_unguarded",
 ]
 
 PATIENCE_SECONDS = 30.0
@@ -55,7 +50,6 @@ _PAUSE_SECONDS = 0.001
 # not for three times as long, and so on; the last turn takes 64 times as long.
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
-_MOST_LOOKS = 1000
 _MOST_RUNS = 256
 
 # What makes torch operations of a thread do something else than they say: dispatch modes (tracers,
@@ -65,6 +59,8 @@ _interpreter: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
 )
 
+# Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
+_CALL = nn.Module._call_impl.__code__
 _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -95,24 +91,6 @@ def _outside_transform() -> Iterator[None]:
         yield
 
 
-def never_traced(function: _F) -> _F:
-    """Have ``torch.compile`` call a function instead of tracing into it.
-
-    ``torch.compiler.disable`` does the same, but importing it takes seconds. Where torch keeps
-    this elsewhere, forwards of a compiled module are guarded all the same, with warnings.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by torch.compile
-    with contextlib.suppress(AttributeError):
-        frames = torch._C._dynamo.eval_frame
-        if hasattr(frames, "skip_code"):
-            frames.skip_code(function.__code__)
-        else:
-            skip = frames._FrameAction.SKIP
-            strategy = frames._FrameExecStrategy(skip, skip)
-            frames.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
 class Guard:
     """Many readers or one apply. Thread-safe; a reader may enter again in its own thread.
 
@@ -128,9 +106,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._module: weakref.ref[nn.Module] | None = None
-        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have its hooks
-        self._watch: _Watch | None = None
+        self._forwards = Forwards(self)
         self.reset()
         _guards.add(self)
 
@@ -150,11 +126,11 @@ class Guard:
         self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
         # Of what waits and of a word. No longer than it takes: the hooks of a model know the guard,
         # and would keep whoever applies.
-        self._apply: Callable[[], object] = _no_guard
+        self._apply: Callable[[], object] = no_guard
         self.at_read: bool = False
         self.before_next_read: Callable[[], object] | None = None
         self.words: memoryview | None = None
-        self._on_overlap: Callable[[], object] = _no_guard
+        self._on_overlap: Callable[[], object] = no_guard
         self.seen: int = 0
         self.held: tuple[int, int] = (0, 0)
         self.has_computed: bool = False
@@ -183,7 +159,7 @@ class Guard:
     def ignore_word(self) -> None:
         """Do not look at a word any more. Idempotent."""
         with self._lock:
-            self.words, self._on_overlap = None, _no_guard
+            self.words, self._on_overlap = None, no_guard
 
     def note_overlap(self) -> None:
         """Another task of this thread is about to begin a read while one of them is in one."""
@@ -213,7 +189,7 @@ class Guard:
                     self._sweep()
                 waits = self._pending or self._claims
                 if not reads and (waits or self._applying is not None):
-                    pause = self._pause_before(thread, forward=isinstance(read, FrameType))
+                    pause = self._pause_before(thread, forward=not _is_block(read))
                 is_news = self._pending or (words is not None and words[0] != self.seen)
                 is_news = is_news and not _in_functional_call()
                 if pause > 0:
@@ -283,6 +259,12 @@ class Guard:
         self.enter(frame, computes=False)
         self.leave(frame, computes=False)
 
+    def end_automatic(self) -> None:
+        """End the automatic reads of this thread: it is about to wait for an update."""
+        for read in self._open.get(threading.get_ident(), [])[::-1]:
+            if read is not None and is_automatic(read):
+                self.leave(read)
+
     def _end_read(self, thread: int, read: _Read) -> None:
         num_reads = len(self._open.get(thread, ()))
         reads = self._drop_ended(thread)
@@ -290,7 +272,7 @@ class Guard:
         if not found and len(reads) == num_reads and isinstance(read, FrameType):
             # torch calls the hook after a forward also where the one before it raised, and then
             # there is no read to end; but compiled ones may name other frames.
-            if read.f_code is not _CALL:
+            if read.f_code is not _CALL and not _is_block(read):
                 found = [i for i, each in enumerate(reads) if isinstance(each, FrameType)]
         if found:
             del reads[found[-1]]
@@ -336,9 +318,7 @@ class Guard:
             return _LOOK_SECONDS
         if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
-        if forward and any(
-            not isinstance(read, FrameType) for reads in self._open.values() for read in reads
-        ):
+        if forward and any(map(_is_block, chain.from_iterable(self._open.values()))):
             # It may be what the reading() block of another thread waits for: holding it back would
             # hold the update back. New blocks wait, so that those there are end.
             return 0.0
@@ -492,6 +472,12 @@ class Guard:
                 self._wake()
 
     @property
+    def has_news(self) -> bool:
+        """Whether an update waits for reads to end."""
+        words = self.words
+        return self._pending or (words is not None and words[0] != self.seen)
+
+    @property
     def is_read(self) -> bool:
         """Whether any thread reads, as far as is known."""
         return bool(self._open)
@@ -508,16 +494,22 @@ class Guard:
         with self._lock:
             return bool(self._drop_ended(threading.get_ident()))
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether this thread is inside of a read that is inside of another one."""
+        return len(self._open.get(threading.get_ident(), ())) > 1
+
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether this very task is inside a block of this thread."""
         return task is not None and task in self._open.get(threading.get_ident(), ())
 
     def refuse_inside_read(self, method: str) -> None:
-        """Raise if this thread reads, which no call from it can wait for.
+        """Raise if this thread reads, which no call from it can wait for; end automatic reads.
 
         Raises:
             LocalProtocolError: It does.
         """
+        self.end_automatic()
         if self.reading_here:
             raise LocalProtocolError(
                 f"{method}() was called inside a forward pass or a reading() block; call it "
@@ -550,44 +542,21 @@ class Guard:
                     continue
                 self.at_read = False
                 if self.words is None and not self._pending:
-                    self._apply = _no_guard
+                    self._apply = no_guard
                 return
 
-    # -- forward hooks -------------------------------------------------------------------------
-
     def install(self, module: nn.Module, *, watch: bool = False) -> None:
-        """Make every forward pass of ``module`` a read, through its forward hooks.
-
-        Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
+        """Make the forwards of this module reads, and no longer those of another one.
 
         Args:
             module: The module.
-            watch: Warn once where a child of it computes outside of every read.
+            watch: Warn once where something in it computes outside of every read.
         """
-        if self._module is not None and self._module() is module:
-            return
-        self.uninstall()
-        parts = {part: _hooks.setdefault(part, _Hooks()) for part in _entrances(module)}
-        if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
-            # What was compiled before takes for granted that hooks never change.
-            torch.compiler.reset()
-        self._parts.update(parts)
-        for part, hooks in parts.items():
-            hooks.guard(part, (*hooks.guards, self))
-        self._module = weakref.ref(module)  # now: whoever was interrupted has to begin anew
-        if watch:
-            children = {child for part in parts for child in part.children()}
-            self._watch = _Watch(self, type(module).__name__, children - parts.keys())
+        self._forwards.install(module, watch=watch)
 
     def uninstall(self) -> None:
-        """Do not guard it any more. Idempotent."""
-        for part in list(self._parts):
-            hooks = _hooks[part]
-            hooks.guard(part, tuple(each for each in hooks.guards if each is not self))
-        if self._watch is not None:
-            self._watch.end()
-        self._parts.clear()
-        self._module = self._watch = None
+        """Do not guard forwards any more. Idempotent."""
+        self._forwards.uninstall()
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
@@ -599,6 +568,10 @@ def _reset_all() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_all)
+
+
+def _is_block(read: _Read) -> bool:
+    return not isinstance(read, FrameType) or is_automatic(read)
 
 
 def _has_ended(read: _Read) -> bool:
@@ -614,161 +587,3 @@ def _has_ended(read: _Read) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-# -- hooks ---------------------------------------------------------------------------------------
-
-_CALL_FRAMES = frozenset({"_call_impl", "inner"})
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
-_CALL = nn.Module._call_impl.__code__
-_NO_FORWARD = nn.Module.forward
-
-
-class _Hooks:
-    """Before and after the forwards of one module: gets into guards, and out of them.
-
-    Stays where compiled code may call it. Copies and pickles as hooks that do nothing: a copied
-    module is not guarded.
-    """
-
-    def __init__(self) -> None:
-        self.guards: tuple[Guard, ...] = ()
-        self.handles: list[RemovableHandle] = []
-
-    @never_traced
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], *output: Any) -> None:
-        frame = sys._getframe(1)
-        if frame.f_code.co_name not in _CALL_FRAMES:
-            frame = _call_frame(frame)
-        for guard in self.guards:
-            if output:  # or None, after a forward that raised
-                guard.leave(frame)
-            else:
-                guard.enter(frame)
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return itself, (_no_guard,)
-
-    def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
-        """Have forwards of the module, whose hooks these are, get into these guards."""
-        self.guards = guards
-        if guards and not self.handles:
-            self.handles = [
-                module.register_forward_pre_hook(self, prepend=True),
-                module.register_forward_hook(self, always_call=True),
-            ]
-        elif not guards and "torch._dynamo" not in sys.modules:
-            while self.handles:
-                self.handles.pop().remove()
-
-
-_hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
-
-
-@never_traced
-def _call_frame(caller: FrameType) -> FrameType:
-    """The frame that lives as long as the forward that a hook is called for."""
-    frame: FrameType | None = caller
-    while frame is not None and (
-        frame.f_code.co_name not in _CALL_FRAMES or frame.f_code.co_flags & _SUSPENDS
-    ):
-        frame = frame.f_back
-    return frame or caller
-
-
-class _Watch:
-    """Before the forwards of a model's children: warns once of one outside of every read.
-
-    It looks at the first thousand, and is gone then: no hook costs as much as a tenth of the
-    forward of a small model. Where something was compiled it stays and does nothing, as that would
-    have to be compiled anew without it.
-    """
-
-    def __init__(self, guard: Guard, model: str, children: Iterable[nn.Module]) -> None:
-        self._guard, self._model, self._left = guard, model, _MOST_LOOKS
-        self._handles = [child.register_forward_pre_hook(self) for child in children]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or not self._left:
-            return
-        self._left -= 1
-        outside = not self._guard.is_read
-        if outside or not self._left:
-            self.end()
-        if outside:
-            warnings.warn(
-                f"a {type(module).__name__} of the {self._model} computed outside of its forward "
-                "pass, where an update may come in between: name the method that calls it in "
-                "init_on_receiver(methods=[...]), or use scheme.guarded(function) or "
-                "`with scheme.reading():`",
-                stacklevel=2,
-            )
-
-    def end(self) -> None:
-        """Look no more."""
-        self._left, dynamo = 0, sys.modules.get("torch._dynamo.utils")
-        while self._handles and not (dynamo and dynamo.counters["frames"]):
-            self._handles.pop().remove()
-
-    __reduce__ = _Hooks.__reduce__
-
-
-def itself(function: _F) -> _F:
-    """What a pickle of something guarded calls: copies are not guarded."""
-    return function
-
-
-def _no_guard(*_args: object) -> None:
-    """Stand-in for the hooks in copies of a guarded module. May be traced: it does nothing."""
-
-
-def why_unguarded(model: object) -> str | None:
-    """Why hooks would not tell of the forward passes of this; ``None`` if they do."""
-    if not isinstance(model, nn.Module):
-        return "has no forward pass to guard"
-    scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
-    goes_on = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
-    for part in _forward_parts(model):
-        if isinstance(part, scripted) or any(each(part.forward) for each in goes_on):
-            return (
-                f"has a forward that hooks cannot tell the end of: that of a {type(part).__name__} "
-                "is scripted, a generator or a coroutine"
-            )
-    return None
-
-
-def _forward_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules whose forwards are those of ``module``: itself, or its parts if it has none.
-
-    A ``ModuleDict`` of an actor and a critic is never called, and they are.
-    """
-    found: dict[nn.Module, None] = {}
-    waiting = [module]
-    while waiting:
-        each = waiting.pop()
-        forward: Any = each.forward
-        if getattr(forward, "__func__", forward) is _NO_FORWARD:
-            waiting += each.children()
-        else:
-            found[each] = None
-    return list(found)
-
-
-def _entrances(module: nn.Module) -> list[nn.Module]:
-    """Where one gets into ``module``: its own forwards, and those that ``generate()`` calls.
-
-    That of a wrapper (PEFT, ``torch.compile``) runs that of the model inside, which calls itself
-    then, and that of an encoder-decoder calls the encoder on its own.
-    """
-    found = dict.fromkeys(_forward_parts(module))
-    for each in module.modules():
-        if callable(getattr(type(each), "generate", None)):
-            found[each] = None
-            if getattr(getattr(each, "config", None), "is_encoder_decoder", False):
-                encoder: Any = None
-                with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
-                    encoder = each.get_encoder()  # type: ignore[operator]  # if it has one
-                if isinstance(encoder, nn.Module):
-                    found[encoder] = None
-    return list(found)

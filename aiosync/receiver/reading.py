@@ -10,7 +10,11 @@ import contextlib
 import functools
 import inspect
 import sys
+import sysconfig
 import threading
+import time
+import warnings
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -20,7 +24,9 @@ from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
-from aiosync.receiver.guard import Guard, itself, never_traced
+from aiosync.receiver.forwards import has_no_forward
+from aiosync.receiver.frames import automatic, itself, never_traced
+from aiosync.receiver.guard import Guard
 from aiosync.spans import VersionSpan, epoch_text
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_reader"]
 
 _PAUSE_SECONDS = 0.001
+_LONG_SECONDS = 1.0
 
 # Guards whose reads the task is in, or one is that started it: no update can go first.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
@@ -190,22 +197,99 @@ def _generates(name: str) -> ConfigError:
     return ConfigError(f"{name!r} is a generator: read in it, `with scheme.reading():`")
 
 
+class _Automatic(Guarded):
+    """A method that is a read although nobody asked for that: it stands in nobody's way.
+
+    Generators and coroutines that it returns go on unguarded, and the read ends where the method
+    waits for an update.
+    """
+
+    def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._guard, self._function, self._name = guard, function, name
+
+    @automatic
+    @never_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it while no update is applied."""
+        frame, began = sys._getframe(), time.monotonic()
+        self._guard.enter(frame)
+        try:
+            result = self._function(*args, **kwargs)
+        finally:
+            if time.monotonic() - began > _LONG_SECONDS and self._guard.has_news:
+                self._warn("kept an update waiting", "opts out, and reading() guards a part of it")
+            self._guard.leave(frame)
+            del frame
+        if isinstance(result, Generator | AsyncGenerator | Coroutine):
+            self._warn("goes on after its call, unguarded", "opts out; read inside, with reading()")
+        return result
+
+    def _warn(self, what: str, advice: str) -> None:
+        """Warn of this method once."""
+        warned = _warned.setdefault(self._guard, set())
+        if self._name not in warned:
+            warned.add(self._name)
+            warnings.warn(
+                f"{self._name}(), which is a read as its model has no forward(), {what}: "
+                f"init_on_receiver(methods=()) {advice}",
+                stacklevel=3,
+            )
+
+
+_warned: weakref.WeakKeyDictionary[Guard, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _automatic_names(model: nn.Module) -> list[str]:
+    """Return the public methods that the user's classes define, if a model has no forward."""
+    if not has_no_forward(model):
+        return []
+    own = type(model).__module__.partition(".")[0]
+    names: dict[str, None] = {}
+    for kind in type(model).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package != "torch" and (package == own or not _is_installed(kind)):
+            names |= {
+                name: None
+                for name, value in vars(kind).items()
+                if inspect.isfunction(value)
+                and not name.startswith("_")
+                and not hasattr(nn.Module, name)
+                and getattr(model, name, None) is not None
+            }
+    return list(names)
+
+
+def _is_installed(kind: type) -> bool:
+    """Return True if a class is of Python or of a package that somebody installed."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    places = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    return kind.__module__ == "builtins" or bool(file and file.startswith(tuple(places)))
+
+
 class Methods:
-    """Named methods of a model, whose calls are reads as its forward passes are.
+    """Methods of a model whose calls are reads as its forward passes are.
 
     Args:
         guard: What keeps updates out meanwhile.
-        names: Their names.
+        names: Their names; ``None`` for those of a model without a forward.
+        log: Told which those are.
     """
 
-    def __init__(self, guard: Guard, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        names: Sequence[str] | None,
+        log: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._guard = guard
         self._names = names
+        self._log = log
         self._wrapped: list[tuple[nn.Module, type]] = []
 
     def check(self, model: nn.Module) -> None:
         """Raise :class:`~aiosync.ConfigError` if one of them cannot be guarded."""
-        for name in self._names:
+        for name in self._names or ():
             method = getattr(model, name, None)
             if isinstance(method, nn.Module):
                 raise ConfigError(
@@ -227,13 +311,27 @@ class Methods:
         if model is None:
             return
         self.check(model)
-        for name in self._names:
+        names, wrapper = self._names, Guarded
+        if names is None:
+            compiled = getattr(model, "_orig_mod", model)
+            names, wrapper = _automatic_names(compiled), _Automatic
+        for name in names:
             owner = _owner(model, name)
-            kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
+            try:
+                kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
+            except TypeError as exc:
+                if self._names is not None:
+                    raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
+                return
             self._wrapped.append((owner, kind))
             guards = vars(kind)[_GUARDS].setdefault(name, {})
-            guards[self._guard] = None
+            guards[self._guard] = wrapper
             setattr(kind, name, _attribute(kind, name, guards))
+        if names and wrapper is _Automatic:
+            self._log(
+                f"a {type(model).__name__} has no forward(), so calls of its methods are reads: "
+                f"{', '.join(names)}; methods=[...] of init_on_receiver() chooses others, () none"
+            )
 
 
 # In a class that one module has for itself: which guards each method gets into.
@@ -273,14 +371,14 @@ def _own_class(module: nn.Module) -> type:
     return kind
 
 
-def _attribute(kind: type, name: str, guards: dict[Guard, None]) -> property:
+def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> property:
     """A method of the modules of a class, or what they have instead, as it is guarded now."""
 
     def find(self: Any) -> Any:
         own = vars(self)
         found = own[name] if name in own else getattr(super(kind, self), name)
-        for guard in tuple(guards):
-            found = Guarded(guard, found, name)
+        for guard, wrapper in tuple(guards.items()):
+            found = wrapper(guard, found, name)
         return found
 
     @never_traced

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ class WeightReceiver:
         strict: Strict,
         guard: Guard,
         install_hooks: bool,
-        methods: Sequence[str] = (),
+        methods: Sequence[str] | None = (),
         flipped: Callable[[int, int], object] | None = None,
         relay: Callable[[], Relay | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
@@ -138,6 +139,7 @@ class WeightReceiver:
         self.applier: Applier = Applier(
             self.updates,
             report=self.report,
+            log=functools.partial(log, "methods"),
             hears_of=self._hears_of,
             withdraw_promise=self._promise.withdraw,
             fail=self.fail,

@@ -290,7 +290,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         pipe: Any = None,
         transport: Transport | None = None,
         hooks: SchemeHooks | None = None,
-        methods: Sequence[str] = (),
+        methods: Sequence[str] | None = None,
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
@@ -320,7 +320,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
             methods: Names of methods, such as ``("act", "value")``, that compute with the weights
-                beside ``forward()``: an update waits for them, too. See also :meth:`guarded`.
+                beside ``forward()``: an update waits for them, too. ``None`` names none, unless the
+                model has no ``forward()``, or one that only raises: then the public methods are
+                meant that the model's own classes define, and the log says which. ``()`` names
+                none. See also :meth:`guarded`.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target without

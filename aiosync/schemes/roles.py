@@ -34,7 +34,8 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import as_index, as_indices, validate_timeout
-from aiosync.receiver.guard import Guard, why_unguarded
+from aiosync.receiver.forwards import why_unguarded
+from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
@@ -472,7 +473,7 @@ class Worker:
         pipe: Any,
         transport: Transport | None,
         hooks: SchemeHooks | None,
-        methods: Sequence[str],
+        methods: Sequence[str] | None,
     ) -> None:
         target = model if model is not None else weights
         refuse(
@@ -515,7 +516,7 @@ class Worker:
         self.link: KeptLink[Transport, Welcome] | None = None
         self._given = scheme._life.given
         self._guard = scheme._life.guard
-        self._methods = tuple(methods)
+        self._methods = None if methods is None else tuple(methods)
         self._transform = transform
         self._session = secrets.token_bytes(16)
         self._idx_chosen = False  # by the trainer, and not by the user

@@ -357,6 +357,7 @@ class WeightSyncScheme(SchemeState):
             coroutine.close()
             raise
         guard = self._life.guard
+        guard.end_automatic()
         # What waits for an update has to know that its caller reads.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
         step = STEPS.pause() if STEPS.open else None  # a copy must not wait for one that waits here
@@ -573,6 +574,7 @@ class WeightSyncScheme(SchemeState):
         if held is None:
             return
         refuse_inside_loop("shutdown", "await scheme.aclose()", may_block=self._may_block)
+        self._life.guard.end_automatic()
         with self._closing:  # another thread's shutdown has to be over when this one returns
             if not held.valid:
                 return
