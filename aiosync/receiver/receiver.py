@@ -243,6 +243,8 @@ class WeightReceiver:
             if isinstance(message, Update):
                 self.progress += 1
             staged = self.updates.read(received)
+            if isinstance(message, ManifestMessage):
+                self._promise.withdraw()  # the trainer waits for that with a word of this manifest
             if staged is not None:
                 self._stage(staged)
         elif isinstance(message, Take):

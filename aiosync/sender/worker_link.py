@@ -18,6 +18,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from aiosync._tasks import Notifier
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -139,6 +140,7 @@ class WorkerLink:
         self._registry = registry
         self._word: Current | None = None  # to be said when the link is free
         self._digest: bytes | None = None  # of the manifest that the worker has
+        self._answered = Notifier()  # to a manifest, or the link has ended
         self._writing = False
 
     # -- what is known of the worker -----------------------------------------------------------
@@ -211,7 +213,7 @@ class WorkerLink:
                     each.release()
 
     def _write_now(self, snapshot: Snapshot) -> bool:
-        if snapshot.filling is not None or snapshot.kept is not None:
+        if snapshot.filling is not None or snapshot.kept is not None or self._keeps_word(snapshot):
             return False
         streaming = self._streaming
         if streaming and snapshot.nbytes > min(_NOWAIT_NBYTES, streaming.chunk_nbytes):
@@ -248,12 +250,22 @@ class WorkerLink:
             await snapshot.fetched()
         elif not early:
             await snapshot.filled()
+        if self._keeps_word(snapshot):
+            await self.transport.send(ManifestMessage(snapshot.layout.manifest))
+            self._digest = snapshot.layout.digest
+            while self._keeps_word(snapshot) and not self.outbox.error:
+                await self._answered.wait()
         with contextlib.closing(self._steps(snapshot, epoch)) as steps:
             for step in steps:
                 if step is None:
                     await asyncio.sleep(0)
                 else:
                     await self.transport.send(*step)
+
+    def _keeps_word(self, snapshot: Snapshot) -> bool:
+        """Return True while reads of the worker would find a word whose manifest they lack."""
+        promised = None if self.publisher is None else self.publisher.promised
+        return promised is not None and promised != snapshot.layout.digest
 
     def _steps(self, snapshot: Snapshot, epoch: int) -> _Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
@@ -423,6 +435,7 @@ class WorkerLink:
                 self.publisher.promised = message.digest or None
                 if not message.digest:  # one that this does not reach looks on, in vain
                     self.transport.send_nowait(message)
+                self._answered.notify()
         elif isinstance(message, Leave):
             self.lose(WorkerLeft(f"{self.name} left"))
         elif isinstance(message, Refuse):
@@ -450,6 +463,7 @@ class WorkerLink:
             self._timer.cancel()
         if self.publisher is not None:
             self.publisher.end()
+        self._answered.notify()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)
 

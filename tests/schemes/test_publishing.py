@@ -281,6 +281,27 @@ async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterward
         await harness.deliver(sender, receiver, 4.0)
 
 
+async def test_weights_in_another_order_end_no_forward() -> None:
+    """A worker that has no turn of its loop yet computes with what it has."""
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        await harness.deliver(sender, receiver, 3.0)
+        for value in range(4, 10):
+            assert sender.send_nowait().done()  # the worker takes versions in its forwards
+            models.fill(source, float(value))
+            names = list(source.state_dict())[:: 1 if value % 2 else -1]
+            handle = sender.send_nowait({name: source.state_dict()[name] for name in names})
+            for _ in range(100):
+                assert float(target(torch.ones(4)).detach()[0]) in (5.0 * value, 5.0 * (value - 1))
+                await asyncio.sleep(0)
+            assert (await handle).acked == {0}
+            assert models.holds(receiver, float(value))
+            await harness.deliver(sender, receiver, float(value), weights=source)
+            await harness.deliver(sender, receiver, float(value))
+
+
 async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
