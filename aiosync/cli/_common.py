@@ -68,6 +68,8 @@ _FLAGS = {
     "tls=": "--tls",
     "(timeout=)": "(--timeout)",
     "min_version=": "--min-version",
+    "construct a new scheme to begin a new run, or this one with take_over=True to have it come "
+    "back": "push again, with --take-over to go on whoever else pushes",
     "another model_id": "another --model-id",
     "the model_id another": "the --model-id another",
 }

@@ -45,6 +45,12 @@ def push(
     ],
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
     model_id: ModelId = "policy",
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Go on although another push came while the link was lost."
+        ),
+    ] = False,
     token_file: TokenFile = None,
     tls: UseTls = False,
     tls_ca: TlsCa = None,
@@ -69,7 +75,7 @@ def push(
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
-            exit_status[0] = 1
+            exit_status[0], options["take_over"] = 1, take_over
             done = aiosync.run(_push(weights, client, url, options, model_id, timeout, show))
         _say_done("Pushed", model_id, *done)
 

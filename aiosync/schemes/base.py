@@ -571,7 +571,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the update was refused by the model.
-            PartialSyncError: Sender: a worker refused it, and has nothing newer on its way.
+            PartialSyncError: Sender: a worker refused it, and has nothing newer on its way; or
+                what is dialled does not let this trainer in.
             ConfigError: The timeout is not a number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.

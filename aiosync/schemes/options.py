@@ -260,6 +260,9 @@ class TCPOptions(StreamOptions):
     stall_timeout: Option[float | None] = Option(
         seconds(endless=True, none=True), "Seconds without progress until a drop."
     )
+    take_over: Option[bool] = Option(
+        flag, "Whether a trainer returns to a weight server at which another run has replaced it."
+    )
     chunk_nbytes: Option[int] = Option(as_chunk_nbytes, "Bytes that share one checksum.")
     keepalive: Option[float | None] = Option(
         seconds(none=True), "Seconds after which a silent peer is probed."

@@ -255,6 +255,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             restore a lost link; ``None`` for ever, 0 for not at all.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
+        take_over: Trainer of a weight server: bring the server back to this run when it dials
+            again and another run has replaced it meanwhile. Otherwise calls raise.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
         keepalive: Seconds after which the kernel probes a silent TCP peer;
             ``None`` for never.
@@ -287,6 +289,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         subscribe: bool = True,
         reconnect: float | None = 30.0,
         stall_timeout: float | None = 60.0,
+        take_over: bool = False,
         chunk_nbytes: int = 4 * 2**20,
         keepalive: float | None = 30.0,
         handshake_timeout: float = 10.0,
@@ -318,6 +321,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             subscribe=subscribe,
             reconnect=reconnect,
             stall_timeout=stall_timeout,
+            take_over=take_over,
             chunk_nbytes=chunk_nbytes,
             keepalive=keepalive,
             handshake_timeout=handshake_timeout,
@@ -411,6 +415,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 strategy=self.strategy_str,
                 epoch=workers.epoch,
                 version=workers.version,
+                take_over=self.take_over,
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 

@@ -28,6 +28,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
+from aiosync.rendezvous.dialer import is_final
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import STEPS
@@ -675,8 +676,8 @@ class WeightSender:
             What the slowest one has.
 
         Raises:
-            PartialSyncError: A worker refused it, and has nothing newer on its way; or, with
-                ``staged``, went before it had it.
+            PartialSyncError: A worker refused it, and has nothing newer on its way; or it cannot
+                come back; or, with ``staged``, it went before it had it.
         """
 
         def found() -> dict[int, int]:
@@ -690,8 +691,10 @@ class WeightSender:
                 link, error = self.workers.links.get(idx), record.error
                 if error is None or record.has_left or idx in acked or not record.subscribes:
                     continue
+                if link is None and is_final(error):  # nothing dials it again
+                    failed[idx] = error
                 # What is on its way to a worker that refused one may be what is waited for.
-                if (staged or (link is not None and link.outbox.is_idle)) and (
+                elif (staged or (link is not None and link.outbox.is_idle)) and (
                     record.version >= version and (link is None or link.visible < version)
                 ):
                     failed[idx] = error

@@ -50,6 +50,11 @@ __all__ = ["WeightServer"]
 
 _MAX_LISTED = 10
 _MAX_NOTE = 700  # characters
+_MAX_REPLACED = 256
+_REPLACED = (
+    "another run has replaced this one at the weight server: construct a new scheme to begin a "
+    "new run, or this one with take_over=True to have it come back"
+)
 
 
 class _Arrival(NamedTuple):
@@ -80,6 +85,7 @@ class ServedModel:
     Attributes:
         workers: Those that have it, or wait for it.
         trainer: The link of whoever brings it now.
+        replaced: Epochs of runs that others have replaced, oldest first; the last 256.
         version: Number of the version that is served; 0 for none.
     """
 
@@ -104,11 +110,13 @@ class ServedModel:
         self._meter = Meter("server", model_id, "tcp")
         self.trainer: TCPTransport | None = None
         self.version: int = 0
+        self.replaced: tuple[int, ...] = ()
         self._model_id = model_id
         self._store = store
         self._session = secrets.token_bytes(16)
         self._updates = UpdateReader()
         self._trainer_epoch: int | None = None
+        self._let_in: tuple[int, ...] = ()  # epochs of trainers, since another run was served
         self._to_write: Newest[_Arrival] = Newest(self._write, self.workers.tasks, "aiosync store")
         self._ending = False
         self._updated_at: float | None = None  # seconds since the Unix epoch
@@ -134,6 +142,7 @@ class ServedModel:
 
     def restore(self, stored: StoredUpdate) -> None:
         """Serve what an earlier process kept on disk."""
+        self.replaced = stored.replaced
         snapshot = Snapshot(
             stored.layout, stored.buffer, lambda: None, stored.values, stored.version
         )
@@ -142,8 +151,10 @@ class ServedModel:
     def _publish(self, epoch: int, strategy: str, snapshot: Snapshot, updated_at: float) -> None:
         """Serve a version; takes over a reference."""
         workers = self.workers
+        self.replaced = self._replaced_by(epoch)
         self.version, workers.strategy = snapshot.version, strategy
         if epoch != workers.epoch:
+            self._let_in = ()
             workers.epoch, workers.version = epoch, 0
             workers.history.clear()
             for link in workers.links.values():
@@ -156,14 +167,27 @@ class ServedModel:
         self._meter.mark(snapshot.version, time.perf_counter() - (time.time() - updated_at))
         self._updated_at = updated_at
 
+    def _replaced_by(self, epoch: int) -> tuple[int, ...]:
+        """Return the epochs that are replaced once this one is served."""
+        if epoch == self._epoch:
+            return self.replaced
+        others = dict.fromkeys((*self.replaced, self._epoch, *self._let_in))
+        return tuple(each for each in others if each not in (0, epoch))[-_MAX_REPLACED:]
+
     # -- the trainer ---------------------------------------------------------------------------
+
+    def _check_not_replaced(self, hello: Hello) -> None:
+        if hello.epoch in self.replaced and not hello.take_over:
+            raise ConfigError(_REPLACED)
 
     def check_trainer(self, hello: Hello) -> None:
         """Find out whether somebody who wants to push may.
 
         Raises:
+            ConfigError: Another run has replaced that of this trainer, which is not told to return.
             ConnectError: Another trainer is connected; this one may try again.
         """
+        self._check_not_replaced(hello)
         old = self.trainer
         if old is None or old.channel.ended:
             return
@@ -184,6 +208,12 @@ class ServedModel:
         try:
             # What is said to be here need not be sent again: what is being written may be soon.
             await self.drain()
+            try:  # a version that was being written may be of another run
+                self._check_not_replaced(hello)
+            except ConfigError as exc:
+                await _refuse(link, exc)
+                raise
+            self._let_in = (*self._let_in, hello.epoch or 0)[-_MAX_REPLACED:]
             await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
             # The two agree, or one of them takes any. What is served is not yet the trainer's.
             self.workers.history.parts = hello.parts
@@ -307,7 +337,10 @@ class ServedModel:
                 parts = [*older, newest]
                 layout, buffer, values = await asyncio.to_thread(merged, parts, store.limits)
         epoch, version = arrival.epoch, newest.version
-        update = StoredUpdate(epoch, version, arrival.strategy, layout, buffer, values)
+        update = StoredUpdate(
+            *(epoch, version, arrival.strategy, layout, buffer, values),
+            replaced=self._replaced_by(epoch),
+        )
         await asyncio.to_thread(store.save, self._model_id, update)
 
     async def drain(self) -> None:
@@ -372,6 +405,11 @@ class ServedModel:
                 for idx, link in self.workers.links.items()
             ],
         }
+
+
+async def _refuse(link: TCPTransport, error: AiosyncError) -> None:
+    """Tell a peer why it is not let in."""
+    await link.send(Refuse(type(error).__name__, str(error)), timeout=HANDSHAKE_SECONDS)
 
 
 class WeightServer:
@@ -536,8 +574,7 @@ class WeightServer:
             try:
                 model = self._model_for(hello, link, pushes)
             except (ConfigError, ConnectError) as exc:
-                refuse = Refuse(type(exc).__name__, str(exc))
-                await link.send(refuse, timeout=HANDSHAKE_SECONDS)
+                await _refuse(link, exc)
                 raise
             if pushes:
                 link.channel.says_why = True  # its user can do something about it

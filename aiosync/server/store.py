@@ -80,6 +80,7 @@ class StoredUpdate:
         layout: Where each tensor lies in ``buffer``.
         buffer: The tensors; at least ``layout.nbytes`` long.
         values: Non-tensor values by dotted name, of plain msgpack types.
+        replaced: Epochs of runs that this one and others before it have replaced, oldest first.
         saved_at: When its file was written, in seconds since the Unix epoch; ``None`` for one
             that was not loaded from a file.
     """
@@ -90,6 +91,7 @@ class StoredUpdate:
     layout: Layout
     buffer: FlatBuffer
     values: Mapping[str, Any]
+    replaced: tuple[int, ...] = ()
     saved_at: float | None = None
 
 
@@ -291,6 +293,7 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
             layout=Layout(Manifest.decode(manifest, limits)),
             buffer=FlatBuffer(0),
             values=unpack(base64.b64decode(metadata["aiosync.values"], validate=True)),
+            replaced=tuple(map(int, metadata.get("aiosync.replaced", "").split())),
         )
         checksum = metadata["aiosync.checksum"]
         again = _encode_header(model_id, update, checksum)
@@ -367,6 +370,8 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
         "aiosync.values": base64.b64encode(values).decode(),
         "aiosync.checksum": checksum,
     }
+    if update.replaced:
+        metadata["aiosync.replaced"] = " ".join(map(str, update.replaced))
     # The checksum of the tensors says nothing about a flipped digit of the version.
     metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
     table: dict[str, Any] = {_METADATA: metadata}

@@ -87,6 +87,7 @@ class Hello:
             verified already.
         parts: Updates of a sender may hold a part of the names, of which none replaces another.
         slots: A receiver can read slots of shared memory in place.
+        take_over: A sender comes back although another one may have replaced it.
     """
 
     role: str
@@ -104,6 +105,7 @@ class Hello:
     partial_nbytes: int = 0
     parts: bool = False
     slots: bool = False
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +413,7 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
             "partial_nbytes": _COUNT,
             "parts": _BOOL,
             "slots": _BOOL,
+            "take_over": _BOOL,
         },
     ),
     Welcome: (

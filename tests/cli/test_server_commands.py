@@ -31,6 +31,7 @@ import aiosync
 import aiosync.cli
 from aiosync.cli.files import load_weights
 from aiosync.server import StoreError, WeightServer, WeightStore
+from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
 from tests.cli._serving import (
     SECRET,
@@ -359,8 +360,9 @@ def test_ctrl_c_ends_a_pull_that_waits(
 # -- what a push does -------------------------------------------------------------------------
 
 
-async def push(path: Path, url: str) -> int:
-    return await asyncio.to_thread(aiosync.cli.main, ["push", str(path), url, "--timeout", "20"])
+async def push(path: Path, url: str, *flags: str) -> int:
+    args = ["push", str(path), url, "--timeout", "20", *flags]
+    return await asyncio.to_thread(aiosync.cli.main, args)
 
 
 @pytest.mark.asyncio
@@ -395,6 +397,33 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize("take_over", [False, True])
+async def test_a_push_that_is_cut_does_not_undo_another(
+    take_over: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first.pt", tmp_path / "second.pt"
+    torch.save({"w": torch.zeros(2**18)}, first)
+    torch.save({"w": torch.ones(2)}, second)
+    async with WeightServer(URL) as server, FaultProxy(server.url) as proxy:
+        gone = Plan(forward=Faults(cut_at=0))
+        half = Plan(forward=Faults(cut_at=2**19))
+        proxy.plan = lambda number: [None, half, gone][min(number, 2)]
+        flags = ["--take-over"] if take_over else []
+        pushing = asyncio.create_task(push(first, proxy.url, *flags))
+        await until(lambda: proxy.connections > 2)
+        assert await push(second, server.url) == 0
+        proxy.plan = None
+        assert await pushing == (0 if take_over else 1)
+        nbytes = described(server)["nbytes"]
+        if take_over:
+            assert nbytes == 2**20
+        else:
+            assert nbytes == 64
+            assert "push again, with --take-over to go on" in capsys.readouterr().err
 
 
 # -- signals and kills ------------------------------------------------------------------------

@@ -15,14 +15,17 @@ import torch
 
 import aiosync
 from aiosync.errors import (
+    AiosyncError,
     ApplyError,
     ConfigError,
     ConnectTimeout,
     LocalProtocolError,
     PartialSyncError,
     PeerClosed,
+    TransportError,
 )
 from aiosync.server import WeightClient, WeightServer, WeightStore
+from aiosync.testing import FaultProxy
 from aiosync.wire import encode_values
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, holds, linear, medium
@@ -46,6 +49,83 @@ async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
         async with trainer(server) as second:
             report = await send(second, 3.0)
             assert described(server)["epoch"] == report.epoch
+
+
+async def refusal(scheme: Any) -> AiosyncError:
+    """Why a trainer that dials again is not let in, as its sends raise it."""
+    while True:
+        with pytest.raises(PartialSyncError) as caught:
+            await send(scheme, 9.0)
+        if not isinstance(caught.value.failed[0], TransportError):
+            return caught.value.failed[0]
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk", "restarted"])
+@pytest.mark.parametrize("newer", ["ended", "under way"])
+async def test_a_run_that_was_replaced_does_not_come_back(
+    kept: str, newer: str, tmp_path: Path
+) -> None:
+    """A trainer is cut off, another run takes its place, and the first one dials again."""
+    options = {} if kept == "memory" else {"store": tmp_path / "store"}
+    url = f"unix://{tmp_path / 'socket'}"
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(WeightServer(url, **options))
+        proxy = await stack.enter_async_context(FaultProxy(url))
+        old = await stack.enter_async_context(trainer(proxy.url))
+        scheme = await stack.enter_async_context(worker(url, initial=False))
+        await send(old, 1.0)
+        proxy.upstream = f"unix://{tmp_path / 'nobody'}"
+        proxy.cut()
+        await until(lambda: described(server)["trainer"] is None)
+        async with contextlib.AsyncExitStack() as until_then:
+            new = await until_then.enter_async_context(trainer(url))
+            report = await send(new, 2.0)
+            if newer == "ended":
+                await until_then.aclose()
+                await until(lambda: described(server)["trainer"] is None)
+            if kept == "restarted":
+                await server.aclose()
+                server = await stack.enter_async_context(WeightServer(url, **options))
+            proxy.upstream = url
+            with pytest.raises(PartialSyncError, match="take_over=True"):
+                await old.wait_for_version(1)
+            assert "take_over=True" in str(await refusal(old))
+            assert described(server)["epoch"] == report.epoch
+            await until(lambda: holds(scheme, 2.0))
+
+
+async def test_a_run_that_was_replaced_takes_over_when_it_is_told_to() -> None:
+    """A, B and A again, each of which is meant; and then B, which is not."""
+    async with (
+        WeightServer(URL) as server,
+        FaultProxy(server.url) as first,
+        FaultProxy(server.url) as second,
+        trainer(first.url, take_over=True) as a,
+        worker(server, initial=False) as scheme,
+    ):
+        await send(a, 1.0)
+        first.upstream = "tcp://127.0.0.1:1"
+        first.cut()
+        await until(lambda: described(server)["trainer"] is None)
+        async with trainer(second.url) as b:
+            await send(b, 2.0)
+            await until(lambda: holds(scheme, 2.0))
+            second.upstream = "tcp://127.0.0.1:1"
+            second.cut()
+            await until(lambda: described(server)["trainer"] is None)
+            first.upstream = server.url
+            await until(lambda: described(server)["trainer"] is not None)
+            await a.wait_for_version(1)
+            await send(a, 3.0)
+            assert described(server)["epoch"] == a.epoch
+            await until(lambda: holds(scheme, 3.0))
+            first.cut()
+            first.upstream = "tcp://127.0.0.1:1"
+            await until(lambda: described(server)["trainer"] is None)
+            second.upstream = server.url
+            assert "take_over=True" in str(await refusal(b))
+            assert described(server)["epoch"] == a.epoch
 
 
 async def test_a_worker_that_is_ready_has_weights() -> None:

@@ -110,7 +110,7 @@ def test_the_fixed_places_of_an_update_are_as_specified() -> None:
 
 def test_every_field_of_every_message_is_encoded() -> None:
     full = [
-        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True, True),
+        Hello("r", "m", 1, 2, "s", False, 3, 4, bytes(16), False, 5, 6, 7, True, True, True),
         Welcome(1, 2, 3, 4, "note"),
         Refuse("a", "b"),
         ManifestMessage(MANIFEST),
@@ -167,6 +167,7 @@ ILLEGAL: list[tuple[str, str, list[Any]]] = [
     ("segment", "slot_nbytes", [-1, 2**63, None]),
     ("segment", "num_slots", [0, 65536]),
     ("hello", "slots", [1, 0, None, "yes"]),
+    ("hello", "take_over", [1, 0, None, "yes"]),
     ("take", "epoch", [0, 2**63, None]),
     ("take", "version", [-1, 2**63, None]),
     ("promise", "digest", [b"x" * 17, "x", 1, None]),
