@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.server.store import replacing
+from aiosync.server.store import open_regular, replacing
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -63,7 +63,7 @@ def load_weights(
     path = os.fspath(path)
     safetensors = _kind(path)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             magic = file.read(len(_ZIP))
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
@@ -216,4 +216,6 @@ def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
             f"{path}: this is a file of a weight server's store, or of an older `aiosync pull`, "
             "which may hold more than tensors by name; serve its folder and pull the weights"
         )
+    if not found:
+        raise ConfigError(f"{path}: holds no tensors; save model.state_dict()")
     return found

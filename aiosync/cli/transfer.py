@@ -27,7 +27,7 @@ from aiosync.cli._common import (
     plain,
     show_nbytes,
 )
-from aiosync.errors import ConnectError, PartialSyncError, TransportError
+from aiosync.errors import ConfigError, ConnectError, PartialSyncError, TransportError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["pull", "push"]
 
 _LOOK_SECONDS = 0.1
+_MAX_VIEWS = 8  # tensors of a file that may be views of one memory, each of all of it
 
 
 def push(
@@ -76,12 +77,16 @@ def push(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
             exit_status[0], options["take_over"] = 1, take_over
-            done = aiosync.run(_push(weights, client, url, options, model_id, timeout, show))
+            source = file, file.stat().st_size
+            done = aiosync.run(
+                _push(weights, source, client, url, options, model_id, timeout, show)
+            )
         _say_done("Pushed", model_id, *done)
 
 
 async def _push(
     weights: dict[str, Any],
+    source: tuple[Path, int],
     client: WeightClient,
     url: str,
     options: dict[str, Any],
@@ -89,7 +94,7 @@ async def _push(
     timeout: float,
     show: Callable[[int, int], None],
 ) -> tuple[int, int, int, float]:
-    """Send; epoch, version, bytes and seconds."""
+    """Send what a file of so many bytes holds; epoch, version, bytes and seconds."""
     from aiosync.rendezvous.handshake import ANY_STRATEGY
     from aiosync.schemes import TCPWeightSyncScheme
     from aiosync.tensors import Layout, collect
@@ -109,7 +114,13 @@ async def _push(
                 "first, or push under another --model-id"
             )
     # Refuses weights before anybody hears of them.
-    nbytes = Layout.plan(collect(weights).leaves).nbytes
+    layout, (file, held) = Layout.plan(collect(weights).leaves), source
+    nbytes, largest = layout.nbytes, max(layout.manifest.leaves, key=lambda leaf: leaf.nbytes)
+    if largest.nbytes > held or nbytes > _MAX_VIEWS * held:
+        raise ConfigError(
+            f"{file}: {largest.name!r} has {largest.nbytes} bytes, all tensors {nbytes}: more than "
+            f"the file holds, which has {held}. Save tensor.contiguous() of what was expanded"
+        )
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )

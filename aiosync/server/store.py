@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
+import stat
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +25,14 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from aiosync._log import log
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
 
-__all__ = ["DTYPES", "StoreError", "StoredUpdate", "WeightStore", "replacing"]
+__all__ = ["DTYPES", "StoreError", "StoredUpdate", "WeightStore", "open_regular", "replacing"]
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = re.compile(r"\.aiosync-[0-9a-f]{16}\.tmp")
@@ -126,6 +130,7 @@ class WeightStore:
             os.makedirs(self.directory, 0o700, exist_ok=True)
             if not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError("it is no directory that this user can read and write")
+            _warn_of_others(self.directory, os.stat(self.directory))
             self._remove_stale()
         except OSError as exc:
             raise ConfigError(f"the store {self.directory} cannot be used: {exc}") from exc
@@ -165,7 +170,8 @@ class WeightStore:
         """
         path = self._path(model_id)
         try:
-            with open(path, "rb", buffering=_BUFFER_NBYTES) as file:
+            with open(path, "rb", buffering=_BUFFER_NBYTES, opener=open_regular) as file:
+                _warn_of_others(path, os.fstat(file.fileno()))
                 return _read(file, model_id, self.limits)
         except FileNotFoundError:
             return None
@@ -195,7 +201,7 @@ class WeightStore:
         for name in filter(_TEMPORARY.fullmatch, os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
             with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone; being written
-                with open(path, "rb") as file:
+                with open(path, "rb", opener=open_regular) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(path)
 
@@ -211,6 +217,32 @@ def _file_name(model_id: str) -> str:
     if len(stem) > _MAX_STEM:
         raise ConfigError(f"the model id {model_id[:40]!r}... is too long to be stored")
     return stem + _SUFFIX
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Open a file, as the ``opener`` of ``open()``; one that is no regular file never blocks.
+
+    Raises:
+        OSError: It is a pipe, a device or a socket, or cannot be opened.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses a folder
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return fd
+
+
+def _warn_of_others(path: str, found: os.stat_result) -> None:
+    """Warn of a folder or a file of a store whose weights another user can choose."""
+    if found.st_uid not in (0, os.geteuid()):
+        who = "it belongs to another user"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "others can write to it"
+    else:
+        return
+    text = f"{path}: {who}, and so choose what this server serves: chown it, and chmod go-w"
+    log(logging.WARNING, "store", text, model=None)
 
 
 # -- files that are replaced ------------------------------------------------------------------

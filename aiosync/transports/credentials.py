@@ -9,9 +9,12 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import ssl
+import stat
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from aiosync.errors import ConfigError
 
@@ -24,6 +27,7 @@ TOKEN_VARIABLE = "AIOSYNC_TOKEN"
 """Environment variable with the token, where no file is given."""
 
 _MAX_TOKEN_NBYTES = 65536
+_PIPE_SECONDS = 10.0  # in which somebody has to write a token into a pipe, and close it
 
 
 class Secret:
@@ -81,8 +85,16 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
         text = os.environ.get(TOKEN_VARIABLE)
         return None if text is None else os.fsencode(text)
     try:
-        with open(path, "rb") as file:
-            token = file.read(_MAX_TOKEN_NBYTES + 1)
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise ConfigError(f"{option}: {path}: it is a device, not a file")
+            token = _read_pipe(file) if stat.S_ISFIFO(mode) else file.read(_MAX_TOKEN_NBYTES + 1)
+    except TimeoutError as exc:
+        raise ConfigError(
+            f"{option}: {path} is a pipe, and nobody has written a token to it within "
+            f"{_PIPE_SECONDS:g} s"
+        ) from exc
     except OSError as exc:
         raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
     token = token.removesuffix(b"\n").removesuffix(b"\r")
@@ -93,6 +105,26 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
     if len(token) > _MAX_TOKEN_NBYTES:
         raise ConfigError(f"{option}: {path} is too large for a token")
     return token
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read_pipe(file: BinaryIO) -> bytes:
+    """Read a pipe to its end, or as far as a token can reach.
+
+    Raises:
+        TimeoutError: There was no end in time.
+    """
+    ends, poll, token = time.monotonic() + _PIPE_SECONDS, select.poll(), b""
+    poll.register(file, select.POLLIN)
+    while poll.poll(max(0.0, ends - time.monotonic()) * 1000):
+        more = os.read(file.fileno(), _MAX_TOKEN_NBYTES + 1)
+        token += more
+        if not more or len(token) > _MAX_TOKEN_NBYTES:
+            return token
+    raise TimeoutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +194,10 @@ class TLS:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # Without a password OpenSSL would ask on the terminal, and wait.
         password = self.password.value if isinstance(self.password, Secret) else b""
+        for file in (self.cert, self.key, self.ca):
+            # OpenSSL would wait for somebody who writes to a pipe, and each link reads it anew.
+            if file is not None and os.path.exists(file) and not os.path.isfile(file):
+                raise ConfigError(f"{file} cannot be used for TLS: it is no regular file")
         files = f"certificate file {self.cert} with the key file {self.key or self.cert}"
         try:
             if self.cert is not None:

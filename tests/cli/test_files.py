@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
 import random
+import socket
 import stat
 import sys
 from collections import OrderedDict
@@ -188,6 +190,15 @@ def test_what_is_no_checkpoint_is_not_called_code(tmp_path: Path, seed: int) -> 
             load_weights(tmp_path / "x.pt")
 
 
+@every_ending
+def test_a_file_without_tensors_is_refused(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"x{ending}"
+    weights = {} if ending in SAFETENSORS else {"step": 3}
+    save_weights(path, weights, metadata={"about": "nothing"})
+    with pytest.raises(ConfigError, match=r"no tensors|found no state dict"):
+        load_weights(path)
+
+
 # -- damage and mistakes ----------------------------------------------------------------------
 
 
@@ -238,6 +249,22 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path, ending: str) 
             check_target(path)
         with pytest.raises(ConfigError, match=why):
             save_weights(path, {"a": torch.ones(1)})
+
+
+@pytest.mark.timeout(20)
+@every_ending
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, ending: str, kind: str) -> None:
+    path = tmp_path / f"x{ending}"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as sock:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            sock.bind(str(path))
+        with pytest.raises(ConfigError, match=r"cannot be read: (it is no|No such)"):
+            load_weights(path)
 
 
 @every_ending

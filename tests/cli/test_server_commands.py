@@ -267,6 +267,13 @@ def test_the_pull_token_pulls_and_does_not_push(
         (["pull", "tcp://127.0.0.1:1", "copy.pt", "--tls-ca", "{no}"], "cannot be used"),
         (["status", "http://127.0.0.1:1"], "is not an address"),
         (["status", "tcp://127.0.0.1:1", "--token-file", "{no}"], "cannot be read"),
+        (["status", "tcp://127.0.0.1:1", "--token-file", "/dev/zero"], "it is a device"),
+        (["status", "tcp://127.0.0.1:1", "--token-file", "{socket}"], "cannot be read"),
+        (["status", "tcp://127.0.0.1:1", "--tls-ca", "{fifo}"], "cannot be used"),
+        (["status", "tcp://127.0.0.1:1", "--tls-cert", "{fifo}"], "cannot be used"),
+        (["push", "{fifo}", "tcp://127.0.0.1:1"], "it is no regular file"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "{fifo}"], "cannot be used"),
+        (["serve", "--listen", "tcp://127.0.0.1:0", "--store", "/dev/null"], "cannot be used"),
     ],
 )
 def test_wrong_usage_is_status_2(
@@ -277,12 +284,19 @@ def test_wrong_usage_is_status_2(
     file.chmod(0o755)  # what may be executed is no folder all the same
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and nothing that makes sense")
     empty.touch()
-    with socket.create_server(("127.0.0.1", 0)) as busy:
+    os.mkfifo(tmp_path / "fifo.pt")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy,
+        contextlib.closing(socket.socket(socket.AF_UNIX)) as unix,
+    ):
+        unix.bind(str(tmp_path / "socket"))
         names = {
             "file": str(file.with_suffix("")),
             "no": str(tmp_path / "no"),
             "damaged": str(tmp_path / "damaged"),
             "empty": str(empty),
+            "fifo": str(tmp_path / "fifo.pt"),
+            "socket": str(tmp_path / "socket"),
             "folder": str(tmp_path),
             "busy": str(busy.getsockname()[1]),
             "secret": SECRET.replace(" ", "-"),
@@ -313,6 +327,16 @@ def test_a_token_may_come_through_a_pipe_that_is_removed(
     status, text = refused(capsys, "status", "tcp://127.0.0.1:1", "--token-file", str(pipe))
     giver.join()
     assert (status, "cannot be reached" in text) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_pipe_into_which_nobody_writes_is_no_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    given = ("--token-file", str(tmp_path / "pipe"))
+    status, text = refused(capsys, "status", "tcp://127.0.0.1:1", *given)
+    assert (status, "nobody has written a token to it" in text) == (2, True)
 
 
 def test_what_fails_on_the_way_is_status_1(
@@ -363,6 +387,27 @@ def test_ctrl_c_ends_a_pull_that_waits(
 async def push(path: Path, url: str, *flags: str) -> int:
     args = ["push", str(path), url, "--timeout", "20", *flags]
     return await asyncio.to_thread(aiosync.cli.main, args)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "old"])
+@pytest.mark.parametrize("inside", [False, True], ids=["plain", "inside of a value"])
+async def test_what_a_file_does_not_hold_is_not_sent(
+    old: bool, inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.pt"
+    huge = torch.zeros(1).expand(2**20, 2**14)
+    weights = {"a": torch.ones(1), "w": {"of": [huge]} if inside else huge}
+    torch.save(weights, path, _use_new_zipfile_serialization=not old)
+    views = torch.zeros(2**18).as_strided
+    torch.save({str(at): views((2**17,), (1,), at) for at in range(100)}, tmp_path / "views.pt")
+    torch.save({"a": torch.ones(1), "w": torch.ones(1).expand(9)}, tmp_path / "small.pt")
+    async with WeightServer(URL) as server:
+        for refused in (path, tmp_path / "views.pt"):
+            assert await push(refused, server.url) == 1
+            assert "than the file holds" in capsys.readouterr().err
+        assert server.status()["models"] == []
+        assert await push(tmp_path / "small.pt", server.url) == 0
 
 
 @pytest.mark.asyncio

@@ -91,6 +91,15 @@ def test_an_update_comes_back_bit_for_bit(store: WeightStore) -> None:
     assert second.shape == ()
 
 
+def test_replaced_epochs_come_back(store: WeightStore) -> None:
+    epochs = tuple(2**62 + number for number in range(256))
+    store.save("policy", small(replaced=epochs))
+    found = store.load("policy")
+    assert_same(found, small())
+    assert found is not None
+    assert found.replaced == epochs
+
+
 def test_a_file_of_the_release_with_wire_version_1_still_opens(store: WeightStore) -> None:
     store.save("policy", small())
     shutil.copyfile(Path(__file__).parent / "stores" / "wire-1.safetensors", the_file(store))
@@ -326,6 +335,48 @@ def test_permissions_are_for_this_user_only(tmp_path: Path) -> None:
         os.umask(old)
     assert _mode(tmp_path / "a" / "b") == 0o700
     assert _mode(the_file(store)) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "said"),
+    [
+        (0o700, 0o600, ""),
+        (0o755, 0o644, ""),
+        (0o777, 0o600, "store: others can write to it"),
+        (0o770, 0o600, "store: others can write to it"),
+        (0o700, 0o666, "policy.safetensors: others can write to it"),
+    ],
+)
+def test_what_others_can_write_to_is_warned_of(
+    folder: int, file: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    WeightStore(path).save("policy", small())
+    (path / "policy.safetensors").chmod(file)
+    path.chmod(folder)
+    assert caplog.messages == []
+    assert WeightStore(path).load("policy") is not None
+    assert [said in each for each in caplog.messages] == [True] * bool(said)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    WeightStore(path).save("policy", small())
+    os.chown(path / "policy.safetensors", 12345, -1)
+    os.chown(path, 12345, -1)
+    assert WeightStore(path).load("policy") is not None
+    assert ["belongs to another user" in each for each in caplog.messages] == [True, True]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["policy.safetensors", ".aiosync-0123456789abcdef.tmp"])
+def test_a_pipe_in_a_store_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ConfigError, StoreError), match="no regular file"):
+        WeightStore(tmp_path).load("policy")
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
