@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "TOKEN_VARIABLE",
+    "AllowHost",
     "ModelId",
     "Timeout",
     "TlsCa",
@@ -124,6 +125,18 @@ Timeout = Annotated[
     float, typer.Option(min=0.001, metavar="SECONDS", help="Longest time for the whole command.")
 ]
 """``--timeout``."""
+
+
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        show_default=False,
+        help="A name under which browsers and probes may ask for pages, beside those of this "
+        "host, names without a dot, and addresses; repeatable.",
+    ),
+]
+"""``--allow-host``."""
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import typer
 
 from aiosync.cli._common import (
     INTERRUPTED,
+    AllowHost,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -102,6 +103,7 @@ def serve(
             help="Show to whoever reaches it there, on a page, what `aiosync top` shows.",
         ),
     ] = None,
+    allow_host: AllowHost = None,
 ) -> None:
     """Run a weight server: trainers push to it, workers pull from it.
 
@@ -133,11 +135,15 @@ def serve(
                 max_connections=max_connections,
             )
 
-        raise typer.Exit(aiosync.run(_serve(make, metrics, dashboard, errors)))
+        raise typer.Exit(aiosync.run(_serve(make, metrics, dashboard, allow_host or (), errors)))
 
 
 async def _serve(
-    make: Callable[[], WeightServer], metrics: str | None, dashboard: str | None, errors: Console
+    make: Callable[[], WeightServer],
+    metrics: str | None,
+    dashboard: str | None,
+    allow_hosts: Sequence[str],
+    errors: Console,
 ) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
@@ -154,14 +160,15 @@ async def _serve(
                 if metrics is not None:
                     from aiosync.metrics import Metrics, serve
 
-                    url = await stack.enter_async_context(serve(Metrics(server), metrics))
+                    pages = serve(Metrics(server), metrics, allow_hosts=allow_hosts)
+                    url = await stack.enter_async_context(pages)
                     errors.print(f"Metrics at {url}/metrics", markup=False)
                 if dashboard is not None:
 
                     async def ask() -> Sequence[SyncStats]:
                         return list(server.stats().values())
 
-                    page = serve_page(dashboard, server.url, ask, _PAGE_SECONDS)
+                    page = serve_page(dashboard, server.url, ask, _PAGE_SECONDS, allow_hosts)
                     url = await stack.enter_async_context(page)
                     errors.print(f"Dashboard at {url}", markup=False)
                 typer.echo(server.url)

@@ -39,6 +39,7 @@ from rich.text import Text
 
 from aiosync._run import run
 from aiosync.cli._common import (
+    AllowHost,
     Timeout,
     TlsCa,
     TlsCert,
@@ -248,6 +249,7 @@ def top(
             metavar="HOST:PORT", show_default=False, help="Show it on a page there instead."
         ),
     ] = None,
+    allow_host: AllowHost = None,
     token_file: TokenFile = None,
     tls: UseTls = False,
     tls_ca: TlsCa = None,
@@ -264,7 +266,7 @@ def top(
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("top", *given) as (client, _, _, exit_status):
         exit_status[0] = 1
-        run(_top(client, url, interval, once, as_json, html))
+        run(_top(client, url, interval, once, as_json, html, allow_host or ()))
 
 
 async def _top(
@@ -274,6 +276,7 @@ async def _top(
     once: bool,
     as_json: bool,
     html: str | None,
+    allow_hosts: Sequence[str],
 ) -> None:
     async def ask() -> Sequence[SyncStats]:
         return await client.stats(timeout=_ANSWER_SECONDS)
@@ -282,7 +285,7 @@ async def _top(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(each) for each in first], indent=2))
     elif html is not None:
-        async with serve_page(html, url, ask, interval) as page:
+        async with serve_page(html, url, ask, interval, allow_hosts) as page:
             typer.echo(page)
             await asyncio.Event().wait()
     else:
@@ -427,7 +430,11 @@ def worker_facts(worker: WorkerStats) -> Facts:
 
 @contextlib.asynccontextmanager
 async def serve_page(
-    listen: str, name: str, ask: Callable[[], Awaitable[Sequence[SyncStats]]], interval: float
+    listen: str,
+    name: str,
+    ask: Callable[[], Awaitable[Sequence[SyncStats]]],
+    interval: float,
+    allow_hosts: Sequence[str] = (),
 ) -> AsyncIterator[str]:
     """Serve the page, and its events to whoever looks at it.
 
@@ -436,6 +443,7 @@ async def serve_page(
         name: What it shows.
         ask: Returns the newest statistics; asked for all who look together, while anybody does.
         interval: Seconds between two events.
+        allow_hosts: Names under which it may be asked, beside those of this host.
 
     Yields:
         The address of the page.
@@ -464,7 +472,7 @@ async def serve_page(
         "/": lambda _: (HTTPStatus.OK, "text/html; charset=utf-8", page),
         "/events": lambda _: events(),
     }
-    async with HttpServer(listen, pages) as url:
+    async with HttpServer(listen, pages, allow_hosts) as url:
         yield f"{url}/"
 
 

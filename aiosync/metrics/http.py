@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import ipaddress
+import re
+import socket
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TypeAlias
 
@@ -25,6 +28,7 @@ TEXT = "text/plain; charset=utf-8"
 _MAX_NBYTES = 8192  # of a request
 _MAX_LINKS = 32
 _SECONDS = 10.0  # that a link may be open, if nothing is streamed
+_TARGET = re.compile(r"(?:https?://([^/?]+))?(/[^?]*)?(?:\?.*)?", re.IGNORECASE)
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n"
     b"Connection: close\r\n\r\n"
@@ -41,13 +45,22 @@ class HttpServer:
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
         pages: What there is, by path.
+        allow_hosts: Names under which it may be asked, beside those of this host, names without
+            a dot, and addresses. A page of another site could have any other name lead here.
 
     Raises:
-        ConfigError: On entering: the address is none, or cannot be bound.
+        ConfigError: ``allow_hosts`` is no list. On entering: the address is none, or cannot be
+            bound.
     """
 
-    def __init__(self, listen: str, pages: Mapping[str, Page]) -> None:
+    def __init__(
+        self, listen: str, pages: Mapping[str, Page], allow_hosts: Iterable[str] = ()
+    ) -> None:
+        if isinstance(allow_hosts, str):
+            raise ConfigError(f"allow_hosts must be a list of names: pass [{allow_hosts!r}]")
         self._listen, self._pages = listen, pages
+        self._names = {_host_of(each) for each in (*allow_hosts, socket.gethostname())}
+        self._has_full_name = False
         self._links: dict[asyncio.Task[None], bool] = {}  # oldest first, and whether it has asked
 
     async def __aenter__(self) -> str:
@@ -57,6 +70,7 @@ class HttpServer:
             raise ConfigError(  # without credentials
                 f"{self._listen.rpartition('@')[2]!r} is not HOST:PORT, such as 127.0.0.1:9464"
             ) from exc
+        self._names.add(_host_of(address.host))
         sock, address = bind(address)
         # Nothing suspends this before it is known what to close.
         self._server: asyncio.Server = await asyncio.start_server(
@@ -99,7 +113,7 @@ class HttpServer:
                 except asyncio.LimitOverrunError:
                     request = b""
                 self._links[link] = True
-                answer = self._answer(request)
+                answer = await self._answer(request)
                 if isinstance(answer, bytes):
                     writer.write(answer)
                     writer.close()
@@ -122,13 +136,35 @@ class HttpServer:
             if hanging_up is not None:
                 hanging_up.cancel()
 
-    def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
+    async def _is_name_of_this(self, host: str) -> bool:
+        """Return whether a name is one that no other site can have chosen."""
+        if "." not in host or host in self._names or host.endswith(".localhost"):
+            return True
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(host))
+        if not self._has_full_name:  # it may take seconds, and most who ask use an address
+            self._has_full_name = True
+            loop = asyncio.get_running_loop()
+            self._names.add(_host_of(await loop.run_in_executor(None, socket.getfqdn)))
+        return host in self._names
+
+    async def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
         head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
         line, *fields = head.split("\r\n")
         words, status, kind, body = line.split(" "), HTTPStatus.NOT_FOUND, TEXT, b""
-        path = words[1].partition("?")[0] if len(words) == 3 else ""
-        if not (ended and path and words[2].startswith("HTTP/1.")):
+        target = _TARGET.fullmatch(words[1]) if len(words) == 3 and words[1] else None
+        hosts = [each[5:] for each in fields if each.lower().startswith("host:")]
+        if target is not None and target[1]:
+            hosts = [target[1]]  # which counts instead of the field
+        path = "" if target is None else target[2] or "/"
+        if not (ended and path and words[2].startswith("HTTP/1.") and len(hosts) <= 1):
             status = HTTPStatus.BAD_REQUEST
+        elif hosts and not await self._is_name_of_this(_host_of(hosts[0])):
+            status = HTTPStatus.MISDIRECTED_REQUEST
+            body = (
+                f"{_host_of(hosts[0])!r} is no name of this host: ask by address, or allow the "
+                "name with allow_hosts=, or --allow-host\n"
+            ).encode()
         elif words[0] != "GET":
             status = HTTPStatus.METHOD_NOT_ALLOWED
         elif path in self._pages:
@@ -141,6 +177,12 @@ class HttpServer:
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nAllow: GET\r\nConnection: close\r\n\r\n"
         ).encode() + body
+
+
+def _host_of(authority: str) -> str:
+    """Return the host of ``host:port``, without brackets, in small letters."""
+    host = authority.strip().lower()
+    return host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].rstrip(".")
 
 
 async def _end_with(reader: asyncio.StreamReader, link: asyncio.Task[None]) -> None:
@@ -168,14 +210,22 @@ class serve(HttpServer):
     Args:
         metrics: What to show.
         listen: ``HOST:PORT``; port 0 for any free one.
+        allow_hosts: Names under which it may be asked, beside those of this host, names without
+            a dot, and addresses. A page of another site could have any other name lead here.
 
     Raises:
-        ConfigError: ``prometheus_client`` is not installed. On entering: the address is none or
-            cannot be bound.
+        ConfigError: ``prometheus_client`` is not installed, or ``allow_hosts`` is no list. On
+            entering: the address is none or cannot be bound.
         LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
     """
 
-    def __init__(self, metrics: Metrics, listen: str = "127.0.0.1:9464") -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        listen: str = "127.0.0.1:9464",
+        *,
+        allow_hosts: Iterable[str] = (),
+    ) -> None:
         self._metrics = metrics
         self._exposition = optional("prometheus_client.exposition")
         super().__init__(
@@ -185,6 +235,7 @@ class serve(HttpServer):
                 "/healthz": lambda _: (HTTPStatus.OK, TEXT, b""),
                 "/readyz": self._ready,
             },
+            allow_hosts,
         )
 
     def __enter__(self) -> str:

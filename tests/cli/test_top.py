@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -484,6 +485,37 @@ def test_a_server_has_the_page_and_metrics_and_top_the_page(tmp_path: Path) -> N
         for path in ("healthz", "readyz"):
             assert fetched(metrics.replace("metrics", path))
         assert server.end() == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_pages_are_shown_under_the_names_that_are_allowed(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    pages = ("--metrics", "127.0.0.1:0", "--dashboard", "127.0.0.1:0")
+    allowed = ("--allow-host", "one.example", "--allow-host", "two.example")
+    with serving(tmp_path / "server", "--listen", URL, *pages, *allowed) as server:
+        assert server.url
+        urls = re.findall(r"^\w+ at (http://\S+)$", server.log.read_text(), re.M)
+        top = Command(
+            tmp_path / "top",
+            "top",
+            server.url,
+            "--html",
+            "127.0.0.1:0",
+            "--allow-host",
+            "one.example",
+        )
+        with contextlib.closing(top):
+            urls.append(top.url)
+            for url in urls:
+                for name in ("one.example", "evil.example"):
+                    asked = urllib.request.Request(url, headers={"Host": name})
+                    if name == "one.example":
+                        with urllib.request.urlopen(asked, timeout=PATIENCE) as page:
+                            assert page.read()
+                    else:
+                        with pytest.raises(urllib.error.HTTPError, match="421"):
+                            urllib.request.urlopen(asked, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("option", ["--dashboard", "--metrics"])

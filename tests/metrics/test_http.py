@@ -60,6 +60,72 @@ async def test_who_asks_is_answered(request_: str, status: int) -> None:
 
 
 @asynchronous
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/nothing"])
+async def test_a_name_that_somebody_else_may_have_chosen_is_refused(path: str) -> None:
+    """A page of another site has a name of its own lead here, and its script reads the answers."""
+    async with serve(Metrics(), ANY) as url:
+        for host in (
+            "evil.example",
+            "evil.example:9464",
+            "EVIL.example.",
+            "127.0.0.1.evil.example",
+        ):
+            answer = await ask(url, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n")
+            assert answer.status == 421
+            assert "allow_hosts=, or --allow-host" in answer.body
+            target = f"http://{host}{path}"
+            asked = f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            assert (await ask(url, asked)).status == 421
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.0.0.1:9464", "10.1.2.3", "[::1]", "[::1]:9464", "", "localhost"),
+        *("LocalHost:80", "x.localhost", "aiosync-metrics:80", "given.example", "Given.Example.:1"),
+        *(socket.gethostname(), f"{socket.getfqdn()}:9464"),
+    ],
+)
+async def test_an_address_and_a_name_of_this_host_are_answered(host: str) -> None:
+    async with serve(Metrics(), ANY, allow_hosts=["given.example"]) as url:
+        asked = f"GET /healthz HTTP/1.1\r\nHOST:{host}\r\n\r\n"
+        assert (await ask(url, asked)).status == 200
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://127.0.0.1:9464/healthz", 200),
+        ("HTTP://localhost/healthz?verbose", 200),
+        ("http://[::1]:80/metrics", 200),
+        ("http://localhost", 404),
+        ("http://localhost?x", 404),
+        ("https://localhost/nothing", 404),
+        ("http:///healthz", 400),
+        ("ftp://localhost/healthz", 400),
+        ("http://localhost@evil.example/healthz", 421),
+    ],
+)
+async def test_an_absolute_target_is_understood(target: str, status: int) -> None:
+    async with serve(Metrics(), ANY) as url:
+        asked = f"GET {target} HTTP/1.1\r\nHost: evil.example\r\n\r\n"
+        if not target.lower().startswith("http:/"):
+            asked = asked.replace("evil.example", "localhost")
+        assert (await ask(url, asked)).status == status
+
+
+@asynchronous
+async def test_two_names_are_none() -> None:
+    async with serve(Metrics(), ANY) as url:
+        asked = "GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n"
+        assert (await ask(url, asked)).status == 400
+    with pytest.raises(aiosync.ConfigError, match="allow_hosts must be a list of names"):
+        serve(Metrics(), ANY, allow_hosts="localhost")
+
+
+@asynchronous
 async def test_strangers_are_bounded_and_end_with_the_server() -> None:
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
