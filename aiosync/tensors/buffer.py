@@ -11,7 +11,7 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -100,16 +100,12 @@ class Layout:
             ConfigError: This version of torch lacks one of its dtypes.
         """
         self.manifest: Manifest = manifest
-        self.dtypes: tuple[torch.dtype, ...] = tuple(
-            torch_dtype(leaf.dtype) for leaf in manifest.leaves
-        )
+        named = [leaf.dtype for leaf in manifest.leaves]
+        known = {name: torch_dtype(name) for name in set(named)}
+        self.dtypes: tuple[torch.dtype, ...] = tuple(map(known.__getitem__, named))
         self.nbytes: int = manifest.nbytes
         self.digest: bytes = manifest.digest
-        self.index: dict[str, int] = {
-            name: at
-            for at, leaf in enumerate(manifest.leaves)
-            for name in (leaf.name, *leaf.aliases)
-        }
+        self.index: Mapping[str, int] = manifest.index
 
     @classmethod
     def plan(cls, leaves: Iterable[Leaf], limits: Limits = DEFAULT_LIMITS) -> Layout:

@@ -204,6 +204,7 @@ class FramedTransport(Transport):
         self._landed: Callable[[], None] | None = None
         self._gone: PeerClosed | None = None  # ends the link once all was received
         self._receiving = self._reading = self._read_again = self._hearing_out = False
+        self._next_step_due = False
 
         self._out: list[memoryview] = []  # what is left of the frame being written
         self._started = False  # some of its bytes are with the kernel
@@ -431,12 +432,18 @@ class FramedTransport(Transport):
         self._pull()
         if self._event is not None:
             self._arrival.notify()  # a recv() may have begun to wait before this ran
+        elif self._decoder.is_busy:  # what comes meanwhile waits in the kernel
+            self._pause()
         elif self._gone is None and not self.ended:
             if not self._reading:
                 self._reading = True
                 self._loop.add_reader(self.io.fd, self._read)
             if self.io.reads_out:
                 self._read_soon()
+
+    def _take_step(self) -> None:
+        self._next_step_due = False
+        self._go_on()
 
     def _pause(self) -> None:
         if self._reading:
@@ -481,6 +488,9 @@ class FramedTransport(Transport):
                 self._gone = PeerClosed(f"{self.name} closed the link")
                 self._pause()
             self._pull()
+            if decoder.is_busy:
+                self._pause()
+                break
             if not (nbytes and self._event is None and (nbytes == len(buffer) or io.reads_out)):
                 break
             budget -= nbytes
@@ -495,6 +505,11 @@ class FramedTransport(Transport):
         try:
             while self._event is None and not self.ended:
                 event = event or self._decoder.next_event()
+                if event is None and self._decoder.is_busy:
+                    if not self._next_step_due:
+                        self._next_step_due = True
+                        self._loop.call_soon(self._take_step)
+                    return
                 if event is None:
                     if self._gone is not None:
                         self._lost(self._gone, cut=self._decoder.mid_frame)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import xxhash
 from typing_extensions import Buffer
@@ -30,8 +31,14 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.types import Limits
-from aiosync.wire.manifest import DEFAULT_LIMITS
-from aiosync.wire.messages import ExtValue, Message, decode_header, encode_header
+from aiosync.wire.manifest import DEFAULT_LIMITS, Manifest
+from aiosync.wire.messages import (
+    ExtValue,
+    ManifestMessage,
+    Message,
+    decode_header,
+    encode_header,
+)
 
 __all__ = [
     "CHECKSUM_NBYTES",
@@ -134,6 +141,8 @@ class FrameDecoder:
     The loop of a transport is: take events with :meth:`next_event` until it returns ``None``,
     read into :meth:`get_buffer`, report it with :meth:`buffer_updated`. When a
     :class:`FrameStart` announces a payload, lend the buffers that it lands in with :meth:`lend`.
+    A large manifest is decoded in steps: while :attr:`is_busy`, call :meth:`next_event` again,
+    once in each turn of an event loop.
 
     Memory: one header of at most ``limits.max_header_nbytes``, and 64 KiB; 4 KiB for a peer that
     may send no payloads. Not for use after an error, and not thread-safe.
@@ -155,6 +164,7 @@ class FrameDecoder:
         "_in_payload",
         "_pieces",
         "_start",
+        "_unfinished",
         "limits",
         "missing_nbytes",
         "needs_buffers",
@@ -170,6 +180,12 @@ class FrameDecoder:
         self._head_nbytes = 0  # of prefix and header, where only a part of them is there
         self._in_payload = False
         self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
+        self._unfinished: FrameStart | None = None  # its manifest is still being decoded
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether :meth:`next_event` goes on without more bytes, though it returned ``None``."""
+        return self._unfinished is not None
 
     @property
     def mid_frame(self) -> bool:
@@ -177,7 +193,8 @@ class FrameDecoder:
 
         Meaningful after :meth:`next_event` returned ``None``.
         """
-        return self._in_payload or self.needs_buffers or self._start != self._end
+        unread = self._start != self._end or self._unfinished is not None
+        return self._in_payload or self.needs_buffers or unread
 
     def next_event(self) -> FrameStart | FrameEnd | None:
         """Return the next event, or ``None`` when more bytes or lent buffers are needed.
@@ -191,6 +208,8 @@ class FrameDecoder:
         if self._in_payload:
             self._in_payload = False
             return _FRAME_END
+        if self._unfinished is not None:
+            return self._next_step(self._unfinished)
         start = self._start
         available = self._end - start
         if available < PREFIX_NBYTES:
@@ -220,13 +239,33 @@ class FrameDecoder:
         if zlib.crc32(header) != crc:
             raise RemoteProtocolError("the CRC-32 of a header is wrong")
         try:
-            message, ext = decode_header(header, limits=limits)
+            message, ext = decode_header(header, limits=limits, manifest=Manifest.decode_in_steps)
         except ProtocolError as exc:
             exc.__cause__ = exc.__context__ = None  # their frames look at the buffer
             raise
+        event = FrameStart(message, ext, payload_nbytes)
+        if isinstance(message, ManifestMessage):
+            return self._next_step(event)
         self.missing_nbytes = payload_nbytes
         self.needs_buffers = payload_nbytes > 0
-        return FrameStart(message, ext, payload_nbytes)
+        return event
+
+    def _next_step(self, event: FrameStart) -> FrameStart | None:
+        """Decode a part of a manifest; the event once it is complete."""
+        self._unfinished = event
+        steps = cast("Iterator[None]", cast("ManifestMessage", event.message).manifest)
+        try:
+            next(steps)
+        except StopIteration as done:
+            self._unfinished = None
+            event.message = ManifestMessage(done.value)
+            self.missing_nbytes = event.payload_nbytes
+            self.needs_buffers = event.payload_nbytes > 0
+            return event
+        except ProtocolError as exc:
+            exc.__cause__ = exc.__context__ = None
+            raise
+        return None
 
     def get_buffer(self) -> memoryview:
         """Return the writable memory that the next bytes belong in.

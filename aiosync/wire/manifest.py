@@ -11,11 +11,10 @@ import hashlib
 import itertools
 import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgpack
 
@@ -89,7 +88,12 @@ LeafKind: TypeAlias = Literal["param", "buffer"]
 ManifestEntry: TypeAlias = "tuple[str, str, Sequence[int], LeafKind, Sequence[str]]"
 """Name, dtype name, shape, kind and aliases of one leaf, as :func:`plan_manifest` takes them."""
 
+_T = TypeVar("_T")
+_Steps: TypeAlias = Generator[None, None, _T]
+"""Work that comes in steps of about a millisecond, so that it need not hold a loop for long."""
+
 _INT_MAX = 2**63 - 1
+_STEP = 128  # leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,26 +129,44 @@ class Manifest:
         leaves: In the order of their offsets.
         nbytes: Bytes of the payload: the end of the last leaf, rounded up to a multiple of
             64; 0 without leaves.
+        index: Which leaf each name stands for, also those of tied tensors.
         digest: BLAKE2b of the canonical encoding, 16 bytes.
     """
 
     leaves: tuple[LeafSpec, ...]
     nbytes: int
+    index: Mapping[str, int] = field(init=False, repr=False, compare=False)
     digest: bytes = field(init=False, repr=False, compare=False)
     _encoded: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # At once: where it waits to be asked for, a fork may copy the lock of a cached property.
+        _finish(self._seal())
+
+    @classmethod
+    def _in_steps(cls, leaves: tuple[LeafSpec, ...], nbytes: int) -> _Steps[Manifest]:
+        """The constructor, in steps."""
+        manifest = object.__new__(cls)
+        object.__setattr__(manifest, "leaves", leaves)
+        object.__setattr__(manifest, "nbytes", nbytes)
+        yield from manifest._seal()
+        return manifest
+
+    def _seal(self) -> _Steps[None]:
+        """Set what follows from leaves and size."""
         pack = msgpack.Packer(use_bin_type=True).pack
         parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
-        parts += [
-            pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases))
-            for x in self.leaves
-        ]
-        encoded = b"".join(parts)
-        digest = hashlib.blake2b(encoded, digest_size=DIGEST_NBYTES).digest()
-        object.__setattr__(self, "_encoded", encoded)
-        object.__setattr__(self, "digest", digest)
+        digest = hashlib.blake2b(parts[0], digest_size=DIGEST_NBYTES)
+        index: dict[str, int] = {}
+        for at, x in enumerate(self.leaves):
+            parts.append(pack((x.name, x.dtype, x.shape, x.offset, x.nbytes, x.kind, x.aliases)))
+            digest.update(parts[-1])
+            index |= dict.fromkeys((x.name, *x.aliases), at)
+            if at % _STEP == _STEP - 1:
+                yield
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "_encoded", b"".join(parts))
+        object.__setattr__(self, "digest", digest.digest())
 
     def encode(self) -> bytes:
         """Return the canonical encoding."""
@@ -164,10 +186,30 @@ class Manifest:
             RemoteProtocolError: Malformed, not canonical, beyond the limits, or the leaves do
                 not tile the payload.
         """
+        return _finish(cls.decode_in_steps(data, limits))
+
+    @classmethod
+    def decode_in_steps(
+        cls, data: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS
+    ) -> _Steps[Manifest]:
+        """:meth:`decode` for an event loop: a generator, each step of which takes a millisecond.
+
+        Raises:
+            RemoteProtocolError: In some step, as :meth:`decode` does.
+        """
         try:
-            return _decode(bytes(data), limits)
+            return (yield from _decode(bytes(data), limits))
         except InvalidData as exc:
             raise RemoteProtocolError(f"invalid manifest: {exc}") from exc
+
+
+def _finish(steps: _Steps[_T]) -> _T:
+    """Take all steps."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return cast("_T", done.value)
 
 
 def plan_manifest(entries: Iterable[ManifestEntry], limits: Limits = DEFAULT_LIMITS) -> Manifest:
@@ -182,12 +224,12 @@ def plan_manifest(entries: Iterable[ManifestEntry], limits: Limits = DEFAULT_LIM
             something beyond the limits.
     """
     try:
-        return _lay_out(entries, limits)
+        return _finish(_lay_out(entries, limits))
     except InvalidData as exc:
         raise ConfigError(f"cannot plan a manifest: {exc}") from exc
 
 
-def _lay_out(entries: Iterable[Any], limits: Limits) -> Manifest:
+def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
     leaves: list[LeafSpec] = []
     names: list[str] = []
     end = 0
@@ -214,6 +256,8 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> Manifest:
         leaves.append(LeafSpec(name, dtype, dims, offset, nbytes, kind, aliases))
         names += (name, *aliases)
         end = offset + nbytes
+        if not len(leaves) % _STEP:
+            yield
     if len(leaves) > limits.max_tensors or len(names) > 2 * limits.max_tensors:
         raise InvalidData(
             f"{len(leaves)} tensors with {len(names)} names; at most {limits.max_tensors} tensors "
@@ -223,11 +267,12 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> Manifest:
         raise InvalidData(
             f"{_round_up(end)} payload bytes; at most {limits.max_payload_nbytes} are allowed"
         )
-    _check_names(names, limits)
-    return Manifest(tuple(leaves), _round_up(end))
+    yield from _check_names(names, limits)
+    return (yield from Manifest._in_steps(tuple(leaves), _round_up(end)))
 
 
-def _check_names(names: list[str], limits: Limits) -> None:
+def _check_names(names: list[str], limits: Limits) -> _Steps[None]:
+    seen: set[str] = set()
     for name in names:
         try:
             nbytes = len(name.encode())
@@ -238,9 +283,11 @@ def _check_names(names: list[str], limits: Limits) -> None:
                 f"{_show(name)} is not a name: valid Unicode of 1 to {limits.max_name_nbytes} "
                 "bytes without NUL"
             )
-    if len(set(names)) != len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise InvalidData(f"the name {_show(twice)} occurs twice")
+        if name in seen:
+            raise InvalidData(f"the name {_show(name)} occurs twice")
+        seen.add(name)
+        if not len(seen) % _STEP:
+            yield
 
 
 def _show(value: object) -> str:
@@ -255,7 +302,7 @@ def _round_up(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def _decode(data: bytes, limits: Limits) -> Manifest:
+def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
     # A sequence of small arrays, not one big one: the bound on the length of an array can
     # then be small, so a chain of nested arrays that lie about their length costs nothing.
     unpacker = msgpack.Unpacker(
@@ -275,15 +322,16 @@ def _decode(data: bytes, limits: Limits) -> Manifest:
             raise InvalidData(f"version {version} is not supported, only {MANIFEST_VERSION}")
         if count > limits.max_tensors:
             raise InvalidData(f"{count} tensors; at most {limits.max_tensors} are allowed")
-        entries = [
-            (name, dtype, shape, kind, aliases)
-            for name, dtype, shape, _, _, kind, aliases in itertools.islice(unpacker, count)
-        ]
+        entries = []
+        for name, dtype, shape, _, _, kind, aliases in itertools.islice(unpacker, count):
+            entries.append((name, dtype, shape, kind, aliases))
+            if not len(entries) % _STEP:
+                yield
     except InvalidData:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError, StopIteration) as exc:
         raise InvalidData(f"malformed: {str(exc) or type(exc).__name__}") from exc
-    manifest = _lay_out(entries, limits)
+    manifest = yield from _lay_out(entries, limits)
     # One comparison for the offsets, the sizes, the counts, and the form of each value.
     if manifest.encode() != data:
         raise InvalidData("it is not the canonical encoding of leaves that tile a payload")

@@ -13,7 +13,7 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args, get_origin, get_type_hints
 
@@ -588,7 +588,10 @@ def encode_header(
 
 
 def decode_header(
-    data: bytes | bytearray | memoryview, *, limits: Limits = DEFAULT_LIMITS
+    data: bytes | bytearray | memoryview,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    manifest: Callable[[bytes, Limits], Any] = Manifest.decode,
 ) -> tuple[Message, dict[str, ExtValue] | None]:
     """Decode a header, checking every field.
 
@@ -596,6 +599,8 @@ def decode_header(
         data: The whole header, without the frame's prefix. Nothing in the result refers to it.
         limits: Bounds on what the peer may announce. One that may send no payloads may send
             neither updates, layouts nor a status.
+        manifest: Called with the encoding of a manifest and the limits; the message holds what it
+            returns.
 
     Returns:
         The message, and the extension map or ``None``.
@@ -629,7 +634,7 @@ def decode_header(
                 where = key[:40]
                 if key in specs:
                     _check(value, specs[key], limits)
-                    found[key] = Manifest.decode(value, limits) if key == "manifest" else value
+                    found[key] = manifest(value, limits) if key == "manifest" else value
                 elif key == _EXT_KEY:
                     ext = _check_ext(value)
                     if cls is Update and is_traceparent(ext.get(_TRACE_KEY)):

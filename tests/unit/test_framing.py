@@ -21,11 +21,14 @@ from aiosync.wire import (
     READ_AHEAD_NBYTES,
     WIRE_VERSION,
     Ack,
+    Fetch,
     FrameDecoder,
     FrameEnd,
     FrameStart,
+    ManifestMessage,
     Update,
     encode_frame,
+    plan_manifest,
 )
 from tests.unit._frames import DIGEST, cut_at, drive, exts, feed, messages, raw_frame, raw_header
 
@@ -144,3 +147,30 @@ def test_the_decoder_drops_lent_buffers_when_the_payload_ends() -> None:
     decoder.buffer_updated(len(decoder.get_buffer()))
     assert decoder.next_event() == FrameEnd()
     lent.extend(b"x")  # nobody exports it any more
+
+
+def test_a_large_manifest_is_decoded_in_steps() -> None:
+    """Between two of them a loop can turn; what follows is not looked at before."""
+    leaves = [(f"layer.{at}", "float32", (at % 7,), "param", (f"tied.{at}",)) for at in range(5000)]
+    manifest = plan_manifest(leaves)
+    frames = encode_frame(ManifestMessage(manifest)) + encode_frame(Fetch(1))
+    decoder, busy = FrameDecoder(), 0
+    while frames:
+        room = decoder.get_buffer()[: len(frames)]
+        room[:] = frames[: len(room)]
+        frames = frames[len(room) :]
+        decoder.buffer_updated(len(room))
+        if decoder.next_event() is not None:
+            pytest.fail("it is complete at once")
+    while (event := decoder.next_event()) is None:
+        assert decoder.is_busy
+        assert decoder.mid_frame
+        busy += 1
+    assert event.message == ManifestMessage(manifest)
+    assert event.message.manifest.digest == manifest.digest
+    assert event.message.manifest.index == manifest.index
+    assert busy > 100
+    assert not decoder.is_busy
+    assert decoder.next_event().message == Fetch(1)
+    assert decoder.next_event() is None
+    assert not decoder.mid_frame
