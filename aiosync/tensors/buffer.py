@@ -7,8 +7,10 @@ asyncio or a transport.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,6 +54,8 @@ _BY_NAME: dict[str, torch.dtype] = {
     if isinstance(getattr(torch, name, None), torch.dtype)
 }
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+_MAPPED_NBYTES = 2**20
 
 DTYPES = _BY_DTYPE.keys()
 """The dtypes that can travel."""
@@ -137,6 +141,24 @@ class Layout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
+def _map_pages(nbytes: int) -> mmap.mmap:
+    """Allocate pages that go back to the system with their last view.
+
+    What ``malloc`` is given back it may keep for the process: tens of megabytes for each buffer
+    that was in use at the same time.
+
+    Raises:
+        MemoryError: There is no memory.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as exc:
+        raise MemoryError(f"no memory for {nbytes} bytes") from exc
+    with contextlib.suppress(OSError):  # as NumPy does; not every kernel has them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
 class FlatBuffer:
     """A block of bytes on the CPU, aligned to 64 bytes, reused from version to version.
 
@@ -163,11 +185,15 @@ class FlatBuffer:
 
         Raises:
             ConfigError: The memory is not aligned.
+            MemoryError: There is no memory.
         """
-        if isinstance(memory, int):
+        array: NDArray[np.uint8]
+        if isinstance(memory, int) and memory >= _MAPPED_NBYTES:
+            array = np.frombuffer(_map_pages(memory), np.uint8)
+        elif isinstance(memory, int):
             raw = np.empty(memory + ALIGNMENT, np.uint8)
             start = -raw.ctypes.data % ALIGNMENT
-            array: NDArray[np.uint8] = raw[start : start + memory]
+            array = raw[start : start + memory]
         else:
             array = np.frombuffer(memoryview(memory).cast("B"), np.uint8)
         self.array: NDArray[np.uint8] = array

@@ -1,0 +1,90 @@
+"""Readers that take no update keep a version each in memory, which goes back when they do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync.server import WeightServer
+from aiosync.testing import FaultProxy
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import Hello
+from tests.schemes._harness import PATIENCE, until
+from tests.server._tools import URL
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.slow]
+
+NBYTES = 8 * 2**20
+READERS = 16
+CHUNK = memoryview(bytearray(2**22))  # for what nobody looks at
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+async def drain(link: TCPTransport) -> None:
+    with contextlib.suppress(aiosync.AiosyncError):
+        while True:
+            await link.recv(into=lambda message, nbytes: [CHUNK[:nbytes]], timeout=1)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("server", [False, True], ids=["trainer", "weight server"])
+@pytest.mark.parametrize("ending", ["closed", "reset", "stalled", "read on"])
+async def test_memory_goes_back(ending: str, server: bool) -> None:
+    weights = {"w": torch.zeros(NBYTES // 4)}
+    stall = 1.0 if ending == "stalled" else 60.0
+    async with contextlib.AsyncExitStack() as stack:
+        url, options = URL, {"stall_timeout": stall, "timeout": PATIENCE}
+        if server:
+            served = await stack.enter_async_context(WeightServer(URL, stall_timeout=stall))
+            url, options = served.url, {"dial": "both", **options}
+        trainer: Any = aiosync.TCPWeightSyncScheme(url, require=1, **options)
+        trainer.init_on_sender(weights=weights)
+        reading = {"guard": "reading", "timeout": PATIENCE}
+        worker: Any = aiosync.TCPWeightSyncScheme(trainer.address, **reading)
+        worker.init_on_receiver(weights={"w": torch.zeros(NBYTES // 4)})
+        await stack.enter_async_context(trainer)
+        await stack.enter_async_context(worker)
+        await asyncio.gather(trainer.connect(), worker.connect(initial=False))
+        proxy = await stack.enter_async_context(FaultProxy(trainer.address))
+        for _ in range(4):
+            await worker.wait_for_version((await trainer.send()).version)
+
+        def connected() -> int:
+            if server:
+                return len(served.status()["models"][0]["workers"])
+            return len(trainer.sender_transports)
+
+        before, links = resident(), []
+        for _ in range(READERS):
+            links.append(await TCPTransport.connect(proxy.url))
+            hello = Hello("receiver", "policy", os.getpid(), session=os.urandom(16))
+            await links[-1].send(hello)
+            await links[-1].recv()
+            await worker.wait_for_version((await trainer.send()).version)
+        held = resident() - before
+        if ending == "reset":
+            proxy.reset()
+        elif ending == "read on":
+            await asyncio.gather(*map(drain, links))
+        if ending != "stalled":
+            for link in links:
+                link.abort()
+        await until(lambda: connected() == 1)
+        for _ in range(4):
+            await worker.wait_for_version((await trainer.send()).version)
+        left = resident() - before
+        for link in links:
+            link.abort()
+    assert held > (READERS - 6) * NBYTES // (1 if ending != "stalled" else 4)
+    assert left < 4 * NBYTES
