@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError
 from aiosync.tensors.apply import Strict, Target
 from aiosync.tensors.buffer import Layout
@@ -53,6 +54,7 @@ class WeightStrategy:
             raise ConfigError(f"extract_as must be 'tensordict' or 'state_dict', got {extract_as}")
         self.extract_as: ExtractAs = extract_as
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"WeightStrategy(extract_as={self.extract_as!r})"
 

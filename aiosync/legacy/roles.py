@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from aiosync._repr import in_every_state
 from aiosync.errors import (
     ApplyError,
     ConfigError,
@@ -77,6 +78,7 @@ class OfScheme:
     def __reduce__(self) -> tuple[type[Self], tuple[WeightSyncScheme]]:
         return type(self), (self._scheme,)
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._scheme!r}>"
 

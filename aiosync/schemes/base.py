@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from aiosync._repr import in_every_state
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -146,6 +147,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         self.__dict__.update(state)
         self._reset(model_id)
 
+    @in_every_state
     def __repr__(self) -> str:
         life = self._life
         state = "closed" if life.closed else "connected" if life.connected else "not connected"

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_index
@@ -70,6 +71,7 @@ class SendHandle:
     def __await__(self) -> Generator[Any, None, SendReport]:
         return asyncio.shield(self._future).__await__()
 
+    @in_every_state
     def __repr__(self) -> str:
         state = "done" if self._future.done() else "under way"
         return f"<SendHandle version {self.version}: {state}>"
@@ -118,6 +120,7 @@ class Ready:
     def __await__(self) -> Generator[Any, None, None]:
         return self.wait().__await__()
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"<{'ready' if self._is_set() else 'not ready'}>"
 

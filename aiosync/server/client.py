@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiosync._log import Waiting
+from aiosync._repr import in_every_state
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -144,6 +145,7 @@ class WeightClient:
             name="the server",
         )
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"<WeightClient for {self._address}>"
 

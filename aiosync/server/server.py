@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from aiosync._log import log
 from aiosync._meter import Meter
+from aiosync._repr import in_every_state
 from aiosync._tasks import Newest, TaskOwner
 from aiosync._version import __version__
 from aiosync.errors import (
@@ -489,6 +490,7 @@ class WeightServer:
         """Where this listens, with the port that was bound."""
         return self._listener.url
 
+    @in_every_state
     def __repr__(self) -> str:
         state = "closed" if self._closed else "serving" if self._started else "not started"
         return f"<WeightServer at {self.url}: {state}, {len(self._models)} models>"

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from aiosync._log import log
+from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.types import Limits
@@ -135,6 +136,7 @@ class WeightStore:
         except OSError as exc:
             raise ConfigError(f"the store {self.directory} cannot be used: {exc}") from exc
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"<WeightStore {self.directory!r}>"
 

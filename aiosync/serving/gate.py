@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Literal, Self, TypeAlias
 
 from aiosync._log import log
+from aiosync._repr import in_every_state
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AdmissionTimeout,
@@ -312,6 +313,7 @@ class AdmissionGate:
                 admission._seen.append((version, epoch))
             self._changed.notify()
 
+    @in_every_state
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._version else "not ready"
         return (

@@ -34,6 +34,7 @@ from typing import (
 )
 
 import aiosync.schemes as aio
+from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.inside import bind_early, life_of, publish_with
@@ -636,6 +637,7 @@ class WeightSyncScheme(SchemeState):
         self._adopt(state["_scheme"])
         self._is_copy = True
 
+    @in_every_state
     def __repr__(self) -> str:
         return f"<aiosync.sync twin of {self._scheme!r}>"
 

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError
 
 __all__ = ["MAKE_A_TOKEN", "TLS", "TOKEN_VARIABLE", "Credentials", "Secret", "read_token"]
@@ -243,6 +244,7 @@ class Credentials:
                 f"tls must be aiosync.TLS(...) or an ssl.SSLContext, not {type(self.tls).__name__}"
             )
 
+    @in_every_state
     def __repr__(self) -> str:
         token = "token" if self.token is not None else "no token"
         return f"<Credentials: {token}, {'TLS' if self.tls is not None else 'no TLS'}>"

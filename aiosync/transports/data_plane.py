@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from aiosync._repr import in_every_state
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -407,6 +408,7 @@ class DataPlaneTransport(Transport):
         """Close at once; what carries payloads follows as soon as it can."""
         self._control.abort()
 
+    @in_every_state
     def __repr__(self) -> str:
         return repr(self._control).replace(type(self._control).__name__, type(self).__name__, 1)
 

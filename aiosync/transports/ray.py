@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
 
+from aiosync._repr import in_every_state
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
@@ -519,6 +520,7 @@ class RayActorTransport(Transport):
         self._closed = False
         self._error: AiosyncError | None = None
 
+    @in_every_state
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._error is None else "ended"
         return f"<{type(self).__name__} to {self._name}: {state}>"

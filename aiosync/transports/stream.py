@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import ClassVar, Self
 
+from aiosync._repr import in_every_state
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
@@ -704,6 +705,7 @@ class FramedTransport(Transport):
             self._hear_out()
             self._lost(exc, cut=self._started)
 
+    @in_every_state
     def __repr__(self) -> str:
         state = "closed" if self.closed else type(self.error).__name__ if self.error else "open"
         return f"<{type(self).__name__} to {self.name}: {state}>"
