@@ -9,10 +9,11 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 from aiosync.errors import ConfigError
+from aiosync.protocol.updates import MAX_VERSION
 from aiosync.types import Require
 from aiosync.wire import ALIGNMENT, MAX_WORKER_IDX
 
@@ -21,10 +22,14 @@ __all__ = [
     "as_count",
     "as_index",
     "as_indices",
+    "as_version",
     "validate_require",
     "validate_seconds",
     "validate_timeout",
 ]
+
+
+_MAX_SHOWN = 80  # characters
 
 
 def validate_timeout(timeout: Any) -> None:
@@ -55,12 +60,25 @@ def validate_seconds(
     """
     if value is None and none:
         return
-    if isinstance(value, Real) and not isinstance(value, bool):
-        seconds = float(value)
+    # A fraction is shown in no message: it has no format of numbers.
+    exact = isinstance(value, Rational) and not isinstance(value, Integral)
+    if isinstance(value, Real) and not (exact or isinstance(value, bool)):
+        seconds = math.nan
+        with contextlib.suppress(OverflowError):  # an int beyond all floats
+            seconds = float(value)
         if (seconds > 0 or (zero and seconds == 0)) and (endless or not math.isinf(seconds)):
             return
     wanted = "seconds of at least 0" if zero else "positive seconds"
-    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {value!r}")
+    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    """Return what was given, clipped; an int of thousands of digits has no text at all."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"an {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def validate_require(require: Require) -> None:
@@ -77,9 +95,8 @@ def validate_require(require: Require) -> None:
     counts = type(value) is int and value >= 1
     shares = type(value) is float and 0 < value <= 1
     if not (counts or shares or (type(value) is str and value == "all")):
-        raise ConfigError(
-            f"require is {value!r}; it must be 'all', an int of at least 1, or a float in (0, 1]"
-        )
+        wanted = "'all', an int of at least 1, or a float in (0, 1]"
+        raise ConfigError(f"require is {_show(value)}; it must be {wanted}")
 
 
 def as_index(name: str, value: Any) -> int:
@@ -90,8 +107,21 @@ def as_index(name: str, value: Any) -> int:
     """
     index = as_count(name, value, 0)
     if index > MAX_WORKER_IDX:
-        raise ConfigError(f"{name} must be an int of at most {MAX_WORKER_IDX}, got {value!r}")
+        shown = _show(value)
+        raise ConfigError(f"{name} must be an int of at most {MAX_WORKER_IDX}, got {shown}")
     return index
+
+
+def as_version(name: str, value: Any, least: int = 0, most: int = MAX_VERSION) -> int:
+    """A version, or 0 for none where that is legal.
+
+    Raises:
+        ConfigError: It is not an integer from ``least`` to ``most``.
+    """
+    version = as_count(name, value, least)
+    if version > most:
+        raise ConfigError(f"{name} is {_show(value)}; it must be at most {most}")
+    return version
 
 
 def as_count(name: str, value: Any, least: int) -> int:
@@ -106,7 +136,7 @@ def as_count(name: str, value: Any, least: int) -> int:
         with contextlib.suppress(TypeError, RuntimeError):  # torch's, for what is no integer
             count = operator.index(value)
     if count < least:
-        raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
+        raise ConfigError(f"{name} must be an int of at least {least}, got {_show(value)}")
     return count
 
 
@@ -117,7 +147,8 @@ def as_chunk_nbytes(name: str, value: Any) -> int:
         ConfigError: It is not a positive multiple of 64.
     """
     if type(value) is not int or value <= 0 or value % ALIGNMENT:
-        raise ConfigError(f"{name} is {value!r}; it must be a positive multiple of {ALIGNMENT}")
+        shown = _show(value)
+        raise ConfigError(f"{name} is {shown}; it must be a positive multiple of {ALIGNMENT}")
     return value
 
 

@@ -28,7 +28,7 @@ from aiosync.errors import (
     PartialSyncError,
     RecvTimeout,
 )
-from aiosync.protocol import as_count, as_index, validate_timeout
+from aiosync.protocol import as_index, as_version, validate_timeout
 from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
@@ -151,8 +151,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     def __repr__(self) -> str:
         life = self._life
         state = "closed" if life.closed else "connected" if life.connected else "not connected"
-        role = life.role or "no role yet"
-        return f"<{type(self).__name__} for {self.model_id or 'no model'}: {role}, {state}>"
+        who = f"{self.model_id or 'no model'}: {life.role or 'no role yet'}, {state}"
+        return f"<{type(self).__name__} for {who}>"
 
     # -- what subclasses decide ----------------------------------------------------------------
 
@@ -573,8 +573,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             RecvTimeout: Not in time.
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the update was refused by the model.
-            PartialSyncError: Sender: a worker refused it, and has nothing newer on its way; or
-                what is dialled does not let this trainer in.
+            PartialSyncError: Sender: a worker refused it, or does not let this trainer in.
             ConfigError: The timeout is not a number.
             LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
                 is called inside a :meth:`reading` block or a forward pass.
@@ -582,6 +581,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A.
         """
+        version = as_version("version", version)
         call, text = f"wait_for_version({version})", f"version {version} was not applied"
         wait = self._require("wait_for_version")[0].runtime.wait_for
         return await self._wait(call, timeout, text, wait, version)
@@ -613,6 +613,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A.
         """
+        version = as_version("version", version)
         call, text = f"wait_staged({version})", f"version {version} was not complete"
         wait = functools.partial(self._require("wait_staged")[0].runtime.wait_for, staged=True)
         return await self._wait(call, timeout, text, wait, version)
@@ -640,7 +641,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Class A; the update may still arrive.
         """
         receiver: WeightReceiver = self._require("pull", "receiver")[0].runtime
-        least = 0 if min_version is None else min_version
+        least = 0 if min_version is None else as_version("min_version", min_version)
         text = f"no version from {least} on was applied"
         return await self._wait("pull()", timeout, text, receiver.pull, least)
 
@@ -671,7 +672,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Class A.
         """
         runtime = self._require("wait_lag_below")[0].runtime
-        as_count("a lag", limit, 1)
+        as_version("a lag", limit, 1)
         call, text = f"wait_lag_below({limit})", f"the lag did not fall below {limit}"
         return await self._wait(call, timeout, text, runtime.wait_lag_below, limit)
 

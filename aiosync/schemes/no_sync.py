@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.protocol import as_count
+from aiosync.protocol import as_version
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.roles import Trainer, Worker
 from aiosync.schemes.state import AppliedUpdate, SendHandle
@@ -132,7 +132,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 not a number.
         """
         self._limit(timeout)
-        if version > 0:
+        if as_version("version", version):
             raise ConfigError(
                 f"NoWeightSyncScheme sends nothing: version {version} will never arrive"
             )
@@ -142,13 +142,14 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Return 0: nobody is ever behind."""
         self._require("wait_lag_below", self._life.role or "receiver")
-        as_count("a lag", limit, 1)
+        as_version("a lag", limit, 1)
         return await self.wait_for_version(0, timeout=timeout)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: there is nothing to ask for."""
         self._require("pull", "receiver")
-        return await self.wait_for_version(min_version or 0, timeout=timeout)
+        least = 0 if min_version is None else min_version
+        return await self.wait_for_version(least, timeout=timeout)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """As :meth:`wait_for_version`: nothing is ever staged."""

@@ -15,6 +15,7 @@ from aiosync.protocol import (
     MAX_VERSION,
     as_chunk_nbytes,
     as_count,
+    as_version,
     validate_require,
     validate_seconds,
 )
@@ -150,10 +151,7 @@ def count(least: int) -> Callable[[str, Any], int]:
 
 
 def _version(name: str, value: Any) -> int:
-    version = as_count(name, value, 1)
-    if version > MAX_VERSION // 2:
-        raise ConfigError(f"{name} is {value!r}; it must be less than 2**62")
-    return version
+    return as_version(name, value, 1, MAX_VERSION // 2)
 
 
 def _limits(name: str, value: Any) -> Limits | None:

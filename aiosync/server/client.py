@@ -28,7 +28,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportError,
 )
-from aiosync.protocol import validate_timeout
+from aiosync.protocol import as_version, validate_timeout
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.transports.address import Address
@@ -253,7 +253,7 @@ class WeightClient:
             ConnectError: Nothing listens there.
             AuthError: The tokens or certificates do not match.
             ConfigError: The other side does not serve the model, or requires TLS; or the
-                ``model_id`` is none.
+                ``model_id`` or ``min_version`` is none.
             RecvTimeout: There was no such version in time, or it did not arrive in time.
             RemoteProtocolError: The other side sent something illegal.
 
@@ -263,7 +263,7 @@ class WeightClient:
         from aiosync.schemes.sources import as_model_id
 
         validate_timeout(timeout)
-        least = max(1, min_version)
+        least = max(1, as_version("min_version", min_version))
         pull = _Pull(self._dialer, as_model_id(model_id), least, progress)
         try:
             with Waiting("pull()", timeout, pull.describe, model=model_id):

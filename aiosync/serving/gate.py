@@ -25,7 +25,7 @@ from aiosync.errors import (
     RecvTimeout,
     SwapTimeout,
 )
-from aiosync.protocol import validate_seconds, validate_timeout
+from aiosync.protocol import as_version, validate_seconds, validate_timeout
 from aiosync.schemes import Ready
 from aiosync.spans import VersionSpan
 
@@ -107,8 +107,8 @@ class AdmissionGate:
             raise ConfigError(f"mode must be 'between_requests' or 'immediate', got {mode!r}")
         for name, value in (("timeout", timeout), ("swap_timeout", swap_timeout)):
             validate_seconds(name, value, endless=True, none=True)
-        if initial_version is not None and initial_version < 1:
-            raise ConfigError(f"initial_version must be at least 1, got {initial_version!r}")
+        if initial_version is not None:
+            as_version("initial_version", initial_version, 1)
         self.mode: Mode = mode
         self.timeout = timeout
         self.swap_timeout = swap_timeout
@@ -165,6 +165,7 @@ class AdmissionGate:
             version: The version; 0 for none.
             epoch: Its epoch; ``None`` for whatever epoch there is.
         """
+        as_version("version", version)
         self._required = (0, None) if self._satisfies(version, epoch) else (version, epoch)
         self._changed.notify()
 
@@ -228,6 +229,7 @@ class AdmissionGate:
         Cancellation:
             Class A.
         """
+        as_version("min_version", min_version)
         return Admission(self, self.mode == "between_requests", min_version, epoch, timeout)
 
     def batch(self, *, timeout: float | None = None) -> Admission:
