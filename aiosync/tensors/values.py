@@ -1,9 +1,10 @@
 """Non-tensor values and extra state, in a form made of plain msgpack types.
 
-``get_extra_state()`` may return anything. What can travel is: plain values, lists, tuples,
-mappings and TensorDicts of plain values and tensors. Tensors inside become leaves of their
-own; the value then names them. Anything else is refused by name, never dropped and never
-pickled. This module must never import asyncio or a transport.
+``get_extra_state()`` may return anything. What can travel is: plain values, and lists, tuples,
+dicts and TensorDicts of plain values and tensors. Tensors inside become leaves of their own; the
+value then names them. Each arrives as the type that it has, so a subclass is refused by name as
+any other type is: never turned into its base, dropped or pickled. This module must never import
+asyncio or a transport.
 
 At the end are questions about TensorDicts that do not import tensordict, which takes as long as
 torch. Nothing is a TensorDict before somebody has imported the library: unpickling one imports it,
@@ -13,6 +14,7 @@ too.
 from __future__ import annotations
 
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -45,6 +47,15 @@ ROOT_STATE = "__extra_state__"
 
 _MARK = "__aiosync__"
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_SPECIAL: dict[str, tuple[Any, ...]] = {
+    "OrderedDict": (OrderedDict,),
+    "Counter": (Counter,),
+    "Size": (torch.Size,),
+    "defaultdict": (defaultdict, None),
+    **{f"defaultdict {each.__name__}": (defaultdict, each) for each in (int, float, list, dict)},
+}
+"""Types that travel as a dict or a list, each with what its constructor takes before that."""
+
 _MAX_DEPTH = 12
 
 
@@ -65,10 +76,11 @@ def pack_value(
     Raises:
         ConfigError: Something inside cannot travel; the message names it.
     """
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind is torch.Tensor:
         add_tensor(name, value)
         return {_MARK: "tensor", "name": name}
-    if type(value) in _SCALARS:
+    if kind in _SCALARS:
         return value
     if depth <= 0:
         raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
@@ -78,23 +90,28 @@ def pack_value(
 
     if is_non_tensor(value) and not is_tensordict(value):  # which a stack of values is
         return pack_value(name, value.data, add_tensor, depth - 1)
-    if is_tensor_collection(value) and not is_non_tensor(value):
+    if is_plain_tensordict(value):
         items = {key: pack(key, item, 2) for key, item in value.items()}
         return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": items}
-    if isinstance(value, list):
+    if kind is list:
         return [pack(index, item, 1) for index, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if kind is tuple:
         return {_MARK: "tuple", "items": [pack(at, item, 1) for at, item in enumerate(value)]}
-    if isinstance(value, Mapping) and not is_tensor_collection(value):
+    for special, (cls, *first) in _SPECIAL.items():
+        if kind is cls and (not first or value.default_factory is first[0]):
+            plain = dict(value) if isinstance(value, dict) else list(value)
+            return {_MARK: special, "items": pack_value(name, plain, add_tensor, depth - 1)}
+    if kind is dict:
         if all(type(key) is str for key in value) and _MARK not in value:
             return {key: pack(key, item, 1) for key, item in value.items()}
         if {type(key) for key in value} <= _SCALARS:
             pairs = [[key, pack(key, item, 3)] for key, item in value.items()]
             return {_MARK: "dict", "items": pairs}
     raise ConfigError(
-        f"value {name!r} cannot travel: it is a {type(value).__module__}."
-        f"{type(value).__qualname__}; only tensors, None, bool, int, float, str, bytes, and lists, "
-        "tuples, mappings with keys of these, and TensorDicts can"
+        f"value {name!r} cannot travel: it is a {kind.__module__}.{kind.__qualname__}; only "
+        "tensors, None, bool, int, float, str, bytes, torch.Size, and lists, tuples, TensorDicts "
+        "and dicts with plain keys can (OrderedDict, Counter, and defaultdict of int, float, list, "
+        "dict or None, too), and no subclass: have get_extra_state() return one of these"
     )
 
 
@@ -128,6 +145,12 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             for key, item in mapping.items():
                 set_item(inner, key, unpack_value(item, tensor))
             return inner
+        case {"__aiosync__": str(special), "items": content} if special in _SPECIAL:
+            cls, *first = _SPECIAL[special]
+            try:
+                return cls(*first, unpack_value(content, tensor))
+            except (TypeError, ValueError) as exc:
+                raise ConfigError(f"a packed {special} has other items: {exc}") from exc
         case {"__aiosync__": other}:
             raise ConfigError(f"a packed value is no {other!r} that a trainer packs")
     return {key: unpack_value(item, tensor) for key, item in value.items()}

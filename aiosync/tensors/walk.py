@@ -132,7 +132,7 @@ class Found:
         packed = {}
         for name, place in self.values.items():
             value = place.read()
-            if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor:
                 self._add_inner(name, value)
             else:
                 packed[name] = pack_value(name, value, self._add_inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import pickle
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -296,6 +297,23 @@ def test_extra_state_arrives_as_it_was(state: Any, copy: bool) -> None:
     assert flat.exclusive()
 
 
+SPECIAL_STATES = [
+    OrderedDict(b=1, a=OrderedDict({2: torch.ones(1)})),
+    Counter("abca"),
+    defaultdict(int, a=1),
+    defaultdict(list, {3: [torch.Size([2, 3])]}),
+    {"shapes": (torch.Size([]), [defaultdict(None)])},
+]
+
+
+@pytest.mark.parametrize("state", SPECIAL_STATES, ids=repr)
+@pytest.mark.parametrize("form", [lambda model: model, lambda model: model.state_dict()])
+def test_extra_state_keeps_types_that_are_nearly_plain(state: Any, form: Any, copy: bool) -> None:
+    source, target = nn.Sequential(Stateful(state)), nn.Sequential(Stateful("old"))
+    send(form(source), target, copy=copy)
+    assert repr(target[0].extra) == repr(state)
+
+
 def test_extra_state_sees_the_new_weights(copy: bool) -> None:
     class Cache(nn.Linear):
         def get_extra_state(self) -> None:
@@ -376,6 +394,9 @@ def test_a_value_that_refers_to_no_tensor_is_refused(copy: bool) -> None:
         {"__aiosync__": "dict", "items": [1]},
         {"__aiosync__": "dict", "items": {}},
         {"__aiosync__": "tensordict", "items": []},
+        {"__aiosync__": "OrderedDict", "items": 3},
+        {"__aiosync__": "Size", "items": ["x"]},
+        {"__aiosync__": "defaultdict", "items": [1]},
     ],
 )
 def test_values_packed_by_nobody_are_refused(value: Any, copy: bool) -> None:

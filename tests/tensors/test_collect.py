@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
+from collections import OrderedDict, defaultdict
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictParams
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictParams, tensorclass
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 import aiosync
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors import Flattener, Target, collect, gather_weights
-from tests.tensors._models import Everything, Stateful, Tied, all_bits, packed
+from tests.tensors._models import Everything, Labelled, Stateful, Tied, all_bits, packed
 
 
 def names(source: Any, extract_as: Any = "tensordict") -> list[str]:
@@ -113,6 +115,45 @@ def test_root_extra_state_of_a_tensordict() -> None:
 def test_extra_state_that_cannot_travel_is_named(bad: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"child\._extra_state.*{why}"):
         collect(nn.ModuleDict({"child": Stateful(bad)}))
+
+
+class Stats(NamedTuple):
+    mean: float
+    count: int
+
+
+class Words(dict[str, int]):
+    """A class of the user's, which no other process knows by its name alone."""
+
+
+@tensorclass
+class Moments:
+    average: torch.Tensor
+
+
+SUBCLASSES: list[Any] = [
+    Stats(1.5, 3),
+    Words(a=1),
+    defaultdict(lambda: 0),
+    type("Numbers", (list,), {})([1]),
+    type("Ordered", (OrderedDict,), {})(a=1),
+    MappingProxyType({"a": 1}),
+    IntEnum("Level", "low")(1),
+    nn.Parameter(torch.ones(1)),
+    torch.ones(1).as_subclass(Labelled),
+    TensorDictParams(TensorDict({"a": torch.ones(1)})),
+    Moments(average=torch.ones(1)),
+]
+
+
+@pytest.mark.parametrize("bad", SUBCLASSES, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("inside", [False, True])
+def test_extra_state_of_a_subclass_is_named_and_never_turned_into_its_base(
+    bad: Any, inside: bool
+) -> None:
+    kind = rf"it is a [\w.]*\b{type(bad).__name__};"
+    with pytest.raises(ConfigError, match=rf"child\._extra_state.*{kind}.*no subclass"):
+        collect(nn.ModuleDict({"child": Stateful({"x": [bad]} if inside else bad)}))
 
 
 def test_what_cannot_be_sent_is_named_all_at_once() -> None:
