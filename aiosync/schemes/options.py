@@ -195,8 +195,9 @@ class SchemeOptions:
         flag,
         """Whether every name and dtype must match, and a module's extra state be there.
 
-        Otherwise the declared subset is applied and floating dtypes are cast. Buffers that are not
-        persistent may be missing, or be rounded, in any case. A subset never replaces, on its way
+        Otherwise the declared subset is applied and floating dtypes are cast. In any case a module
+        rounds buffers that it has in less precision, and those that are not persistent may be
+        missing. A subset never replaces, on its way
         to a slow worker, an update that holds other names: it comes after it, or together with it.
         A worker that joins later gets the newest of each name. Neither has what the trainer never
         had.
@@ -217,7 +218,7 @@ class SchemeOptions:
         lambda name, value: check_dtypes(value, name),
         """What weights are cast to on their way: a dtype, or one for each name pattern.
 
-        A single dtype does not round buffers that are not persistent.
+        A single dtype does not round buffers of a module that are not persistent, or in float64.
         """,
     )
     first_version: Option[int] = Option(

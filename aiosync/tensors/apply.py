@@ -90,8 +90,15 @@ class Spot:
 
     @property
     def is_optional(self) -> bool:
-        """Whether it is no part of ``state_dict()``: it may be missing, or be rounded."""
+        """Whether it is no part of ``state_dict()``: it may be missing."""
         return not any(place.persistent for place in self.places)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is nothing but a buffer of modules: it may be rounded."""
+        return all(
+            place.kind == "buffer" and isinstance(place.owner, nn.Module) for place in self.places
+        )
 
 
 class Plan:
@@ -126,9 +133,9 @@ class Plan:
             layout: What was sent.
             values: Non-tensor values that were sent, packed.
             mode: How tensors get their values.
-            strict: Refuse names that only one side has, and other dtypes. Buffers that are not
-                part of ``state_dict()`` may be missing, and may be rounded. ``"warn"`` lets
-                extra state be missing.
+            strict: Refuse names that only one side has, and other dtypes. Buffers of a module may
+                be rounded, and those that are not part of ``state_dict()`` may be missing.
+                ``"warn"`` lets extra state be missing.
 
         Raises:
             ManifestMismatch: They do not fit; all names are listed.
@@ -312,8 +319,8 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
     parts = []
     if tuple(tensor.shape) != shape:
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
-    # A single wire_dtype does not round computed buffers: a model in less precision does.
-    exact = strict and not (spot.is_optional and tensor.dtype.itemsize <= dtype.itemsize)
+    # A single wire_dtype does not round all buffers: a model in less precision does.
+    exact = strict and not (spot.is_buffer and tensor.dtype.itemsize <= dtype.itemsize)
     castable = (tensor.dtype.is_floating_point and dtype.is_floating_point) or (
         tensor.dtype.is_complex and dtype.is_complex
     )
@@ -351,11 +358,12 @@ class Target:
 
         Args:
             target: A module, a TensorDict, or a dict of tensors, nested or with dotted keys.
-            strict: Weights must have exactly the target's names and dtypes, but for buffers that
-                are not persistent: those may be missing, and are rounded if the target has them
-                in less precision. Otherwise names that only one side has are left alone, and
-                floating-point values are cast; shapes must be the same in any case. ``"warn"``
-                warns once where extra state is missing, and keeps what the target has.
+            strict: Weights must have exactly the target's names and dtypes, but for the buffers of
+                a module: they are rounded if the target has them in less precision, and those
+                that are not persistent may be missing. Otherwise names that only one side has are
+                left alone, and floating-point values are cast; shapes must be the same in any
+                case. ``"warn"`` warns once where extra state is missing, and keeps what the
+                target has.
         """
         self.target = target
         self._stateless: list[str] = []  # was warned of

@@ -5,6 +5,7 @@ This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiosync._log import log
 from aiosync.errors import ConfigError
 from aiosync.tensors.buffer import Layout
 from aiosync.tensors.copying import (
@@ -218,9 +220,9 @@ class Flattener:
 
     With a dtype, layouts and buffers have other floating-point dtypes than the source, which is
     only read. Integers, complex numbers, values that are not tensors, and the tensors inside values
-    and extra states keep what they have. Buffers of a module that are not persistent are computed,
-    not learned, and a model in another dtype may still have them in this one: a single dtype does
-    not round them.
+    and extra states keep what they have. A single dtype does not round two kinds of buffers of a
+    module either: those that are not persistent, which are computed, not learned, so that a model
+    in another dtype may still have them in this one; and those in float64, which are statistics.
 
     Args:
         extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
@@ -239,6 +241,7 @@ class Flattener:
         self._rule = None if dtype is None else DtypeRule(dtype)
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
+        self._told: list[str] = []  # of these buffers it was said that they are not rounded
         self._steady: Prepared | None = None  # of the tree; nothing has to be asked for anew
 
     def prepare(self, source: Source) -> Prepared:
@@ -299,14 +302,18 @@ class Flattener:
         if rule is None:
             return leaves.leaves
         inside = inner_names(leaves.values)
-        computed = {place.name for place in found.places if not place.persistent}
+        buffers = {place.name: place for place in found.places if place.kind == "buffer"}
+        exact: list[str] = []
         for leaf in leaves.leaves:
             names, now = (leaf.name, *leaf.aliases), leaf.tensor.dtype
             dtype = rule.find(names, now, used)
             if leaf.name in inside or EXTRA_STATE in leaf.name.split("."):
                 dtype = now
-            elif rule.for_all and computed.issuperset(names):
-                dtype = max(now, dtype, key=attrgetter("itemsize"))
+            elif rule.for_all and buffers.keys() >= {*names}:
+                if now is torch.float64 is not dtype:
+                    exact.append(leaf.name)
+                if now is torch.float64 or not any(buffers[name].persistent for name in names):
+                    dtype = max(now, dtype, key=attrgetter("itemsize"))
             look = torch.empty(leaf.tensor.shape, dtype=dtype, device="meta")
             cast.append(replace(leaf, tensor=look))
         spare = [pattern.text for pattern in rule.patterns if pattern not in used]
@@ -315,6 +322,11 @@ class Flattener:
                 f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
                 f"{len(cast)} is named {cast[0].name!r}. Correct or remove them"
             )
+        if exact and exact != self._told:
+            self._told = exact
+            text = f"these float64 buffers are sent as they are: {', '.join(exact)}; "
+            text += 'to cast them, too, pass wire_dtype={"*": dtype}'
+            log(logging.INFO, "planned", text, model=None)
         return cast
 
 

@@ -74,7 +74,9 @@ def gather_weights(
             full = _gather(place) if _is_sharded(tensor) else tensor.detach()
             if keep and device is not None:
                 full = full.to(device)
-            whole[id(tensor)] = full if keep else full.new_empty(0)
+            full = full if keep else full.new_empty(0)
+            # The mark tells the sender that wire_dtype= may have to leave it alone.
+            whole[id(tensor)] = nn.Buffer(full) if place.kind == "buffer" else full
         result[place.name] = whole[id(tensor)]
     result.update((name, place.read()) for name, place in found.values.items())
     return result if keep else {}

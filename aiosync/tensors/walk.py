@@ -282,7 +282,11 @@ class ModuleTree:
                 buffers and extra states; all such entries are named.
         """
         if extract_as == "state_dict" and not self.standard_state_dict():
-            return find_nested(self.root.state_dict())
+            buffers = {place.name for place in self.found.places if place.kind == "buffer"}
+            return Found(
+                place._replace(kind="buffer") if place.name in buffers else place
+                for place in _walk(self.root.state_dict(), "")
+            )
         if extract_as == "tensordict":
             self.refuse_hidden()
         everything = [*self.found.places, *self.found.values.values()]

@@ -302,6 +302,33 @@ async def check_wire_dtype(bench: Bench) -> None:
         assert crew.source.layers[0][0, 0].item() == 1.00390625 + 2**-12
 
 
+class Statistics(nn.Module):
+    """Has a count that no smaller dtype can hold."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("count", torch.tensor(123456789 * value, dtype=torch.float64))
+
+
+async def check_wire_dtype_of_statistics(bench: Bench) -> None:
+    """wire_dtype= leaves float64 buffers alone; a strict worker casts them to what it has."""
+    for strategy, apply_copy in (("tensordict", False), ("state_dict", True)):
+        targets: list[Any] = [Statistics(0.0) for _ in range(2)]
+        targets[0].scale.data = targets[0].scale.bfloat16()
+        targets[1].bfloat16()
+        options = {"strategy": strategy, "apply_copy": apply_copy, "wire_dtype": torch.bfloat16}
+        async with bench.crew(Statistics(1.0), targets, **options) as crew:
+            for value in (2.0, 3.0):
+                await crew.sender.send(Statistics(value))
+                for worker in crew.workers:
+                    with worker.scheme.reading():
+                        dtype, exact = worker.model.count.dtype, 123456789 * value
+                        assert worker.model.count == torch.tensor(exact, dtype=dtype)
+                        assert (worker.model.scale == value).all()
+        assert [target.count.dtype for target in targets] == [torch.float64, torch.bfloat16]
+
+
 async def check_two_models(bench: Bench) -> None:
     """Two schemes in one process have workers and versions of their own."""
     async with (
@@ -334,5 +361,6 @@ CHECKS = (
     check_graph_of_a_version,
     check_sends_at_once,
     check_wire_dtype,
+    check_wire_dtype_of_statistics,
     check_two_models,
 )

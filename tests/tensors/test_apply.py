@@ -378,6 +378,39 @@ def test_casts(of: torch.dtype, to: torch.dtype, fits: bool, copy: bool) -> None
                 send(source, target, copy=copy, strict=strict)
 
 
+def _with_buffer(dtype: torch.dtype) -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor(16777217).to(dtype))
+    return model
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("of", "to", "fits"),
+    [
+        (torch.float64, torch.float32, True),
+        (torch.float64, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.complex128, torch.complex64, True),
+        (torch.bfloat16, torch.float64, False),  # somebody rounded it on its way
+        (torch.float64, torch.int64, False),
+        (torch.int64, torch.int32, False),
+    ],
+)
+def test_a_module_rounds_its_own_buffers(
+    of: torch.dtype, to: torch.dtype, fits: bool, strict: bool, copy: bool
+) -> None:
+    source, target = _with_buffer(of), _with_buffer(to)
+    target.count.zero_()
+    if not fits and (strict or not (of.is_floating_point and to.is_floating_point)):
+        with pytest.raises(ManifestMismatch, match="count: expected dtype"):
+            send(source, target, copy=copy, strict=strict)
+        return
+    send(source, target, copy=copy, strict=strict)
+    assert target.count.dtype is to
+    assert torch.equal(target.count, source.count.to(to))
+
+
 def test_a_value_that_refers_to_no_tensor_is_refused(copy: bool) -> None:
     layout, flat, _ = packed({"w": torch.ones(1)})
     values = {"_extra_state": {"__aiosync__": "tensor", "name": "gone"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
+import aiosync
 from aiosync.errors import ConfigError
 from aiosync.tensors import (
     CopyPool,
@@ -319,6 +321,61 @@ def test_patterns(kind: Any) -> None:
 def test_tied_parameters_are_one_leaf_and_a_pattern_fits_any_name(rule: Any) -> None:
     [leaf] = Flattener(dtype=rule).prepare(Tied()).layout.manifest.leaves
     assert (leaf.name, leaf.aliases, leaf.dtype) == ("embed.weight", ("head.weight",), "bfloat16")
+
+
+class Statistics(nn.Module):
+    """What a running mean keeps: a count and sums that less precision would falsify."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.tensor(123456789, dtype=dtype))
+        self.register_buffer("steps", torch.tensor(123456789))
+        self.register_buffer("mean", torch.tensor(1.00390625))
+
+
+def _renaming(model: nn.Module) -> nn.Module:
+    """With a hook its ``state_dict()`` is asked, which does not say what a buffer is."""
+    model.register_state_dict_post_hook(lambda *_: None)
+    return model
+
+
+FORMS: list[Callable[[nn.Module], Any]] = [
+    nn.Sequential,
+    lambda model: _renaming(nn.Sequential(model)),
+    lambda model: aiosync.gather_weights(nn.Sequential(model)),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "hooks", "gathered"])
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+def test_a_single_dtype_does_not_round_statistics(
+    form: Any, extract_as: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aiosync")
+    source, flattener = form(Statistics()), Flattener(extract_as, dtype=BF16)
+    for _ in range(2):
+        found = copied(flattener.prepare(source))
+        assert [found[f"0.{name}"].item() for name in ("count", "steps")] == [123456789] * 2
+        assert {name: view.dtype for name, view in found.items()} == {
+            "0.scale": BF16,
+            "0.count": torch.float64,
+            "0.steps": torch.int64,
+            "0.mean": BF16,
+        }
+    [record] = caplog.records
+    assert "float64 buffers are sent as they are: 0.count;" in record.getMessage()
+    for rule in ({"*": BF16}, {"*.count": BF16}):  # what the record advises
+        assert copied(Flattener(extract_as, dtype=rule).prepare(source))["0.count"].dtype is BF16
+    assert len(caplog.records) == 1
+
+
+def test_parameters_in_float64_are_no_statistics() -> None:
+    source = Statistics()
+    source.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    source.tied = nn.Parameter(source.count, requires_grad=False)
+    found = copied(Flattener(dtype=BF16).prepare(source))
+    assert found["scale"].dtype is found["tied"].dtype is BF16
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
