@@ -196,8 +196,8 @@ class SchemeOptions:
         """Whether every name and dtype must match, and a module's extra state be there.
 
         Otherwise the declared subset is applied and floating dtypes are cast. In any case a module
-        rounds buffers that it has in less precision, and those that are not persistent may be
-        missing. A subset never replaces, on its way
+        rounds buffers that it has in less precision, and either side may lack those that are not
+        persistent. A subset never replaces, on its way
         to a slow worker, an update that holds other names: it comes after it, or together with it.
         A worker that joins later gets the newest of each name. Neither has what the trainer never
         had.

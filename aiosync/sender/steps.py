@@ -199,7 +199,7 @@ def steadily(
             if (
                 (writes, place) != noted
                 and place == noted[1]
-                and leaf.kind != "buffer"
+                and leaf.kind == "param"
                 and place not in stepped
             ):
                 raise WeightsChanged(

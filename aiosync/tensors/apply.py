@@ -134,7 +134,7 @@ class Plan:
             values: Non-tensor values that were sent, packed.
             mode: How tensors get their values.
             strict: Refuse names that only one side has, and other dtypes. Buffers of a module may
-                be rounded, and those that are not part of ``state_dict()`` may be missing.
+                be rounded, and either side may lack those that are no part of ``state_dict()``.
                 ``"warn"`` lets extra state be missing.
 
         Raises:
@@ -225,7 +225,10 @@ class Plan:
                 self.stateless.append(name)
             else:
                 missing.append(name)
-        unexpected = [name for name in (*index, *values) if name not in taken and name not in inner]
+        extra = [name for name in (*index, *values) if name not in taken and name not in inner]
+        unexpected = [
+            name for name in extra if name in values or leaves[index[name]].kind != "transient"
+        ]
         lost = sorted(inner - index.keys())
         disjoint = bool(not taken and missing and unexpected)
         if mismatched or lost or disjoint or (strict and (missing or unexpected)):
@@ -359,11 +362,11 @@ class Target:
         Args:
             target: A module, a TensorDict, or a dict of tensors, nested or with dotted keys.
             strict: Weights must have exactly the target's names and dtypes, but for the buffers of
-                a module: they are rounded if the target has them in less precision, and those
-                that are not persistent may be missing. Otherwise names that only one side has are
-                left alone, and floating-point values are cast; shapes must be the same in any
-                case. ``"warn"`` warns once where extra state is missing, and keeps what the
-                target has.
+                a module: they are rounded if the target has them in less precision, and either
+                side may lack those that are not persistent. Otherwise names that only one side
+                has are left alone, and floating-point values are cast; shapes must be the same
+                in any case. ``"warn"`` warns once where extra state is missing, and keeps what
+                the target has.
         """
         self.target = target
         self._stateless: list[str] = []  # was warned of

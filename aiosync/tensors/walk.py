@@ -420,7 +420,7 @@ class Leaf:
     Attributes:
         name: Dotted name, the first under which it was found.
         tensor: The live tensor, not a copy.
-        kind: ``"param"`` or ``"buffer"``.
+        kind: ``"param"``, ``"buffer"``, or ``"transient"`` for one that is not persistent.
         aliases: The other names of the same tensor (tied parameters).
     """
 
@@ -515,7 +515,9 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     for first, *others in group_tied(found.tensors):
         place = found.places[first]
         aliases = tuple(found.places[other].name for other in others)
-        leaves.append(Leaf(place.name, place.tensor, place.kind, aliases))
+        persistent = any(found.places[each].persistent for each in (first, *others))
+        kind = place.kind if persistent else "transient"
+        leaves.append(Leaf(place.name, place.tensor, kind, aliases))
     return Leaves(tuple(leaves), values)
 
 

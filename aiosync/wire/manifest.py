@@ -14,7 +14,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import msgpack
 
@@ -82,8 +82,11 @@ DTYPE_NBYTES: Mapping[str, int] = MappingProxyType(
 )
 """Every dtype that can travel, by its torch name without ``torch.``, with bytes per element."""
 
-LeafKind: TypeAlias = Literal["param", "buffer"]
-"""Whether a leaf is a parameter (may be a view of the payload) or a buffer (always copied)."""
+LeafKind: TypeAlias = Literal["param", "buffer", "transient"]
+"""Whether a leaf is a parameter (may be a view of the payload) or a buffer (always copied).
+
+A transient buffer is no part of ``state_dict()``: either side may lack it.
+"""
 
 ManifestEntry: TypeAlias = "tuple[str, str, Sequence[int], LeafKind, Sequence[str]]"
 """Name, dtype name, shape, kind and aliases of one leaf, as :func:`plan_manifest` takes them."""
@@ -106,7 +109,7 @@ class LeafSpec:
         shape: Sizes of the dimensions; ``()`` for a scalar.
         offset: First byte in the payload, a multiple of 64.
         nbytes: Bytes of the elements, in C order and little-endian, without padding.
-        kind: ``"param"`` or ``"buffer"``.
+        kind: ``"param"``, ``"buffer"`` or ``"transient"``.
         aliases: Other names of the same tensor (tied parameters), unique as names are.
     """
 
@@ -238,7 +241,7 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
         itemsize = DTYPE_NBYTES.get(dtype) if type(dtype) is str else None
         if itemsize is None:
             raise InvalidData(f"{where} has the unknown dtype {_show(dtype)}")
-        if kind != "param" and kind != "buffer":
+        if kind not in get_args(LeafKind):
             raise InvalidData(f"{where} has the unknown kind {_show(kind)}")
         try:
             dims = tuple(int(size) for size in shape)

@@ -378,6 +378,22 @@ def test_casts(of: torch.dtype, to: torch.dtype, fits: bool, copy: bool) -> None
                 send(source, target, copy=copy, strict=strict)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_either_side_may_lack_a_buffer_that_is_not_persistent(strict: bool, copy: bool) -> None:
+    source, target = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    nn.init.constant_(source.weight, 3.0)
+    source.register_buffer("mask", torch.ones(2), persistent=False)
+    target.register_buffer("cache", torch.zeros(3), persistent=False)
+    form: Any
+    for form in (lambda model: model, lambda model: nn.Sequential(model)):
+        send(form(source), form(target), copy=copy, strict=strict)
+        assert (target.weight == 3).all() and "mask" not in dict(target.named_buffers())
+    target.running_mean = None
+    if strict:
+        with pytest.raises(ManifestMismatch, match=r"unexpected: running_mean\)"):
+            send(source, target, copy=copy)
+
+
 def _with_buffer(dtype: torch.dtype) -> nn.Module:
     model = nn.Module()
     model.register_buffer("count", torch.tensor(16777217).to(dtype))

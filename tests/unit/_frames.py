@@ -138,7 +138,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 name,
                 draw(st.sampled_from(sorted(DTYPE_NBYTES))),
                 tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
-                draw(st.sampled_from(["param", "buffer"])),
+                draw(st.sampled_from(["param", "buffer", "transient"])),
                 aliases,
             )
         )
