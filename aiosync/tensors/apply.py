@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ from aiosync.tensors.walk import (
     Place,
     find_nested,
     memory_key,
+    plain_name,
     walk,
 )
 
@@ -204,8 +205,19 @@ class Plan:
         missing: list[str] = []
         mismatched: dict[str, str] = {}
         taken: set[str] = set()
+        sent_names = index.keys() | values.keys()
+        plain_names = {plain_name(name): name for name in sent_names}
+        own_names = {place.name for place in self.found.places} | self.found.values.keys()
+        prefix = self._leading(sent_names) if strict else ""
+
+        def names_of(place: Place) -> list[str]:
+            """Return the names under which a place's weights were sent, with other wrappers."""
+            others = {plain_names.get(plain_name(each)) for each in (place.name, place.path)}
+            known = [prefix + place.name, *(() if prefix else others - own_names)]
+            return [name for name in known if name in sent_names] or [place.name]
+
         for spot in self.spots:
-            names = [place.name for place in spot.places]
+            names = [name for place in spot.places for name in names_of(place)]
             sent = {index[name]: name for name in reversed(names) if name in index}
             plain = [] if sent else [name for name in names if name in values]
             for name in plain:
@@ -217,9 +229,10 @@ class Plan:
             taken.update(names if sent else plain)
             missing += [] if sent or plain or spot.is_optional else names
             spot.leaves = sorted(sent)
-        for name, place in self.found.values.items():
+        for place in self.found.values.values():
+            name = names_of(place)[0]
             if name in values or (name in index and self.tree is not None):
-                self.values.append(place)
+                self.values.append(place._replace(name=name))
                 taken.add(name)
             elif strict == "warn" and name.rpartition(".")[2] == EXTRA_STATE:
                 self.stateless.append(name)
@@ -243,6 +256,21 @@ class Plan:
                 mismatched=mismatched,
                 hint=hint,
             )
+
+    def _leading(self, sent: Set[str]) -> str:
+        """Return the ``module.`` in front of all names that were sent, if they fit without it.
+
+        A ``state_dict()`` of a data-parallel model has it. Not for parts of weights: the same
+        tensor would have two names in what is put together of them.
+        """
+        needed = {place.name for place in self.found.places if place.persistent}
+        needed |= self.found.values.keys()
+        prefix = ""
+        while sent and all(name.startswith(prefix) for name in sent):
+            if needed <= {name.removeprefix(prefix) for name in sent}:
+                return prefix
+            prefix += "module."
+        return ""
 
     def _refuse_overlapping(self) -> None:
         """Raise if a tensor that gets weights has memory in common with one that gets others."""

@@ -7,6 +7,7 @@ since takes a tenth of one. This module must never import asyncio or a transport
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -53,6 +54,7 @@ __all__ = [
     "lacks_memory",
     "memory_key",
     "outline",
+    "plain_name",
     "to_leaves",
     "walk",
 ]
@@ -77,6 +79,7 @@ class Place(NamedTuple):
         tensor: What was there; ``None`` where a value is.
         kind: ``"param"`` or ``"buffer"``.
         persistent: Part of ``state_dict()``.
+        path: The name with the wrappers in it that ``name`` looks through, if there are any.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Place(NamedTuple):
     tensor: Any
     kind: LeafKind
     persistent: bool = True
+    path: str = ""
 
     def read(self) -> Any:
         """The value that is there now; of a module, its extra state."""
@@ -162,16 +166,37 @@ _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
 
 
-def _wrapped(module: nn.Module) -> str | None:
-    """Under which key a wrapper has the module that it wraps.
+# Wrappers add a component to every name: with it, a wrapped trainer's names would not match those
+# of a plain worker. A class that nobody has imported wraps nothing.
+_COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.optim.swa_utils", "AveragedModel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", _COMPILED),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        _CHECKPOINTED,
+    ),
+)
 
-    ``torch.compile`` and the data-parallel wrappers only add a prefix to every name; with it, a
-    wrapped trainer's names would not match those of a plain worker.
-    """
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return "module"
-    compiled = type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
-    return "_orig_mod" if compiled else None
+
+def _wrapped(module: nn.Module) -> str | None:
+    """Under which key a wrapper has the module that it wraps; ``None`` for other modules."""
+    for where, name, key in _WRAPPERS:
+        kind = getattr(sys.modules.get(where), name, None)
+        if kind is not None and isinstance(module, kind) and key in module._modules:
+            return key
+    return None
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the components that nothing but a wrapper of torch adds to it."""
+    if _COMPILED not in name and _CHECKPOINTED not in name:
+        return name
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in (_COMPILED, _CHECKPOINTED)), last])
 
 
 class ModuleTree:
@@ -187,13 +212,15 @@ class ModuleTree:
     def __init__(self, source: nn.Module) -> None:
         self.source: nn.Module = source
         self.root: nn.Module = source
+        self._root_path = ""
         while (key := _wrapped(self.root)) is not None:
             self.root = getattr(self.root, key)
+            self._root_path += f"{key}."
         self.found: Found = Found()
         self.modules: list[tuple[nn.Module, str]] = []
         self._seen: set[int] = set()
         self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []
-        self._visit(source, "")
+        self._visit(source, "", "")
         self._dicts = [module.__dict__ for module, _ in self.modules]
         self._plain = all(
             type(owner.get(name)) is dict and not hasattr(type(module), name)
@@ -220,7 +247,7 @@ class ModuleTree:
             ]
             self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
-    def _visit(self, module: nn.Module, prefix: str) -> None:
+    def _visit(self, module: nn.Module, prefix: str, path: str) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.modules.append((module, prefix))
@@ -231,20 +258,25 @@ class ModuleTree:
             params, buffers = _in_use(params, inner), _in_use(buffers, inner)
         for key, param in params.items():
             if param is not None:
-                self.found.add(Place(prefix + key, module, key, param, "param"))
+                name = prefix + key
+                self.found.add(Place(name, module, key, param, "param", path=path + key))
+        wrapped = _wrapped(module)
         hidden = module._non_persistent_buffers_set
         for key, buffer in buffers.items():
             if buffer is not None:
-                self.found.add(
-                    Place(prefix + key, module, key, buffer, "buffer", key not in hidden)
-                )
+                # The count of an AveragedModel is nothing that the model in it has.
+                persistent = key not in hidden and wrapped is None
+                name = prefix + key
+                self.found.add(Place(name, module, key, buffer, "buffer", persistent, path + key))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            self.found.add(Place(prefix + EXTRA_STATE, module, EXTRA_STATE, None, "buffer"))
-        wrapped = _wrapped(module)
+            name = prefix + EXTRA_STATE
+            self.found.add(
+                Place(name, module, EXTRA_STATE, None, "buffer", path=path + EXTRA_STATE)
+            )
         for key, child in module._modules.items():
             if child is not None:
                 below = prefix if key == wrapped else f"{prefix}{key}."
-                self._visit(child, below)
+                self._visit(child, below, f"{path}{key}.")
 
     def unchanged(self) -> bool:
         """Whether a new walk would find the same objects under the same names. Cheap."""
@@ -282,10 +314,16 @@ class ModuleTree:
                 buffers and extra states; all such entries are named.
         """
         if extract_as == "state_dict" and not self.standard_state_dict():
-            buffers = {place.name for place in self.found.places if place.kind == "buffer"}
+            known = {
+                plain_name(place.path.removeprefix(self._root_path)): place
+                for place in (*self.found.places, *self.found.values.values())
+            }
+            state = find_nested(self.root.state_dict())
             return Found(
-                place._replace(kind="buffer") if place.name in buffers else place
-                for place in _walk(self.root.state_dict(), "")
+                place._replace(name=like.name, kind=like.kind)
+                if (like := known.get(place.name)) is not None
+                else place
+                for place in (*state.places, *state.values.values())
             )
         if extract_as == "tensordict":
             self.refuse_hidden()
@@ -353,7 +391,12 @@ def find_nested(source: Any) -> Found:
     Raises:
         ConfigError: A key is not a string.
     """
-    return Found(_walk(source, ""))
+    places = list(_walk(source, ""))
+    names = [plain_name(place.name) for place in places]
+    if len(set(names)) == len(names):  # else they are no wrappers
+        pairs = zip(places, names, strict=True)
+        places = [each if each.name == name else each._replace(name=name) for each, name in pairs]
+    return Found(places)
 
 
 def _walk(source: Any, prefix: str) -> Iterator[Place]:
@@ -361,7 +404,6 @@ def _walk(source: Any, prefix: str) -> Iterator[Place]:
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
         name = prefix + (EXTRA_STATE if key == ROOT_STATE else key)
-        name = name.replace("_orig_mod.", "") if "_orig_mod." in name else name
         is_state = name.rpartition(".")[2] == EXTRA_STATE
         tensor = value if isinstance(value, torch.Tensor) else None
         if is_state or tensor is not None or not is_nested(value):
@@ -450,8 +492,8 @@ def collect(source: Source, *, extract_as: ExtractAs = "tensordict") -> Leaves:
 
     Args:
         source: A module, a TensorDict, or a mapping of tensors, nested or with dotted keys.
-            Wrappers that only add a prefix (``torch.compile``, ``DistributedDataParallel``) are
-            looked through.
+            Wrappers that only add a prefix are looked through: ``torch.compile``, the
+            data-parallel ones, ``AveragedModel``, ``checkpoint_wrapper`` and ``offload_wrapper``.
         extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers, also those
             that are not persistent; ``"state_dict"`` what its ``state_dict()`` has. Both take
             the extra state of every submodule that defines one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import pickle
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictParams, tensorclass
+from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.optim.swa_utils import AveragedModel
 
 from aiosync import WeightStrategy
 from aiosync.errors import ConfigError, ManifestMismatch
@@ -216,6 +223,118 @@ def test_tied_here_but_sent_separately(copy: bool) -> None:
     with pytest.raises(ManifestMismatch, match=r"head\.weight: tied to embed\.weight here"):
         send({"embed.weight": value, "head.weight": torch.zeros(5, 3)}, target, copy=copy)
     assert all_bits(target) == before
+
+
+# -- wrappers ---------------------------------------------------------------------------------
+
+
+class Net(nn.Sequential):
+    """Has what names are given to: parameters, tied ones, buffers, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2), Tied(), Stateful({"a": [1]}))
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "none": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": nn.DataParallel,
+    "averaged": AveragedModel,
+    "checkpointed": checkpoint_wrapper,
+    "offloaded": offload_wrapper,
+    "several": lambda model: AveragedModel(checkpoint_wrapper(nn.DataParallel(model))),
+    "child": lambda model: nn.Sequential(nn.DataParallel(checkpoint_wrapper(model))),
+    "compiled child": lambda model: nn.Sequential(torch.compile(model)),
+    "averaged child": lambda model: nn.Sequential(AveragedModel(model)),
+}
+
+
+def _inner_bits(model: nn.Module) -> list[bytes]:
+    """All that a wrapped model has, without what the wrapper has."""
+    return [value for name, value in all_bits(model).items() if "n_averaged" not in name]
+
+
+def _wrapped(name: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return WRAPPERS[name](Net())
+
+
+PAIRS = [(of, to) for of in WRAPPERS for to in WRAPPERS if ("child" in of) == ("child" in to)]
+
+
+@pytest.mark.parametrize(("of", "to"), PAIRS)
+def test_wrappers_are_looked_through(of: str, to: str, copy: bool) -> None:
+    source, target = _wrapped(of), _wrapped(to)
+    receiver = Target(target)
+    for extract_as in ("tensordict", "state_dict"):
+        add_one(source)
+        receiver.apply_(*packed(source, extract_as), copy=copy)
+        assert _inner_bits(target) == _inner_bits(source)
+
+
+FORMS_AND_STRICT: list[tuple[Callable[[Any], Any], bool]] = [
+    (nn.Module.state_dict, True),
+    (nn.Module.state_dict, False),
+    (WeightStrategy().extract_weights, True),
+    (TensorDict.from_module, False),  # which has no extra state
+]
+
+
+@pytest.mark.parametrize(("form", "strict"), FORMS_AND_STRICT)
+@pytest.mark.parametrize("of", WRAPPERS)
+def test_names_of_a_wrapped_model_fit_such_a_model(
+    of: str, form: Any, strict: bool, copy: bool
+) -> None:
+    source, target = _wrapped(of), _wrapped(of)
+    add_one(source)
+    send(form(source), target, copy=copy, strict=strict)
+    assert _inner_bits(target) == _inner_bits(source)
+
+
+@pytest.mark.parametrize("of", ["compiled", "parallel", "checkpointed", "offloaded"])
+def test_names_that_all_have_a_prefix_fit_a_model_without_it(of: str, copy: bool) -> None:
+    source, target = _wrapped(of), Net()
+    add_one(source)
+    send(source.state_dict(), target, copy=copy)
+    assert all_bits(target) == dict(zip(all_bits(target), _inner_bits(source), strict=True))
+    send(nn.DataParallel(source).state_dict(), target, copy=copy)
+
+
+def test_a_prefix_goes_only_if_all_names_have_it_and_none_fits(copy: bool) -> None:
+    linear = nn.Linear(2, 2)
+    before = all_bits(linear)
+    for weights in (
+        AveragedModel(nn.Linear(2, 2)).state_dict(),  # its count has no prefix
+        {"module.weight": torch.ones(2, 2), "bias": torch.ones(2)},
+        {"module.weight": torch.ones(2, 2)},
+        {"pre_orig_mod.weight": torch.ones(2, 2), "pre_orig_mod.bias": torch.ones(2)},
+    ):
+        with pytest.raises(ManifestMismatch, match="missing: .*bias|weight"):
+            send(weights, linear, copy=copy)
+    assert all_bits(linear) == before
+    policy = TensorDictModule(nn.Linear(2, 2), in_keys=["a"], out_keys=["b"])
+    send(TensorDictModule(linear, in_keys=["a"], out_keys=["b"]), policy, copy=copy)
+    assert all_bits(policy.module) == before
+    with pytest.raises(ManifestMismatch, match="missing: module.weight"):
+        send(linear, policy, copy=copy)
+
+
+def test_a_child_named_as_a_wrapper_names_its_own_is_no_other_tensor(copy: bool) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.module = nn.Linear(2, 2)
+        model.add_module("_orig_mod", nn.Linear(2, 2))
+        return model
+
+    source, target = nn.DataParallel(build()), nn.DataParallel(build())
+    for form in (source, source.module, source.state_dict()):
+        add_one(source)
+        send(form, target, copy=copy)
+        assert all_bits(target) == all_bits(source)
+    twice = {"weight": torch.ones(2, 2), "module.weight": torch.zeros(2, 2)}
+    with pytest.raises(ManifestMismatch, match="tied"):  # two parts of a state, put together
+        send(twice, nn.DataParallel(nn.Linear(2, 2)), copy=copy, strict=False)
 
 
 # -- containers and formats -------------------------------------------------------------------

@@ -97,6 +97,32 @@ def test_wrappers_that_only_add_a_prefix_are_looked_through() -> None:
     assert names(compiled.state_dict()) == ["weight", "bias"]
 
 
+class Holder(nn.Module):
+    """A module of the user's, with children named as wrappers of torch name theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self._orig_mod = nn.Linear(2, 2)
+        self.pre_orig_mod = nn.Linear(2, 2, bias=False)
+
+
+def test_only_whole_components_of_known_wrappers_go() -> None:
+    assert names(Holder()) == [
+        "module.weight",
+        "module.bias",
+        "_orig_mod.weight",
+        "_orig_mod.bias",
+        "pre_orig_mod.weight",
+    ]
+    weights = {"pre_orig_mod.weight": torch.ones(1), "a._orig_mod": torch.zeros(1)}
+    assert names(weights) == ["pre_orig_mod.weight", "a._orig_mod"]
+    assert names(TensorDictModule(nn.Linear(1, 1), in_keys=["a"], out_keys=["b"])) == [
+        "module.weight",
+        "module.bias",
+    ]
+
+
 def test_root_extra_state_of_a_tensordict() -> None:
     td = TensorDict({"w": torch.ones(1), "__extra_state__": {"a": {"b": torch.ones(1)}}})
     assert names(td) == ["w", "_extra_state.a.b"]
