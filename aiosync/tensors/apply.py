@@ -7,34 +7,35 @@ parameters. This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from aiosync._log import log
 from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
 from aiosync.tensors.flatten import Signature
+from aiosync.tensors.places import Undo, put, store
 from aiosync.tensors.values import (
     EXTRA_STATE,
     inner_names,
     is_plain_tensordict,
     is_tensor_collection,
-    is_tensordict,
     is_tensordict_params,
-    set_item,
     unpack_value,
 )
+from aiosync.tensors.views import Viewed, new_memory
 from aiosync.tensors.walk import (
     PLAIN,
     Found,
@@ -66,9 +67,9 @@ Loader: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """Takes the names and tensors of one version. The tensors are views of received memory, which is
 valid and unchanged until it returns: copy what is kept, write to none. Its result is ignored."""
 
-Undo: TypeAlias = "list[Callable[[], object]]"
-
 _QUICK_NBYTES = 2**18
+_SMALL_NUMEL = 2**15  # from here on torch shares a copy out to threads, which takes longer
+_is_cpu = attrgetter("is_cpu")
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -117,7 +118,9 @@ class Plan:
             the leaf, else they get some of their own.
         puts: Other tensors take the places of these; the flag says the same.
         copies: What is copied in place: the tensors are ``copied``, and ``addresses`` where they
-            are.
+            are. Few of them, and small ones, are ``quick`` to copy.
+        keeps_views: On the CPU they get new memory where something else views theirs.
+        viewed: Finds those; ``None`` where there can be none.
         once: The target is another one afterwards, for which there is no plan yet.
         pick: Of tensors in the order of the leaves, those that ``moved`` become views of; only if
             that changes all there is to change, and cannot fail.
@@ -165,13 +168,24 @@ class Plan:
         self._sort(layout, mode)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
         self.copied: list[torch.Tensor] = [tensor for tensor, _ in self.copies]
-        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied))
+        self.quick: bool = (
+            all(tensor.is_cpu and tensor.numel() < _SMALL_NUMEL for tensor in self.copied)
+            and sum(tensor.nbytes for tensor in self.copied) <= _QUICK_NBYTES
+        )
+        self.keeps_views: bool = mode == "flip" and self.tree is not None
+        self.note_memory()
         self.once: bool = bool(self.puts) or not all(is_view for _, _, is_view in self.moves)
         self.digest: bytes = layout.digest
         self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
         if self.moves and not (self.once or self.values or self.equal or self.copies):
             leaves = [leaf for _, leaf, _ in self.moves]
             self.pick = itemgetter(*leaves, leaves[-1])  # of one it would give no sequence
+
+    def note_memory(self) -> None:
+        """Note where the tensors are that are copied in place."""
+        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied))
+        own = [each for each in self.copied if self.keeps_views and each.is_cpu and each.numel()]
+        self.viewed: Viewed | None = Viewed(own) if own else None
 
     def _refuse_kinds(self) -> None:
         """Raise if a tensor cannot get weights for what it is, or for what holds it."""
@@ -398,6 +412,7 @@ class Target:
         """
         self.target = target
         self._stateless: list[str] = []  # was warned of
+        self._told = False  # that views of buffers do not follow them
         self.strict = strict
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
@@ -436,9 +451,9 @@ class Target:
             values: Non-tensor values by name, packed.
             copy: ``False`` flips plain contiguous CPU parameters of the same dtype to views of
                 the buffer: it must not be written to while :meth:`FlatBuffer.exclusive` is
-                false. Buffers, and parameters of any other kind, are copied in place. Tensors
-                of a module in memory that torch shares between processes get memory of their
-                own. ``True`` copies everything in place.
+                false. Buffers, and parameters of any other kind, are copied in place; but those
+                of a module on the CPU get new memory where something else views theirs, or torch
+                shares it between processes. ``True`` copies everything in place.
 
         Raises:
             ManifestMismatch: The weights do not fit, or a tensor is none that can be a target.
@@ -529,6 +544,16 @@ class Target:
                     if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
                         tensor.data = tensor.data.clone()
 
+    def _tell_of(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
+        """Say once that views of buffers do not follow them."""
+        if not self._told:
+            self._told = True
+            ids = set(map(id, viewed))
+            names = ", ".join(spot.name for spot in plan.spots if id(spot.tensor) in ids)
+            text = f"{names}: got new memory, as something views the old, which keeps its values; "
+            text += "with apply_copy=True the memory stays, and views see new versions"
+            log(logging.INFO, "applied", text, model=None)
+
     def _facts(self, layout: Layout, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """All that decides what goes where, apart from the target."""
         return (layout.digest, self.strict, *values, inner_names(values))
@@ -567,6 +592,8 @@ class Target:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
         new = _replacements(plan, sources)
+        # Before a backup views them as well.
+        viewed = [] if plan.viewed is None else plan.viewed.find()
         memory = [
             sources[leaf]
             if is_view
@@ -576,12 +603,24 @@ class Target:
         if plan.values:
             _back_up(plan, undo)
         for place, tensor in new:
-            _put(self.target, place, tensor, undo)
+            put(self.target, place, tensor, undo)
+        copied, moved = plan.copied, plan.moved
+        if viewed:
+            fresh = new_memory(viewed)
+            copied = [fresh.get(id(tensor), tensor) for tensor in copied]
+            moved, memory = [*moved, *viewed], [*memory, *(fresh[id(each)] for each in viewed)]
         if plan.copies:
-            copy_tensors(((tensor, sources[leaf]) for tensor, leaf in plan.copies))
+            given = [sources[leaf] for _, leaf in plan.copies]
+            if plan.quick and all(map(_is_cpu, given)):
+                torch._foreach_copy_(copied, given)
+            else:
+                copy_tensors(zip(copied, given, strict=True))
             torch.autograd.graph.increment_version(plan.copied)
-        if plan.moves:
-            _flip(plan.moved, memory)
+        if moved:
+            _flip(moved, memory)
+        if viewed:
+            plan.note_memory()
+            self._tell_of(plan, viewed)
 
         def own(name: str) -> torch.Tensor:
             return sources[layout.index[name]].clone()
@@ -594,7 +633,7 @@ class Target:
             if plan.tree is not None:
                 place.owner.set_extra_state(value)
             else:
-                _store(self.target, place.owner, place.key, value)
+                store(self.target, place.owner, place.key, value)
 
 
 def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
@@ -662,51 +701,6 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cast = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1)
     return cast.view(torch.uint8) if cast.numel() else cast
-
-
-# -- places -------------------------------------------------------------------------------------
-
-
-def _put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
-    """Put a tensor object into one place of a target."""
-    owner, key = place.owner, place.key
-    if is_tensordict_params(owner):
-        table = owner._parameters if key in owner._parameters else owner._buffers
-        path = (key,) if key in owner._param_td.keys() else tuple(key.split("."))
-        undo.append(
-            partial(_put_params, owner, table, key, path, owner._param_td.get(path), table[key])
-        )
-        _put_params(owner, table, key, path, tensor, tensor)
-    elif isinstance(owner, nn.Module):
-        undo.append(partial(setattr, owner, key, getattr(owner, key)))
-        setattr(owner, key, tensor)  # not the table: an RNN keeps a list of its weights as well
-    else:
-        undo.append(partial(_store, root, owner, key, owner.get(key)))
-        _store(root, owner, key, tensor)
-
-
-def _put_params(owner: Any, table: Any, key: str, path: Any, inner: Any, own: Any) -> None:
-    with _unlocked(owner._param_td) as td:
-        td.set(path, inner)
-    table[key] = own
-
-
-def _store(root: Any, owner: Any, key: str, value: Any) -> None:
-    if is_tensor_collection(owner):
-        with _unlocked(root):
-            set_item(owner, key, value)
-    else:
-        owner[key] = value
-
-
-def _unlocked(td: Any) -> AbstractContextManager[Any]:
-    """Unlock a TensorDict for a while; it may hold tensors of other devices than meta then."""
-    if not is_tensordict(td):
-        return nullcontext()
-    context: AbstractContextManager[Any] = td.unlock_() if td.is_locked else nullcontext(td)
-    if td.device is not None and td.device.type == "meta":
-        td.clear_device_()
-    return context
 
 
 # -- functions in the place of a model --------------------------------------------------------

@@ -46,6 +46,7 @@ __all__ = [
     "in_flat_memory",
     "merged",
     "torch_dtype",
+    "use_count",
 ]
 
 _BY_NAME: dict[str, torch.dtype] = {
@@ -60,7 +61,7 @@ _MAPPED_NBYTES = 2**20
 DTYPES = _BY_DTYPE.keys()
 """The dtypes that can travel."""
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+use_count = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors refer to a storage. Private API of torch since 2.1."""
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -256,10 +257,10 @@ class FlatBuffer:
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=offset).view(shape)
-        if _use_count is not None:
+        if use_count is not None:
             storage = tensor.untyped_storage()._cdata
             self._storages.append(storage)
-            self._baseline += _use_count(storage)
+            self._baseline += use_count(storage)
         return tensor
 
     def exclusive(self) -> bool:
@@ -275,7 +276,7 @@ class FlatBuffer:
         """
         if not self._views:
             return True
-        if _use_count is None or sum(map(_use_count, self._storages)) != self._baseline:
+        if use_count is None or sum(map(use_count, self._storages)) != self._baseline:
             return False
         for views, addresses in self._views.values():
             if list(map(torch.Tensor.data_ptr, views)) != addresses:

@@ -250,6 +250,39 @@ async def check_kept_values(bench: Bench) -> None:
             assert all((tensor == value).all() for tensor in tensors)
 
 
+class Running(nn.Module):
+    """Its buffers are copied where parameters are pointed at what arrived."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("mean", torch.full((3, 2), value))
+        self.register_buffer("passing", torch.full((2,), value), persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.mean[1:].t()
+
+
+async def check_kept_buffers(bench: Bench) -> None:
+    """Views of a buffer keep their values too, and its object stays; but not with apply_copy."""
+    for strategy in ("tensordict", "state_dict"):
+        async with bench.crew(Running(1.0), [Running(0.0)], strategy=strategy) as crew:
+            model, kept = crew.workers[0].model, list[tuple[int, torch.Tensor]]()
+            buffer = model.mean
+            for value in range(2, 12):
+                await crew.sender.send(Running(float(value)))
+                with crew.workers[0].scheme.reading():
+                    assert (model.mean == value).all() and model.mean is buffer
+                    kept += [(value, each) for each in (*model.state_dict().values(), model())]
+            assert all((tensor == value).all() for value, tensor in kept)
+    async with bench.crew(Running(1.0), [Running(0.0)], apply_copy=True) as crew:
+        model = crew.workers[0].model
+        state, address = model.state_dict(), model.mean.data_ptr()
+        await crew.sender.send(Running(2.0))
+        with crew.workers[0].scheme.reading():
+            assert (state["mean"] == 2).all() and model.mean.data_ptr() == address
+
+
 class Scale(nn.Module):
     """Autograd keeps its parameter itself, where it keeps a view of a linear layer's."""
 
@@ -358,6 +391,7 @@ CHECKS = (
     check_everything_travels,
     check_nothing_is_aliased,
     check_kept_values,
+    check_kept_buffers,
     check_graph_of_a_version,
     check_sends_at_once,
     check_wire_dtype,
