@@ -355,7 +355,7 @@ class WeightReceiver(OfScheme):
             self._target = None
         elif self._target is None or self._target.target is not model:
             # TensorDict.from_module(), which programs of that time send, has no extra state.
-            self._target = Target(model, strict=scheme.strict and "warn")
+            self._target = Target(model, strict=scheme.strict and "warn", buffers=scheme.buffers)
             if scheme.guard == "forward" and why_unguarded(model) is None:
                 self._guard.install(model)
         return self._target

@@ -33,7 +33,7 @@ from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
-from aiosync.tensors.apply import LoadTarget, Strict
+from aiosync.tensors.apply import BufferChoice, LoadTarget, Strict
 from aiosync.transports._processes import FORKING
 from aiosync.wire import NO_LIMITS
 
@@ -83,6 +83,7 @@ class Applier:
         manual: Apply only in calls that ask for it.
         copy: Copy into the parameters instead of pointing them at the received memory.
         strict: Every name and dtype must match.
+        buffers: Which buffers of the model get weights.
         guard: Keeps reads and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
         methods: Other methods of it, whose calls are to be reads; ``None`` for those of a model
@@ -118,6 +119,7 @@ class Applier:
         manual: bool,
         copy: bool,
         strict: Strict,
+        buffers: BufferChoice,
         guard: Guard,
         install_hooks: bool,
         methods: Sequence[str] | None,
@@ -141,6 +143,7 @@ class Applier:
         self._withdraw_promise = withdraw_promise
         self._fail = fail
         self._strict = strict
+        self._buffers: BufferChoice = buffers
         self._install_hooks = install_hooks
         self._methods = Methods(guard, methods, log)
         self._copies = Copies(guard)
@@ -539,7 +542,9 @@ class Applier:
         self.submit()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
-        return model if isinstance(model, LoadTarget) else Target(model, strict=self._strict)
+        if isinstance(model, LoadTarget):
+            return model
+        return Target(model, strict=self._strict, buffers=self._buffers)
 
     def _take_over(self, model: Any) -> None:
         try:

@@ -49,7 +49,7 @@ from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
-from aiosync.tensors.apply import Strict
+from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames
 from aiosync.types import AckStatus
 from aiosync.wire import Current, Fetch, Leave, ManifestMessage, Promise, Take, Update, Welcome
@@ -103,6 +103,7 @@ class WeightReceiver:
         apply: Literal["auto", "manual"],
         copy: bool,
         strict: Strict,
+        buffers: BufferChoice,
         guard: Guard,
         install_hooks: bool,
         methods: Sequence[str] | None = (),
@@ -147,6 +148,7 @@ class WeightReceiver:
             manual=apply == "manual",
             copy=copy,
             strict=strict,
+            buffers=buffers,
             guard=guard,
             install_hooks=install_hooks,
             methods=methods,

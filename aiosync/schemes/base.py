@@ -66,6 +66,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
+        buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
         strict: Every name and dtype must match; see :attr:`strict`.
@@ -92,6 +93,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         *,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
+        buffers: Literal["all", "persistent"] = "all",
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
@@ -105,6 +107,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             per_worker_weights=per_worker_weights,
             apply=apply,
             apply_copy=apply_copy,
+            buffers=buffers,
             guard=guard,
             strict=strict,
             require=require,

@@ -72,6 +72,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         per_worker_weights: bool,
         apply: Literal["auto", "manual"],
         apply_copy: bool,
+        buffers: Literal["all", "persistent"],
         guard: Literal["forward", "reading"],
         strict: bool,
         require: Require,
@@ -91,6 +92,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
             per_worker_weights=per_worker_weights,
             apply=apply,
             apply_copy=apply_copy,
+            buffers=buffers,
             guard=guard,
             strict=strict,
             require=require,
@@ -295,6 +297,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
+        buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
         require: How many workers must apply an update for ``send()`` to succeed.
@@ -331,6 +334,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
         per_worker_weights: bool = False,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
+        buffers: Literal["all", "persistent"] = "all",
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
@@ -354,6 +358,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
             per_worker_weights=per_worker_weights,
             apply=apply,
             apply_copy=apply_copy,
+            buffers=buffers,
             guard=guard,
             strict=strict,
             require=require,
@@ -451,6 +456,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
+        buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
         require: How many workers must apply an update for ``send()`` to succeed.
@@ -482,6 +488,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         per_worker_weights: bool = False,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
+        buffers: Literal["all", "persistent"] = "all",
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
@@ -502,6 +509,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
             per_worker_weights=per_worker_weights,
             apply=apply,
             apply_copy=apply_copy,
+            buffers=buffers,
             guard=guard,
             strict=strict,
             require=require,

@@ -188,6 +188,16 @@ class SchemeOptions:
         stay the same.
         """,
     )
+    buffers: Option[Literal["all", "persistent"]] = Option(
+        one_of("all", "persistent"),
+        """Which buffers of its module a worker has updated.
+
+        With ``"persistent"`` those that are no part of ``state_dict()``, such as hidden states and
+        caches, stay what the worker makes of them; only on the meta device they get values.
+        ``"all"`` overwrites them, but not in another shape, and warns once where the worker has
+        written to them. Only the worker needs it.
+        """,
+    )
     guard: Option[Literal["forward", "reading"]] = Option(
         one_of("forward", "reading"), "What keeps updates out of reads."
     )

@@ -581,6 +581,7 @@ class Worker:
             apply=scheme.apply,
             copy=scheme.apply_copy or self._given.loader is not None,
             strict=scheme.strict and scheme._strictly,
+            buffers=scheme.buffers,
             guard=self._guard,
             install_hooks=scheme.guard == "forward",
             methods=self._methods,

@@ -237,6 +237,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
+        buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
         require: How many workers must apply an update for ``send()`` to succeed.
@@ -277,6 +278,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         per_worker_weights: bool = False,
         apply: Literal["auto", "manual"] = "auto",
         apply_copy: bool = False,
+        buffers: Literal["all", "persistent"] = "all",
         guard: Literal["forward", "reading"] = "forward",
         strict: bool = True,
         require: Require = "all",
@@ -302,6 +304,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             per_worker_weights=per_worker_weights,
             apply=apply,
             apply_copy=apply_copy,
+            buffers=buffers,
             guard=guard,
             strict=strict,
             require=require,

@@ -271,6 +271,7 @@ class WeightSyncScheme(SchemeState):
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
+        buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
         require: How many workers must apply an update for ``send()`` to succeed.

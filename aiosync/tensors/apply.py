@@ -27,6 +27,7 @@ from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
 from aiosync.tensors.flatten import Signature
 from aiosync.tensors.places import Undo, put, store
+from aiosync.tensors.transient import TransientBuffers
 from aiosync.tensors.values import (
     EXTRA_STATE,
     inner_names,
@@ -50,7 +51,7 @@ from aiosync.tensors.walk import (
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["LoadTarget", "Loader", "Strict", "Target"]
+__all__ = ["BufferChoice", "LoadTarget", "Loader", "Strict", "Target"]
 
 Mode: TypeAlias = Literal["flip", "copy", "replace"]
 """How tensors get their new values.
@@ -62,6 +63,9 @@ the places of the old ones.
 
 Strict: TypeAlias = bool | Literal["warn"]
 """``"warn"`` is strict, but extra state that was not sent is only warned of."""
+
+BufferChoice: TypeAlias = Literal["all", "persistent"]
+"""Which buffers of a module get weights: with ``"persistent"`` others only if they lack memory."""
 
 Loader: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """Takes the names and tensors of one version. The tensors are views of received memory, which is
@@ -114,6 +118,8 @@ class Plan:
         equal: Those that get leaves which were sent separately.
         values: Where the values go; those of modules may be bare tensors.
         stateless: Extra state that was not sent, and stays.
+        transient: Buffers that were sent and that are not persistent, by name; without those that
+            ``buffers`` leaves out.
         moves: Tensors that get other memory, which are ``moved``: the flag says that it is that of
             the leaf, else they get some of their own.
         puts: Other tensors take the places of these; the flag says the same.
@@ -128,7 +134,14 @@ class Plan:
     """
 
     def __init__(
-        self, target: Any, layout: Layout, values: Mapping[str, Any], mode: Mode, *, strict: Strict
+        self,
+        target: Any,
+        layout: Layout,
+        values: Mapping[str, Any],
+        mode: Mode,
+        *,
+        strict: Strict,
+        buffers: BufferChoice,
     ) -> None:
         """Look at a target, and change nothing.
 
@@ -140,6 +153,7 @@ class Plan:
             strict: Refuse names that only one side has, and other dtypes. Buffers of a module may
                 be rounded, and either side may lack those that are no part of ``state_dict()``.
                 ``"warn"`` lets extra state be missing.
+            buffers: Which buffers get weights.
 
         Raises:
             ManifestMismatch: They do not fit; all names are listed.
@@ -158,7 +172,8 @@ class Plan:
         self._signature = Signature(self.tensors)
         self.values: list[Place] = []
         self.stateless: list[str] = []
-        self._match(layout, values, strict=strict)
+        self.transient: dict[str, torch.Tensor] = {}
+        self._match(layout, values, strict=strict, buffers=buffers)
         self.assigned: list[Spot] = [spot for spot in self.spots if spot.leaves]
         self.equal: list[Spot] = [spot for spot in self.assigned if len(spot.leaves) > 1]
         self._refuse_overlapping()
@@ -212,7 +227,9 @@ class Plan:
         same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
         return same and self._signature.same(self.tensors)
 
-    def _match(self, layout: Layout, values: Mapping[str, Any], *, strict: Strict) -> None:
+    def _match(
+        self, layout: Layout, values: Mapping[str, Any], *, strict: Strict, buffers: BufferChoice
+    ) -> None:
         """Decide what gets which leaf and which value."""
         leaves, index = layout.manifest.leaves, layout.index
         inner = inner_names(values)
@@ -236,11 +253,19 @@ class Plan:
             plain = [] if sent else [name for name in names if name in values]
             for name in plain:
                 mismatched[name] = f"expected a tensor, got a {type(values[name]).__name__}"
+            taken.update(names if sent else plain)
+            if sent and spot.is_optional and not spot.tensor.is_meta:
+                if buffers == "persistent":
+                    continue
+                self.transient[spot.name] = spot.tensor
+                # Such a tensor is state of this process, which has made it anew.
+                fits = all(spot.tensor.shape == leaves[leaf].shape for leaf in sent)
+                if spot.tensor.is_inference() or not fits:
+                    continue
             for leaf, name in sent.items():
                 why = _difference(spot, leaves[leaf].shape, layout.dtypes[leaf], strict)
                 if why:
                     mismatched[name] = why
-            taken.update(names if sent else plain)
             missing += [] if sent or plain or spot.is_optional else names
             spot.leaves = sorted(sent)
         for place in self.found.values.values():
@@ -375,11 +400,11 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain strided tensor or parameter with memory."""
+    """Whether a tensor is a plain strided tensor or parameter with memory to write to."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_inference())
     )
 
 
@@ -397,7 +422,11 @@ class Target:
     """
 
     def __init__(
-        self, target: nn.Module | TensorDictBase | dict[str, Any], *, strict: Strict = True
+        self,
+        target: nn.Module | TensorDictBase | dict[str, Any],
+        *,
+        strict: Strict = True,
+        buffers: BufferChoice = "all",
     ) -> None:
         """Choose the target; it is not looked at yet.
 
@@ -409,11 +438,17 @@ class Target:
                 has are left alone, and floating-point values are cast; shapes must be the same
                 in any case. ``"warn"`` warns once where extra state is missing, and keeps what
                 the target has.
+            buffers: ``"persistent"`` leaves buffers that are not persistent alone, unless they
+                are on the meta device. ``"all"`` warns once of those that somebody else writes
+                to, or replaces. Those whose shape is another one are left alone in any case, as
+                are inference tensors.
         """
         self.target = target
         self._stateless: list[str] = []  # was warned of
         self._told = False  # that views of buffers do not follow them
         self.strict = strict
+        self.buffers: BufferChoice = buffers
+        self._transient = TransientBuffers(type(target).__name__)
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
 
@@ -495,6 +530,7 @@ class Target:
             ConfigError: The target cannot be a target.
         """
         plan = self._resolve(layout, values, mode)
+        self._transient.check(plan.transient)
         undo: Undo = []
         with torch.inference_mode(False), torch.no_grad():
             _check_equal(plan, layout, sources)
@@ -508,6 +544,7 @@ class Target:
                 for step in reversed(undo):
                     step()
                 raise
+        self._transient.note(plan.transient)
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
         """Whether :meth:`apply_` would change pointers, and copy next to nothing.
@@ -569,7 +606,7 @@ class Target:
         ):
             return plan
         self._plan = None
-        plan = Plan(self.target, layout, values, mode, strict=self.strict)
+        plan = Plan(self.target, layout, values, mode, strict=self.strict, buffers=self.buffers)
         if plan.stateless and plan.stateless != self._stateless:
             self._stateless = plan.stateless
             warnings.warn(

@@ -294,6 +294,37 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class Recurrent(nn.Module):
+    """Each forward makes its hidden state anew, which is that of this process."""
+
+    def __init__(self, value: float, rows: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), value))
+        self.register_buffer("hidden", torch.zeros(rows, 2), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.hidden[: len(x)] + x
+        return self.scale + 0
+
+
+async def check_state_of_a_worker(bench: Bench) -> None:
+    """buffers="persistent" keeps updates out of hidden states; one of another size always stays."""
+    for apply_copy in (False, True):
+        options = {"buffers": "persistent", "apply_copy": apply_copy}
+        async with bench.crew(Recurrent(1.0, 4), [Recurrent(0.0, 4)], **options) as crew:
+            model = crew.workers[0].model
+            for value in range(2, 6):
+                assert (model(torch.ones(4, 2)) == value - 1).all()
+                assert (await crew.sender.send(Recurrent(float(value), 4))).acked == {0}
+                assert (model(torch.ones(4, 2)) == value).all()
+                assert (model.hidden == 2 * (value - 1)).all()
+        other = {"apply_copy": apply_copy}
+        async with bench.crew(Recurrent(1.0, 4), [Recurrent(0.0, 2)], **other) as crew:
+            assert (await crew.sender.send(Recurrent(2.0, 3))).acked == {0}
+            assert (crew.workers[0].model(torch.ones(2, 2)) == 2).all()
+
+
 async def check_graph_of_a_version(bench: Bench) -> None:
     """A graph of an old version is not differentiated with the weights of a new one."""
     for build, frozen in itertools.product((partial(nn.Linear, 4, 2), Scale), (False, True)):
@@ -392,6 +423,7 @@ CHECKS = (
     check_nothing_is_aliased,
     check_kept_values,
     check_kept_buffers,
+    check_state_of_a_worker,
     check_graph_of_a_version,
     check_sends_at_once,
     check_wire_dtype,
