@@ -391,7 +391,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             weights: Sender only: the initial weights.
             timeout: Seconds in all; ``None`` takes the scheme's, ``math.inf`` waits for ever.
             processes: Sender only: the workers' processes, by index (anything with a ``pid``,
-                or process ids), so that one that dies before it connects is noticed at once.
+                or process ids): once so many have ended that ``require`` cannot be met, it raises.
+                A supervisor has half a second to put another one into this list.
             initial: Receiver only: wait for the initial weights, as far as it subscribes. If
                 false, they may come later, and so may what they are applied to.
 
@@ -402,7 +403,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             ConfigError: The two sides are set up differently, the timeout is not a number, the
                 context's model takes no forward hooks, or there is nothing to apply weights to.
             PartialSyncError: Sender: some worker could not apply the initial weights, or died.
-                The others are connected.
+                The others are connected, or still may connect.
             ApplyError: Receiver: the initial weights do not fit the model.
             LocalProtocolError: Called twice, or before ``init_on_*``, or in a child that was
                 forked after it; or without an asyncio event loop, as under trio.
@@ -423,10 +424,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             with life.waiting("connect()", limit, side.awaited):
                 await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
         except BaseException as exc:  # raised again: the caller sees it
-            reached = life.sender is not None and life.sender.workers.links
-            if reached and isinstance(exc, (ConnectTimeout, PartialSyncError)):
-                life.connected = not life.closed
-                raise
+            workers = None if life.sender is None else life.sender.workers
+            if workers is not None and isinstance(exc, (ConnectTimeout, PartialSyncError)):
+                failed = getattr(exc, "failed", workers.expected)
+                if workers.links or len(failed) < len(workers.expected):  # others may come
+                    life.connected = not life.closed
+                    raise
             was_closed, life.connecting = life.closed, None
             self.abort()
             if life.runtime is not None:  # made after it was closed

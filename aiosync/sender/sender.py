@@ -181,7 +181,7 @@ class WeightSender:
                     if idx in (None, link.idx):
                         link.offer(snapshot)
                 self.tell()
-        await workers.wait_until_joined(version, processes, timeout)
+        await workers.wait_until_joined(version, self.require, processes, timeout)
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import select
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -31,16 +31,18 @@ from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import draw_epoch
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
-from aiosync.sender.outbox import Outcome, WorkerLeft
+from aiosync.sender.outbox import Outcome, Send, WorkerLeft
 from aiosync.sender.snapshots import History
 from aiosync.sender.worker_link import Streaming, WorkerLink
-from aiosync.transports._processes import has_ended, open_pidfd
+from aiosync.transports._processes import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
+from aiosync.types import Require
 from aiosync.wire import Current, Hello
 
 __all__ = ["WorkerRecord", "WorkerRegistry", "watch_process"]
 
 _REMEMBERED = 64  # workers that went and did not come again
+_REPLACED_SECONDS = 0.5  # in which a supervisor replaces a process that ended
 # Tells that the peer will write no more even while bytes of it are unread. Linux only.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 _ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
@@ -436,9 +438,11 @@ class WorkerRegistry:
     # -- waiting for those expected ------------------------------------------------------------
 
     async def wait_until_joined(
-        self, version: int, processes: Sequence[Any], timeout: float | None
+        self, version: int, require: Require, processes: Sequence[Any], timeout: float | None
     ) -> None:
         """Wait until every expected worker has applied ``version``, or has failed.
+
+        It ends as soon as so many processes have ended that ``require`` cannot be met.
 
         Raises:
             ConnectTimeout: Some expected worker did not come in time.
@@ -446,32 +450,34 @@ class WorkerRegistry:
             ConfigError: What was given as a process is none.
         """
         watch = ProcessWatch(processes, self.changed.notify)
+        tolerated = len(self.expected) - Send(version, {*self.expected}, require).needed
+        failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
         try:
             async with asyncio.timeout(timeout):
                 while True:
                     self.check()
-                    failed, absent, late = self._look(version, watch)
+                    failed, absent, late = self._look(version)
+                    short = self._add_ended(failed, absent, watch)
                     settled = failed.keys() | {idx for idx in absent if self.records[idx].has_left}
-                    if settled >= {*absent, *late}:
+                    if settled >= {*absent, *late} or short > max(0, tolerated):
                         break
                     await self.changed.wait()
         except TimeoutError as exc:
-            raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}") from exc
+            ended = "".join(f"; worker {idx}: {error}" for idx, error in failed.items())
+            raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}{ended}") from exc
         finally:
             watch.close()
         for idx, error in failed.items():
             record = self.records[idx]
             record.fail(error, record.version, reported=True)
         if failed:
-            joined = {*self.expected} - failed.keys()
+            missing = {idx for idx in (*absent, *late) if not self.records[idx].has_left}
+            joined = {*self.expected} - failed.keys() - missing
             raise PartialSyncError(acked=joined, failed=failed, version=version)
 
-    def _look(
-        self, version: int, watch: ProcessWatch | None = None
-    ) -> tuple[dict[int, AiosyncError], list[int], list[int]]:
-        """Of those expected: why some do not come, who is not there, and who lacks ``version``."""
+    def _look(self, version: int) -> tuple[dict[int, AiosyncError], list[int], list[int]]:
+        """Of those expected: why some failed, who is not there, and who lacks ``version``."""
         failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
-        joined = {link.hello.pid for link in self.links.values()}
         for idx in self.expected:
             record = self.record(idx)
             link, error = self.links.get(idx), record.error
@@ -479,16 +485,40 @@ class WorkerRegistry:
                 failed[idx] = error
             if link is None:
                 absent.append(idx)
-                pids = watch.ended_for(idx, joined, len(self.expected)) if watch else []
-                if pids and error is None:
-                    ended = ", ".join(f"process {pid}" for pid in pids)
-                    text = f"no process is left that could become worker {idx}: {ended} ended"
-                    failed[idx] = ConnectError(text + self._refused())
             elif link.hello.subscribe and self.history.for_worker(idx).version:
                 has = link.visible if link.hello.has_target else link.outbox.received
                 if has < version:
                     late.append(idx)
         return failed, absent, late
+
+    def _add_ended(
+        self, failed: dict[int, AiosyncError], absent: Sequence[int], watch: ProcessWatch
+    ) -> int:
+        """Add the workers that will not come, as too few processes are left to become them.
+
+        Returns:
+            How many of those expected cannot come.
+        """
+        records, processes = self.records, watch.processes()
+        missing = [
+            idx for idx in absent if not records[idx].has_left and idx not in self.arriving.values()
+        ]
+        joined = {link.hello.pid for link in self.links.values()}
+        joined |= {records[idx].pid for idx in absent if records[idx].has_left}
+        coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
+        unknown = max(0, len(self.expected) - len(processes))
+        short = max(0, len(missing) - coming - unknown)
+        free = [idx for idx in missing if idx not in failed]
+        to_name = short - (len(missing) - len(free))
+        came = joined | {records[idx].pid for idx in failed}
+        ended = [each for each, pid in enumerate(processes) if pid in watch.ended - came]
+        for each in ended[: max(0, to_name)]:
+            # Its own index may have been given to another process.
+            idx = each if each in free else free[0]
+            free.remove(idx)
+            text = f"process {processes[each]} ended{watch.exit_code(each)} before it connected"
+            failed[idx] = ConnectError(text + self._refused())
+        return short
 
     def _refused(self) -> str:
         refusals = [*self.refusals, *self.strangers()]
@@ -538,60 +568,69 @@ def watch_process(transport: Transport, pid: int) -> None:
 
 
 class ProcessWatch:
-    """The processes that are to become workers, and whether they still can.
+    """The processes that are to become workers, and which of them have ended.
 
     Args:
-        processes: Process objects or ids, by the index that each worker is expected to have.
-        on_end: Called whenever one ends.
+        processes: Process objects or ids, by the index that each worker is expected to have. A
+            supervisor may replace one that ended while this watches.
+        on_end: Called when one has ended, and was not replaced at once.
+
+    Attributes:
+        ended: The ids of these.
 
     Raises:
         ConfigError: One is neither, or was not started.
     """
 
     def __init__(self, processes: Sequence[Any], on_end: Callable[[], None]) -> None:
-        pids = [each if isinstance(each, int) else getattr(each, "pid", None) for each in processes]
-        if None in pids:
-            wrong = processes[pids.index(None)]
-            raise ConfigError(f"{wrong!r} is neither a started process nor a process id")
-        self.pids: list[int] = [int(each) for each in pids if each is not None]
-        self._loop = asyncio.get_running_loop()
-        self._ended: set[int] = set()  # indices
-        self._pidfds: list[int] = []
-        for idx, pid in enumerate(self.pids):
-            try:
-                pidfd = open_pidfd(pid)
-            except ProcessLookupError:
-                self._ended.add(idx)
-                continue
-            if pidfd >= 0:  # else only the timeout can tell
-                self._pidfds.append(pidfd)
-                self._loop.add_reader(pidfd, self._has_ended, idx, pidfd)
+        self.ended: set[int] = set()
+        self._processes = processes
         self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[int, int] = {}
+        self.processes()
 
-    def _has_ended(self, idx: int, pidfd: int) -> None:
+    def processes(self) -> list[int]:
+        """Return the process ids by index, as they are now, and watch new ones."""
+        pids: list[int] = []
+        for each in self._processes:
+            pid = each if isinstance(each, int) else getattr(each, "pid", None)
+            if pid is None:
+                raise ConfigError(f"{each!r} is neither a started process nor a process id")
+            pids.append(pid)
+            if pid not in self._pidfds:
+                self._watch(pid)
+        return pids
+
+    def _watch(self, pid: int) -> None:
+        self._pidfds[pid] = -1  # only the timeout can tell
+        try:
+            self._pidfds[pid] = pidfd = open_pidfd(pid)
+        except ProcessLookupError:
+            self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
+        else:
+            if pidfd >= 0:
+                self._loop.add_reader(pidfd, self._has_ended, pid, pidfd)
+
+    def _has_ended(self, pid: int, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
-        self._ended.add(idx)
+        self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
+
+    def _note_end(self, pid: int) -> None:
+        self.ended.add(pid)
         self._on_end()
+
+    def exit_code(self, idx: int) -> str:
+        """Say with which exit code a process has ended, where that is known."""
+        process = self._processes[idx]
+        code = getattr(process, "exitcode", getattr(process, "returncode", None))
+        if code is None:
+            code = find_exit_code(process if isinstance(process, int) else process.pid)
+        return "" if code is None else f" with exit code {code}"
 
     def close(self) -> None:
         """Watch no longer."""
-        for pidfd in self._pidfds:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-    def ended_for(self, idx: int, joined: Collection[int], expected: int) -> list[int]:
-        """The processes whose end means that a worker will not come; none while it may.
-
-        That is its own; or all that are not workers, as those may have other indices.
-
-        Args:
-            idx: Index of the worker.
-            joined: The process ids of workers that are connected.
-            expected: How many workers are waited for.
-        """
-        if idx in self._ended:
-            return [self.pids[idx]]
-        idle = [each for each, pid in enumerate(self.pids) if pid not in joined]
-        if expected > len(self.pids) or not self._ended.issuperset(idle):
-            return []
-        return [self.pids[each] for each in idle]
+        for pidfd in self._pidfds.values():
+            if pidfd >= 0:
+                self._loop.remove_reader(pidfd)
+                os.close(pidfd)

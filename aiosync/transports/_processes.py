@@ -20,6 +20,7 @@ __all__ = [
     "FORKING",
     "OPENING",
     "close_in_child",
+    "find_exit_code",
     "has_ended",
     "is_gone",
     "keep_across_fork",
@@ -115,6 +116,20 @@ def has_ended(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def find_exit_code(pid: int) -> int | None:
+    """The exit code of a child that has ended and was not reaped, negative for a signal's number.
+
+    The child stays for its parent to reap. ``None`` of every other process.
+    """
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def is_gone(pid: int) -> bool:

@@ -1,0 +1,178 @@
+"""What a trainer's connect() says of processes that end before it is over, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import aiosync
+import aiosync.sync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.slow]
+both = pytest.mark.parametrize("make", harness.SCHEMES)
+AT_ONCE_SECONDS = 10.0
+"""Far below harness.PATIENCE, and far above what a busy machine takes."""
+
+
+async def _exit(state: harness.State, code: int) -> None:
+    os._exit(code)
+
+
+async def _fails(connecting: Any) -> aiosync.PartialSyncError:
+    with pytest.raises(aiosync.PartialSyncError) as caught:
+        await asyncio.wait_for(connecting, AT_ONCE_SECONDS)
+    return caught.value
+
+
+@both
+@pytest.mark.parametrize("code", [0, 3])
+async def test_one_ends_while_the_other_starts(make, code) -> None:
+    scheme, model = make(), models.linear(1.0)
+    scheme.init_on_sender(model=model, num_workers=2)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
+        processes = [worker.process for worker in crew]
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=processes)
+        )
+        crew[0].post(_exit, code)
+        error = await _fails(connecting)
+        assert error.failed.keys() == {0}
+        assert error.acked == set()
+        expected = f"process {crew[0].pid} ended with exit code {code} before it connected"
+        assert expected in str(error.failed[0])
+        # The other one, and a successor, may still come.
+        assert await crew[1].call(harness.join, 1) == 1
+        crew.append(harness.start(scheme, models.linear))
+        assert await crew[2].call(harness.join, 0) == 1
+        assert (await scheme.send()).acked == {0, 1}
+
+
+@both
+async def test_it_had_ended_before(make) -> None:
+    """Reaped or not, given as an object or a number, of whatever library."""
+    for kind in ("popen", "reaped", "number"):
+        process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        if kind == "reaped":
+            process.poll()
+        scheme = make()
+        scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+        async with scheme:
+            given = [process.pid if kind == "number" else process, os.getpid()]
+            error = await _fails(scheme.connect(processes=given))
+            assert error.failed.keys() == {0}
+            assert f"process {process.pid} ended with exit code 7" in str(error)
+        process.wait()
+
+
+async def test_as_long_as_enough_can_come_it_waits() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme(require=1)
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
+        crew[0].kill()
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[each.pid for each in crew])
+        )
+        await asyncio.wait([connecting], timeout=1.5)
+        assert not connecting.done()
+        assert await crew[1].call(harness.join) == 1
+        error = await _fails(connecting)
+        assert (error.failed.keys(), error.acked) == ({1}, {0})
+        assert f"process {crew[0].pid} ended" in str(error)
+        assert (await scheme.send()).acked == {0}
+
+
+async def test_a_timeout_names_those_that_ended() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme(require=0.5)
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
+        crew[1].kill()
+        with pytest.raises(aiosync.ConnectTimeout, match=f"process {crew[1].pid} ended"):
+            await scheme.connect(timeout=1.5, processes=[each.process for each in crew])
+
+
+@both
+async def test_a_supervisor_starts_another_one(make) -> None:
+    """In the place of one in the list of processes, or one that nobody was told of."""
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 3, connect=False) as crew:
+        processes = [worker.process for worker in crew[:2]]
+        crew[0].kill()
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=processes)
+        )
+        await asyncio.sleep(0.05)
+        processes[0] = crew[2].process
+        await asyncio.wait([connecting], timeout=1.5)
+        assert not connecting.done()
+        joins = [crew[1].call(harness.join, 1), crew[2].call(harness.join, 0)]
+        assert await asyncio.gather(*joins) == [1, 1]
+        await connecting
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 3, connect=False) as crew:
+        crew[0].kill()
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[each.pid for each in crew[:2]])
+        )
+        assert await crew[2].call(harness.join, 0) == 1
+        await asyncio.wait([connecting], timeout=1.5)
+        assert not connecting.done()
+        assert await crew[1].call(harness.join, 1) == 1
+        await connecting
+
+
+async def test_spare_processes_are_no_workers() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
+    async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
+        crew[0].kill()
+        connecting = asyncio.ensure_future(
+            scheme.connect(timeout=harness.PATIENCE, processes=[each.pid for each in crew])
+        )
+        await asyncio.wait([connecting], timeout=1.5)
+        assert not connecting.done()
+        assert await crew[1].call(harness.join) == 1
+        await connecting
+
+
+def _sleep_or_exit(code: int | None) -> None:
+    if code is None:
+        time.sleep(harness.PATIENCE)
+    sys.exit(code)
+
+
+async def test_blocking() -> None:
+    for make in (aiosync.sync.SharedMemWeightSyncScheme, aiosync.sync.TCPWeightSyncScheme):
+        await asyncio.to_thread(_block, make())
+
+
+def _block(scheme: Any) -> None:
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    fork = multiprocessing.get_context("forkserver")
+    processes = [fork.Process(target=_sleep_or_exit, args=(code,)) for code in (None, 4)]
+    for process in processes:
+        process.start()
+    began = time.monotonic()
+    try:
+        with scheme, pytest.raises(aiosync.PartialSyncError) as caught:
+            scheme.connect(processes=processes)
+        assert time.monotonic() - began < 2 * AT_ONCE_SECONDS
+        assert caught.value.failed.keys() == {1}
+        assert f"process {processes[1].pid} ended with exit code 4" in str(caught.value)
+        assert "aiosync-portal" not in {each.name for each in threading.enumerate()}
+    finally:
+        for process in processes:
+            process.kill()
+            harness.end(process)
