@@ -110,6 +110,7 @@ class WorkerRegistry:
             changed, so that any thread may go through them.
         readers: What tells whether those that read slots said something; made by who asks, and
             ``None`` once a worker came or went.
+        is_joining: Workers are expected that have not come yet.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: Why the last ones were not let in.
         initial: Of whom the initial weights are still being copied; ``None`` for everybody.
@@ -149,6 +150,8 @@ class WorkerRegistry:
         self.records: dict[int, WorkerRecord] = {}
         self.links: dict[int, WorkerLink] = {}
         self.readers: select.poll | None = None
+        self.is_joining: bool = bool(expected)
+        self._causes: dict[int, AiosyncError] = {}  # by process id
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
@@ -374,6 +377,7 @@ class WorkerRegistry:
                 self.counts["refused"] += 1
                 first = str(error).partition("\n")[0]  # who says more fills no log
                 self._log("refused", first, link.idx, outcome.version)
+                self._keep_cause(link, error)
             if record is None or isinstance(error, WorkerLeft):
                 continue
             if error is not None and self.links.get(link.idx) is link:
@@ -385,11 +389,17 @@ class WorkerRegistry:
                     record.recover()
         self.changed.notify()
 
+    def _keep_cause(self, link: WorkerLink, error: AiosyncError) -> None:
+        """Keep why a process failed first, as another one may get its index."""
+        if self.is_joining:
+            self._causes.setdefault(link.hello.pid, error)
+
     # -- who goes ------------------------------------------------------------------------------
 
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """A worker's link has ended."""
         self.readers = None
+        self._keep_cause(link, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
             record = self.records[link.idx]
@@ -397,9 +407,9 @@ class WorkerRegistry:
             if not self.closed:
                 phase = "left" if isinstance(error, WorkerLeft) else "lost"
                 self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
-                # No send misses one that only asks; connect() may. What it refused before it left
+                # No send misses one that only asks; connect() may. What it refused before it went
                 # is still to be told.
-                if record.reported or not isinstance(error, WorkerLeft):
+                if record.reported:
                     told = not link.hello.subscribe or self._on_outcome is None
                     record.fail(error, reported=told)
                 self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
@@ -467,6 +477,8 @@ class WorkerRegistry:
             raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}{ended}") from exc
         finally:
             watch.close()
+            self.is_joining = False
+            self._causes.clear()
         for idx, error in failed.items():
             record = self.records[idx]
             record.fail(error, record.version, reported=True)
@@ -516,7 +528,9 @@ class WorkerRegistry:
             # Its own index may have been given to another process.
             idx = each if each in free else free[0]
             free.remove(idx)
-            text = f"process {processes[each]} ended{watch.exit_code(each)} before it connected"
+            cause = self._causes.get(processes[each])
+            why = " before it connected" if cause is None else f": {cause}"
+            text = f"process {processes[each]} ended{watch.exit_code(each)}{why}"
             failed[idx] = ConnectError(text + self._refused())
         return short
 

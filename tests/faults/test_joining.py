@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -160,7 +160,7 @@ async def test_blocking() -> None:
 
 def _block(scheme: Any) -> None:
     scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
-    fork = multiprocessing.get_context("forkserver")
+    fork = harness.context("forkserver")
     processes = [fork.Process(target=_sleep_or_exit, args=(code,)) for code in (None, 4)]
     for process in processes:
         process.start()
@@ -176,3 +176,57 @@ def _block(scheme: Any) -> None:
         for process in processes:
             process.kill()
             harness.end(process)
+
+
+# -- workers that refuse the first version, and end ------------------------------------------------
+
+
+def _refuse(scheme: Any, worker_idx: int | None, started: Any) -> None:
+    scheme.init_on_receiver(model=models.wide(), worker_idx=worker_idx)
+    started.wait()
+    with scheme:
+        scheme.connect()
+
+
+@pytest.mark.parametrize("indices", [(None, None), (0, 0)], ids=["chosen", "the same"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        aiosync.sync.SharedMemWeightSyncScheme,
+        aiosync.sync.MultiProcessWeightSyncScheme,
+        aiosync.sync.TCPWeightSyncScheme,
+    ],
+)
+async def test_why_each_worker_refused_is_kept(make, indices) -> None:
+    """Also when they exit, and another one gets the index."""
+    await asyncio.to_thread(_are_refused, make(require=1), indices)
+
+
+def _are_refused(scheme: Any, indices: Sequence[int | None]) -> None:
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    context = harness.context("forkserver")
+    started = [context.Event() for _ in indices]
+    processes = [
+        context.Process(target=_refuse, args=(scheme, idx, event))
+        for idx, event in zip(indices, started, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    started[0].set()
+    follow = threading.Thread(target=_follow, args=(processes[0], started[1]))
+    follow.start()
+    try:
+        with scheme, pytest.raises(aiosync.PartialSyncError) as caught:
+            scheme.connect(timeout=harness.PATIENCE, processes=processes)
+        assert (caught.value.failed.keys(), caught.value.acked) == ({0, 1}, set())
+        for error in caught.value.failed.values():
+            assert "refused version 1: ManifestMismatch" in str(error)
+    finally:
+        follow.join()
+        for process in processes:
+            harness.end(process)
+
+
+def _follow(first: Any, then: Any) -> None:
+    first.join()
+    then.set()
