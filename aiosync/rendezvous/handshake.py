@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aiosync.errors import (
     AiosyncError,
@@ -34,6 +33,7 @@ async def admit(
     epoch: int,
     num_workers: int | None,
     worker_idx: int | None,
+    indices: Callable[[], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
     reserve: Callable[[int, Hello], int],
     hello: Hello | None = None,
@@ -43,10 +43,10 @@ async def admit(
     """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
 
     ``given``: nobody dialled, so the worker's process may not even have been started, and there
-    is no hurry. ``holder`` tells which other live process has an index, or ``None``. ``reserve``
-    is told the index and the Hello before the answer leaves, so that the next worker, who may ask
-    meanwhile, gets another one; it returns the version that this worker is sent first, or 0: then
-    the worker is told the ``note``.
+    is no hurry. ``indices`` are tried in turn for a worker that has none. ``holder`` tells which
+    other live process has an index, or ``None``. ``reserve`` is told the index and the Hello before
+    the answer leaves, so that the next worker, who may ask meanwhile, gets another one; it returns
+    the version that this worker is sent first, or 0: then the worker is told the ``note``.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -75,7 +75,7 @@ async def admit(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"
             )
-        idx = _choose(message, worker_idx, num_workers, holder)
+        idx = _choose(message, worker_idx, num_workers, indices, holder)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
@@ -89,6 +89,7 @@ def _choose(
     hello: Hello,
     expected: int | None,
     num_workers: int | None,
+    indices: Callable[[], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
 ) -> int:
     """A free index: the one of the pipe, or that was asked for, else the first."""
@@ -97,7 +98,7 @@ def _choose(
         raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
     wanted = asked if expected is None else expected
     if wanted is None:
-        for idx in itertools.count() if num_workers is None else range(num_workers):
+        for idx in indices():
             if holder(idx, hello) is None:
                 return idx
         raise ConnectError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -250,6 +251,7 @@ class WorkerRegistry:
                 epoch=self.epoch,
                 num_workers=self.num_workers,
                 worker_idx=expected_idx,
+                indices=self._indices,
                 holder=self._holder,
                 reserve=lambda idx, hello: self._reserve(transport, idx, hello),
                 hello=hello,
@@ -296,6 +298,16 @@ class WorkerRegistry:
         if link.hello.subscribe:
             self._offer_history(link)
         self.changed.notify()
+
+    def _indices(self) -> Iterable[int]:
+        """Indices in the order in which they are given to workers that ask for none."""
+        if self.num_workers is None:
+            return itertools.count()
+        indices = range(self.num_workers)
+        if not self.is_joining:
+            return indices
+        # A worker that came and left counts as one that came, as long as its index is its own.
+        return sorted(indices, key=lambda idx: self.record(idx).pid != 0)
 
     def _holder(self, idx: int, hello: Hello) -> int | None:
         """The process that has an index and is alive, its link too; ``None`` if it is free.
@@ -541,8 +553,12 @@ class WorkerRegistry:
     def awaited(self, version: int) -> str:
         """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""
         _, absent, late = self._look(version)
-        parts = [where() for idx in absent if (where := self.records[idx].where) is not None]
-        absent = [idx for idx in absent if self.records[idx].where is None]
+        known = [self.records[idx] for idx in absent]
+        parts = [each.where() for each in known if each.where is not None and not each.has_left]
+        left = [idx for idx in absent if self.records[idx].has_left]
+        absent = [idx for idx in absent if self.records[idx].where is None and idx not in left]
+        if left:
+            parts.append(f"workers {left} connected, and left")
         if absent:
             parts.append(
                 f"workers {absent} did not connect: each has to call init_on_receiver() and "

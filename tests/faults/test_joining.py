@@ -230,3 +230,68 @@ def _are_refused(scheme: Any, indices: Sequence[int | None]) -> None:
 def _follow(first: Any, then: Any) -> None:
     first.join()
     then.set()
+
+
+# -- workers that take the first version, and leave ------------------------------------------------
+
+
+async def _come_and_leave(trainer: Any, worker_idx: int | None = None) -> int:
+    worker = harness.twin(trainer)
+    worker.init_on_receiver(model=models.linear(), worker_idx=worker_idx)
+    async with worker:
+        await worker.connect()
+        found: int = worker.worker_idx
+    await harness.until(lambda: not trainer.worker_versions)
+    return found
+
+
+ANY = [*harness.SCHEMES, aiosync.TCPWeightSyncScheme]
+
+
+@pytest.mark.parametrize("make", ANY)
+@pytest.mark.parametrize("initial", [True, False], ids=["weights", "no weights"])
+async def test_workers_come_and_leave(make, initial) -> None:
+    """One after the other, each before the next: all of them have come."""
+    trainer = make()
+    model = models.linear(1.0)
+    trainer.init_on_sender(num_workers=3, **({"model": model} if initial else {}))
+    async with trainer:
+        connecting = asyncio.ensure_future(trainer.connect(timeout=harness.PATIENCE))
+        indices = [await _come_and_leave(trainer) for _ in range(3)]
+        assert indices == [0, 1, 2]
+        await connecting
+        report = await trainer.send(model)
+        assert (report.acked, report.left) == (set(), {0, 1, 2})
+        # From now on a worker takes the place of one that is gone.
+        assert await _come_and_leave(trainer) == 0
+
+
+@pytest.mark.parametrize("make", ANY)
+async def test_a_timeout_says_who_came_and_left(make) -> None:
+    trainer = make()
+    trainer.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with trainer:
+        connecting = asyncio.ensure_future(trainer.connect(timeout=2))
+        for _ in range(2):
+            assert await _come_and_leave(trainer, 1) == 1
+        with pytest.raises(aiosync.ConnectTimeout) as caught:
+            await connecting
+        assert "workers [1] connected, and left; workers [0] did not connect" in str(caught.value)
+
+
+async def test_a_blocking_trainer_whose_workers_come_and_leave() -> None:
+    trainer = aiosync.sync.SharedMemWeightSyncScheme()
+    trainer.init_on_sender(model=models.linear(1.0), num_workers=2)
+
+    def come_and_leave() -> None:
+        worker = harness.twin(trainer)
+        worker.init_on_receiver(model=models.linear())
+        with worker:
+            worker.connect()
+
+    connecting = asyncio.create_task(asyncio.to_thread(trainer.connect, timeout=harness.PATIENCE))
+    for _ in range(2):
+        await asyncio.to_thread(come_and_leave)
+        await harness.until(lambda: not trainer.worker_versions)
+    await connecting
+    await asyncio.to_thread(trainer.shutdown)
