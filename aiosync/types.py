@@ -112,13 +112,15 @@ class SendReport:
         epoch: Epoch of the sender.
         version: Version that was sent.
         acked: Workers that applied exactly this version; through shared memory also those whose
-            next forward uses it, or a newer one. Says nothing about whether they are alive.
+            next forward uses it, or a newer one. Of this host, and not over plain TCP, no process
+            that had ended by then.
         skipped: Workers that never applied this version because a newer one overtook it, on
             its way or while it waited there, with that newer version.
         failed: Workers that did not get it, with the reason. Empty unless the ``require``
             policy of the scheme tolerated the failure. Of those in ``waiting``, the ones that
             refused an earlier version after its send had returned, with what they said.
-        lost: Workers that had gone before this send, and were reported by an earlier one.
+        lost: Workers that had gone before this send, and were reported by an earlier one; or that
+            died since the last report, and another process has their index now.
         left: Workers that were closed since the last report, and so neither have this version nor
             failed. They are named again only where ``worker_ids`` does; one that comes again gets
             what it was sent last.

@@ -405,7 +405,7 @@ class Trainer:
             to be called on the loop, if anything is.
         """
         started, sender, life = time.perf_counter(), self.runtime, scheme._life
-        if sender is None or not life.connected or life.closed or not sender.is_quiet():
+        if sender is None or not life.connected or life.closed or not sender.reads_slots:
             return None, None
         sources = self._given.sources
         if sources.device_map or sources.per_worker or max_lag is not None:
@@ -413,6 +413,8 @@ class Trainer:
         if timeout is not None:
             validate_timeout(timeout)
         planned, meant = self.plan(scheme, weights), named(weights, worker_ids)
+        if not sender.is_quiet():
+            return None, None
         sent = sender.start(planned, meant, None, started, off_loop=True)
         if not isinstance(sent, SendReport):
             return None, None

@@ -224,6 +224,7 @@ class Send:
         about: What observers are told of it, if there are any; not used here.
         timeout: Seconds that the send may take.
         look_at: When to look at it again; not used here.
+        turns: Of the loop that may pass until it has noticed who ended; not used here.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
         failed: Workers that did not get it, with the reason.
@@ -242,6 +243,7 @@ class Send:
     about: Any = None
     timeout: float = math.inf
     look_at: float = math.inf
+    turns: int = 20
     acked: set[int] = field(default_factory=set)
     skipped: dict[int, int] = field(default_factory=dict)
     failed: dict[int, AiosyncError] = field(default_factory=dict)
@@ -289,6 +291,12 @@ class Send:
         else:
             self.acked.add(worker_idx)
         return True
+
+    def withdraw(self, worker_idx: int, error: AiosyncError) -> None:
+        """Count a worker that applied the version, and went, as failed or as left."""
+        self.acked.discard(worker_idx)
+        self.waiting.add(worker_idx)
+        self.resolve(worker_idx, Outcome(self.version, error=error))
 
     def time_out(self) -> None:
         """Fail every target that has no outcome yet."""

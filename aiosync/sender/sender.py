@@ -43,6 +43,8 @@ _AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
 # After a small send the loop turns for a moment before it sleeps: waking an idle core costs as much
 # as the whole round trip. The longer time is for where answers were as quick lately.
 _AWAKE_SECONDS = (50e-6, 250e-6)
+# After a copy that took longer than this, a send looks again whether somebody died.
+_LOOKED_SECONDS = 100e-6
 _TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
 _EARLY_SECONDS = 0.002  # that a loop's timer may be
 _RING_SECONDS = 0.005  # until a worker that does nothing is rung
@@ -185,31 +187,6 @@ class WeightSender:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _address(
-        self, planned: Collection[int | None], worker_ids: set[int] | None
-    ) -> tuple[set[int], dict[int, AiosyncError]]:
-        """The workers that a send addresses; and those that it has to do without, and why."""
-        known, targets, lost = set(), set(), {}
-        for idx, record in self.workers.records.items():
-            link, error = self.workers.links.get(idx), record.error
-            if link is None and (error is None or not record.subscribes):
-                continue
-            known.add(idx)
-            if (
-                idx in worker_ids
-                if worker_ids is not None
-                else (None in planned or idx in planned)
-                and (link.hello.subscribe if link is not None else not record.reported)
-            ):
-                targets.add(idx)
-            elif link is None and error is not None and not record.has_left:
-                lost[idx] = error
-        if worker_ids is not None and worker_ids != targets:
-            listed = ", ".join(map(str, sorted(known))) or "none"
-            idx = min(worker_ids - targets)
-            raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
-        return targets, lost
-
     async def send(
         self,
         planned: Mapping[int | None, Prepared],
@@ -243,11 +220,14 @@ class WeightSender:
                     self.workers.check()  # it may have been closed meanwhile
                     snapshots = await self._take(planned, timeout)
             self.workers.check()
-            addressed = self._address(planned, worker_ids)  # somebody may have joined meanwhile
+            addressed = self.workers.address(planned, worker_ids)  # others may be there by now
             early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
             if sent is None:
-                sent = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
+                at_once = not self.workers.has_ended()
+                sent = self._dispatch(
+                    snapshots, addressed, worker_ids, timeout, started, at_once=at_once
+                )
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
                 self._ring()  # what they leave is wanted soon, and waking them costs little here
@@ -294,15 +274,18 @@ class WeightSender:
                 "send_nowait(): connect() is still copying the initial weights: use `await "
                 "send()`, or call it after connect()"
             )
-        sent = self.start(planned, worker_ids, timeout, started)
+        ended = self.workers.has_ended()
+        sent = None if ended else self.start(planned, worker_ids, timeout, started)
         if sent is None:
-            addressed = self._address(planned, worker_ids)
+            addressed = self.workers.address(planned, worker_ids)
             patience = STEP_SECONDS if timeout is None else timeout
             with self._preparing(started):
                 snapshots = {
                     key: self.copier.take_now(plan, patience) for key, plan in planned.items()
                 }
-            sent = self._dispatch(snapshots, addressed, worker_ids, timeout, started)
+            sent = self._dispatch(
+                snapshots, addressed, worker_ids, timeout, started, at_once=not ended
+            )
         self.tell()
         if isinstance(sent, Send):
             return sent.version, sent.waiter
@@ -347,7 +330,7 @@ class WeightSender:
         workers = self.workers
         if workers.closed or workers.crash is not None:
             workers.check()
-        addressed = self._address(planned, worker_ids)
+        addressed = self.workers.address(planned, worker_ids)
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
@@ -357,10 +340,12 @@ class WeightSender:
         snapshot = self.copier.take_free(plan)
         if snapshot is None:
             return None
-        for link in links:
-            if not link.looks_for(plan.layout.digest, snapshot.slot):
-                snapshot.release()
-                return None
+        took_long = time.perf_counter() - started > _LOOKED_SECONDS
+        if (took_long and self.reads_slots and not self.is_quiet()) or not all(
+            link.looks_for(plan.layout.digest, snapshot.slot) for link in links
+        ):
+            snapshot.release()
+            return None
         return self._dispatch(
             dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started, off_loop
         )
@@ -386,10 +371,13 @@ class WeightSender:
         timeout: float | None,
         started: float,
         all_look: bool = False,
+        *,
+        at_once: bool = True,
     ) -> SendReport | Send:
         """Hand snapshots to their workers, and to those who come later; takes them over.
 
-        :meth:`tell` has to follow. Returns the report where naming the update was enough.
+        :meth:`tell` has to follow. Returns the report where naming the update was enough, and it
+        may be given ``at_once``: nobody has ended of whom the loop does not know.
         """
         workers, meter, about = self.workers, self.meter, None
         targets, lost = addressed
@@ -398,6 +386,8 @@ class WeightSender:
         workers.version = version = max(workers.version + 1, self._first_version)
         if started >= meter.mark_due:
             meter.mark(version, started)
+        if workers.replaced:
+            workers.replaced = {}  # this report names them
         nbytes = 0
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, about and about[1]
@@ -412,7 +402,7 @@ class WeightSender:
                     record.recover()
         send, require = None, self.require
         enough = worker_ids is not None or require == "all" or require <= len(seen)
-        if not seen or not enough or len(seen) < len(targets):
+        if not (seen and enough and at_once) or len(seen) < len(targets):
             send = self._sends[version] = Send(
                 version,
                 {*targets},
@@ -474,7 +464,15 @@ class WeightSender:
     def _settle(self, send: Send) -> None:
         """Tell who waits for a send what became of it; the first time."""
         workers, future = self.workers, send.waiter
-        if self._sends.pop(send.version, None) is None:
+        if send.acked and send.turns and workers.has_ended():
+            send.turns -= 1
+            self._loop.call_soon(self._settle, send)  # the loop is about to notice
+            return
+        for idx in send.acked - workers.links.keys():
+            gone = workers.record(idx)
+            if gone.error is not None and gone.subscribes:
+                send.withdraw(idx, gone.error)
+        if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
         records = workers.records
         outcome, error = send.result()
@@ -483,8 +481,11 @@ class WeightSender:
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
+        if error is not None or future.done():  # cancelled: the next send says who failed
+            replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
+            workers.replaced = replaced | workers.replaced
         if future.done():
-            return  # cancelled: nobody was told who failed, so the next send says it
+            return
         left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
         late = {}  # what an earlier send did not wait for is told, too
         for idx, record in records.items():
@@ -592,10 +593,16 @@ class WeightSender:
 
     # -- workers that look for themselves ------------------------------------------------------
 
+    @property
+    def reads_slots(self) -> bool:
+        """Whether there are workers that read slots."""
+        arena = self.copier.arena
+        return arena is not None and arena.num_links > 0
+
     def is_quiet(self) -> bool:
         """Whether there are workers that read slots, and none of them said something or ended."""
-        arena, workers = self.copier.arena, self.workers
-        if arena is None or not arena.num_links:
+        workers = self.workers
+        if not self.reads_slots:
             return False
         if workers.readers is None:
             workers.readers = select.poll()

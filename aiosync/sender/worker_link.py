@@ -127,6 +127,8 @@ class WorkerLink:
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
         if channel is not None:
+            if str(hello.pid) not in channel.name:  # as over TCP
+                channel.name = f"process {hello.pid} at {channel.name}"
             channel.refuse_payloads()  # a worker has little to say
         transport.take_segments(False)
         if hello.slots:

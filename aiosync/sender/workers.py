@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import select
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from aiosync.errors import (
     ConnectError,
     ConnectTimeout,
     PartialSyncError,
+    PeerClosed,
     TransportClosed,
 )
 from aiosync.events import WorkerState, WorkerStats
@@ -56,6 +57,7 @@ class WorkerRecord:
     Attributes:
         pid: The process that the index was given to, as it said.
         session: Of the receiver that the index was given to.
+        joined: The process of the one that joined last.
         subscribes: Whether it gets every update, so that sends miss it.
         error: Why it is not there; or why it refused, or did not get, its newest such version.
         version: Which version that was; 0 for none.
@@ -66,6 +68,7 @@ class WorkerRecord:
 
     pid: int = 0
     session: bytes | None = None
+    joined: int = 0
     subscribes: bool = True
     error: AiosyncError | None = None
     version: int = 0
@@ -112,6 +115,7 @@ class WorkerRegistry:
         readers: What tells whether those that read slots said something; made by who asks, and
             ``None`` once a worker came or went.
         is_joining: Workers are expected that have not come yet.
+        replaced: Why workers died of which no report has said so, and whose index has a new holder.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: Why the last ones were not let in.
         initial: Of whom the initial weights are still being copied; ``None`` for everybody.
@@ -151,8 +155,10 @@ class WorkerRegistry:
         self.records: dict[int, WorkerRecord] = {}
         self.links: dict[int, WorkerLink] = {}
         self.readers: select.poll | None = None
+        self._ends: select.poll | None = None  # like readers
         self.is_joining: bool = bool(expected)
         self._causes: dict[int, AiosyncError] = {}  # by process id
+        self.replaced: dict[int, AiosyncError] = {}
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
@@ -285,13 +291,18 @@ class WorkerRegistry:
         if hello.epoch == self.epoch and (hello.version or 0) > newest:
             # Nobody can have it: not to be believed, or send() would find it newer than its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
+        gone, is_untold = record.error, not (record.reported or record.has_left)
+        if old is not None:  # it has ended, though the loop has not noticed
+            gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
+        if gone is not None and is_untold and record.joined != hello.pid:
+            self.replaced[idx] = gone
         record.recover()
-        record.subscribes = hello.subscribe
+        record.joined, record.subscribes = hello.pid, hello.subscribe
         link = WorkerLink(idx, transport, hello, self)
         self.links = dict(sorted((self.links | {idx: link}).items()))
-        if old is not None:  # it has ended, though nobody noticed; the worker started again
-            old.lose(TransportClosed(f"worker {idx} opened a newer link"))
-        self.readers = None
+        if old is not None and gone is not None:
+            old.lose(gone)
+        self.readers = self._ends = None
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
         self.tasks.start(link.read(), f"aiosync acks of worker {idx}")
@@ -354,6 +365,33 @@ class WorkerRegistry:
     ) -> None:
         log(logging.INFO, phase, text, model=self.model_id, worker=worker, version=version)
 
+    # -- who a send is for ---------------------------------------------------------------------
+
+    def address(
+        self, planned: Collection[int | None], worker_ids: set[int] | None
+    ) -> tuple[set[int], dict[int, AiosyncError]]:
+        """The workers that a send addresses; and those that it has to do without, and why."""
+        known, targets, lost = set(), set(), dict(self.replaced)
+        for idx, record in self.records.items():
+            link, error = self.links.get(idx), record.error
+            if link is None and (error is None or not record.subscribes):
+                continue
+            known.add(idx)
+            if (
+                idx in worker_ids
+                if worker_ids is not None
+                else (None in planned or idx in planned)
+                and (link.hello.subscribe if link is not None else not record.reported)
+            ):
+                targets.add(idx)
+            elif link is None and error is not None and not record.has_left:
+                lost[idx] = error
+        if worker_ids is not None and worker_ids != targets:
+            listed = ", ".join(map(str, sorted(known))) or "none"
+            idx = min(worker_ids - targets)
+            raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
+        return targets, lost
+
     # -- what they get -------------------------------------------------------------------------
 
     def _offer_history(self, link: WorkerLink) -> None:
@@ -408,9 +446,20 @@ class WorkerRegistry:
 
     # -- who goes ------------------------------------------------------------------------------
 
+    def has_ended(self) -> bool:
+        """Whether the kernel shows the end of some worker, of which the loop does not know yet."""
+        if self._ends is None:
+            self._ends = select.poll()
+            for channel in [link.transport.channel for link in self.links.values()]:
+                if channel is not None and not channel.ended:
+                    self._ends.register(channel.io.fd, _PEER_CLOSED)
+                    if channel.pidfd >= 0:
+                        self._ends.register(channel.pidfd, select.POLLIN)
+        return bool(self._ends.poll(0))
+
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """A worker's link has ended."""
-        self.readers = None
+        self.readers = self._ends = None
         self._keep_cause(link, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
@@ -441,6 +490,7 @@ class WorkerRegistry:
         ]
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]
+            self.replaced.pop(idx, None)
             self.history.forget(idx)
             self.on_forget(idx)
 

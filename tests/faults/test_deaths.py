@@ -1,0 +1,155 @@
+"""A worker's death is in the first report after the system shows it, with its index and process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import aiosync
+import aiosync.sync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.slow]
+ANY = pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+
+
+def _apply(state: harness.State) -> int | None:
+    applied: int | None = state.scheme.apply_pending()
+    return applied
+
+
+async def _stage(state: harness.State, version: int) -> None:
+    await state.scheme.wait_staged(version, timeout=harness.PATIENCE)
+
+
+@ANY
+async def test_it_dies_after_it_has_the_version(make: Any) -> None:
+    """Another one has not answered so far, so that the send is not over."""
+    scheme = make(apply="manual")
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        handle = scheme.send_nowait()
+        for worker in crew:
+            await worker.call(_stage, 2)
+        assert await crew[0].call(_apply) == 2
+        await harness.until(lambda: scheme.worker_versions.get(0) == 2)
+        crew[0].kill()
+        assert await crew[1].call(_apply) == 2
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await handle
+        assert (caught.value.acked, caught.value.failed.keys()) == ({1}, {0})
+        assert str(crew[0].pid) in str(caught.value.failed[0])
+
+
+@ANY
+async def test_its_index_has_a_new_holder(make: Any) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        first = crew[0].pid
+        for _ in range(2):
+            crew[0].kill()
+            crew.insert(0, harness.start(scheme, models.linear))
+            assert await crew[0].call(harness.join, 0) == scheme.version
+            report = await scheme.send()
+            assert (report.acked, report.lost.keys()) == ({0, 1}, {0})
+            assert isinstance(report.lost[0], aiosync.TransportError)
+            assert str(first) in str(report.lost[0])
+            report = await scheme.send()
+            assert (report.acked, report.lost) == ({0, 1}, {})
+            first = crew[0].pid
+
+
+async def test_a_send_that_fails_leaves_it_to_the_next_report() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        crew[0].kill()
+        crew.append(harness.start(scheme, models.linear))
+        assert await crew[2].call(harness.join, 0) == 1
+        crew[1].kill()
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await scheme.send()
+        assert caught.value.failed.keys() == {1}
+        assert (await scheme.send()).lost.keys() == {0, 1}
+        assert (await scheme.send()).lost.keys() == {1}
+
+
+@ANY
+async def test_a_worker_that_was_closed_is_not_dead(make: Any) -> None:
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
+    async with harness.workers(scheme, models.linear, 1) as crew:
+        await crew[0].call(harness.close)
+        crew.append(harness.start(scheme, models.linear))
+        assert await crew[1].call(harness.join, 0) == 1
+        report = await scheme.send()
+        assert (report.acked, report.lost) == ({0}, {})
+
+
+class Trainer:
+    """Has a worker killed when it is asked for its model."""
+
+    def __init__(self) -> None:
+        self.policy = models.linear(1.0)
+        self.before: Callable[[], None] = lambda: None
+
+    def get_model(self, model_id: str) -> Any:
+        self.before()
+        return self.policy
+
+
+@pytest.mark.parametrize("make", harness.SCHEMES)
+async def test_it_dies_while_the_send_begins(make: Any) -> None:
+    trainer = Trainer()
+    scheme = make()
+    scheme.init_on_sender("policy", context=trainer, num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        trainer.before = crew[0].kill
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await scheme.send()
+        assert (caught.value.acked, caught.value.failed.keys()) == ({1}, {0})
+        assert str(crew[0].pid) in str(caught.value.failed[0])
+        trainer.before = lambda: None
+        assert (await scheme.send()).acked == {1}
+        trainer.before = crew[1].kill
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await scheme.send_nowait()
+        assert (caught.value.acked, caught.value.failed.keys()) == (set(), {1})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [aiosync.sync.SharedMemWeightSyncScheme, aiosync.sync.MultiProcessWeightSyncScheme],
+)
+async def test_it_dies_while_a_blocking_send_begins(make: Any) -> None:
+    trainer = Trainer()
+    scheme = make()
+    scheme.init_on_sender("policy", context=trainer, num_workers=2)
+    crew = [harness.start(scheme, models.linear, method="spawn") for _ in range(2)]
+    try:
+        for worker in crew:
+            worker.post(_join_blocking)
+        await asyncio.to_thread(scheme.connect, timeout=harness.PATIENCE)
+        for worker in crew:
+            await worker.answer()
+        assert (await asyncio.to_thread(scheme.send)).acked == {0, 1}
+        trainer.before = crew[0].kill
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await asyncio.to_thread(scheme.send)
+        assert len(caught.value.failed) == 1
+        assert str(crew[0].pid) in str(caught.value)
+    finally:
+        await asyncio.to_thread(scheme.shutdown)
+        for worker in crew:
+            worker.process.kill()
+            worker.end()
+
+
+async def _join_blocking(state: harness.State) -> None:
+    state.scheme.init_on_receiver(model=state.model)
+    await asyncio.to_thread(state.scheme.connect)
