@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         WeightReceiver,
         WeightSender,
         WeightSyncScheme,
+        connect_all,
         register_weight_sync_backend,
     )
     from aiosync.strategy import WeightStrategy
@@ -159,6 +160,7 @@ __all__ = [
     "WireVersionMismatch",
     "WorkerStats",
     "__version__",
+    "connect_all",
     "gather_weights",
     "register_weight_sync_backend",
     "run",

@@ -1,4 +1,4 @@
-"""What users pass as times, counts and indices of workers.
+"""What users pass as times, counts and indices of workers; and how errors spell times.
 
 This module must never import asyncio, anyio or torch, and reads no clock.
 """
@@ -23,6 +23,7 @@ __all__ = [
     "as_index",
     "as_indices",
     "as_version",
+    "seconds_text",
     "validate_require",
     "validate_seconds",
     "validate_timeout",
@@ -163,3 +164,9 @@ def as_indices(name: str, value: int | Iterable[int]) -> set[int]:
     except TypeError:  # not all that has __iter__ can be iterated over: a number of torch
         return {as_index(name, value)}
     return {as_index(f"an index in {name}", each) for each in several}
+
+
+def seconds_text(value: float | None) -> str:
+    """How errors spell what is left of a timeout: "25 s" for 24.9999."""
+    value = value or 0.0
+    return f"{value:.2g} s" if value < 1 else f"{round(value, 1):g} s"

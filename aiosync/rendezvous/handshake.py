@@ -15,6 +15,7 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportBroken,
 )
+from aiosync.protocol import seconds_text
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
@@ -143,7 +144,8 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         raise ConnectError("the trainer disconnected before it answered") from exc
     except RecvTimeout as exc:
         raise ConnectTimeout(
-            f"the trainer did not answer within {timeout:g} s: it must call connect() as well"
+            f"the trainer did not answer within {seconds_text(timeout)}: it must call connect() as "
+            "well; several schemes connect in any order with aiosync.connect_all()"
         ) from exc
     if isinstance(message, Refuse):
         raise _refusal("the trainer refused this worker", message)

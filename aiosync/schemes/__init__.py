@@ -15,6 +15,7 @@ from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from aiosync.schemes.connecting import connect_all
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
 from aiosync.schemes.ray import (
@@ -52,6 +53,7 @@ __all__ = [
     "WeightSyncBackend",
     "WeightSyncScheme",
     "backend_names",
+    "connect_all",
     "register_weight_sync_backend",
     "scheme_class",
 ]

@@ -574,7 +574,10 @@ class Worker:
             )
         await self.prepare(scheme, model)
         self.link = kept = self._kept_link(scheme)
-        transport, welcome = await kept.connect(timeout)
+        try:
+            transport, welcome = await kept.connect(timeout)
+        except ConnectTimeout as exc:
+            raise ConnectTimeout(f"model {self._given.model_id!r}: {exc}") from exc
         # Only streams can be restored.
         lasting = getattr(scheme, "reconnect", 0.0) if scheme._gives_up else None
         self.runtime = receiver = WeightReceiver(
@@ -606,6 +609,7 @@ class Worker:
                 late = f"the weight server got no version of {self._given.model_id!r}"
                 scheme._life.log("waiting", f"the weight server has no version yet{note}")
             left = None if ends is None else max(0.0, ends - clock())
+            late = f"model {self._given.model_id!r}: {late}"
             error = ConnectTimeout(f"{late} within {timeout or 0:g} s{note}")
             await receiver.wait_for_first(welcome, timeout=left, late=error)
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"

@@ -21,6 +21,7 @@ from typing import Any
 
 from aiosync.errors import AckTimeout, AiosyncError, ApplyError, PartialSyncError, PeerClosed
 from aiosync.events import SyncOutcome
+from aiosync.protocol import seconds_text
 from aiosync.sender.snapshots import Chain, Group, lacking
 from aiosync.types import AckStatus, Require
 from aiosync.wire import Ack
@@ -301,8 +302,8 @@ class Send:
     def time_out(self) -> None:
         """Fail every target that has no outcome yet."""
         error = AckTimeout(
-            f"no answer to version {self.version} within {self.timeout:g} s; the worker may be "
-            "busy, stopped, without a model yet, or waiting for apply_pending()",
+            f"no answer to version {self.version} within {seconds_text(self.timeout)}; the worker "
+            "may be busy, stopped, without a model yet, or waiting for apply_pending()",
             worker_ids=frozenset(self.waiting),
             version=self.version,
         )

@@ -536,7 +536,10 @@ class WorkerRegistry:
                     await self.changed.wait()
         except TimeoutError as exc:
             ended = "".join(f"; worker {idx}: {error}" for idx, error in failed.items())
-            raise ConnectTimeout(f"after {timeout:g} s {self.awaited(version)}{ended}") from exc
+            raise ConnectTimeout(
+                f"model {self.model_id!r}: after {timeout:g} s {self.awaited(version)}{ended}. "
+                "Several schemes connect in the same order on both sides, or with connect_all()"
+            ) from exc
         finally:
             watch.close()
             self.is_joining = False

@@ -6,6 +6,7 @@ nothing; the first call that has to wait starts one background thread.
 
 from aiosync.schemes import WeightSyncBackend
 from aiosync.strategy import WeightStrategy
+from aiosync.sync._connecting import connect_all
 from aiosync.sync._schemes import (
     DistributedWeightSyncScheme,
     InitialSyncTransport,
@@ -41,4 +42,5 @@ __all__ = [
     "WeightStrategy",
     "WeightSyncBackend",
     "WeightSyncScheme",
+    "connect_all",
 ]

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -69,6 +69,7 @@ __all__ = [
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
     "core_of",
+    "entered",
     "is_copy",
     "rpc_runs",
     "run_on_loop",
@@ -660,6 +661,17 @@ def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:
 def is_copy(facade: WeightSyncScheme) -> bool:
     """Whether it was unpickled."""
     return facade._is_copy
+
+
+@contextlib.contextmanager
+def entered(facade: WeightSyncScheme, call: str) -> Iterator[None]:
+    """Keep a blocking scheme on its loop during a call, and ended if the scheme does not run."""
+    facade._check(call, f"await aiosync.{call}()")
+    held = facade._enter()
+    try:
+        yield
+    finally:
+        facade._after_call(held)
 
 
 def run_on_loop(facade: WeightSyncScheme, coroutine: Coroutine[Any, Any, _T]) -> _T:

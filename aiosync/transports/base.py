@@ -33,6 +33,7 @@ from aiosync.errors import (
     TransportBusy,
     TransportError,
 )
+from aiosync.protocol import seconds_text
 from aiosync.types import AckStatus, Capabilities, Limits
 from aiosync.wire import Ack, ExtValue, Message
 
@@ -331,7 +332,7 @@ async def in_time(seconds: float | None, late: type[SyncTimeout], what: str) -> 
     except TimeoutError as exc:
         if isinstance(exc, AiosyncError):
             raise
-        raise late(f"{what} within {seconds or 0:g} s") from exc
+        raise late(f"{what} within {seconds_text(seconds)}") from exc
 
 
 def flat_view(buffer: object) -> memoryview:

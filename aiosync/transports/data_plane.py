@@ -39,6 +39,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
+from aiosync.protocol import seconds_text
 from aiosync.transports._processes import close_in_child
 from aiosync.transports.base import (
     Handler,
@@ -274,7 +275,7 @@ class DataPlaneTransport(Transport):
             ):
                 self._fail(exc, what)
             if deadline.expired() and not ours and isinstance(exc, TimeoutError):
-                raise late(f"{what} did not get through within {timeout or 0:g} s") from exc
+                raise late(f"{what} did not get through within {seconds_text(timeout)}") from exc
             if ours and not isinstance(exc, ProtocolError):
                 self._control.check()
             raise

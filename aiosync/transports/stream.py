@@ -37,6 +37,7 @@ from aiosync.errors import (
     TransportClosed,
     TransportError,
 )
+from aiosync.protocol import seconds_text
 from aiosync.transports._processes import close_in_child, open_pidfd
 from aiosync.transports.base import (
     Handler,
@@ -397,7 +398,7 @@ class FramedTransport(Transport):
                 raise
             broken = "" if self.error is None else "; the link is broken, open a new one"
             raise RecvTimeout(
-                f"no whole message from {self.name} within {timeout:g} s{broken}"
+                f"no whole message from {self.name} within {seconds_text(timeout)}{broken}"
             ) from exc
         finally:
             self._receiving = False
@@ -644,7 +645,7 @@ class FramedTransport(Transport):
             if not taken:
                 broken = "" if self.error is None else "; the link is broken, open a new one"
                 raise SendTimeout(
-                    f"{self.name} did not take the message within {timeout:g} s{broken}"
+                    f"{self.name} did not take the message within {seconds_text(timeout)}{broken}"
                 ) from exc
         finally:
             self._sending = False

@@ -1,0 +1,50 @@
+"""Connecting several schemes at the same time, so that no order of theirs matters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from aiosync._tasks import running_loop
+from aiosync.errors import AiosyncError
+from aiosync.schemes.base import WeightSyncScheme
+
+__all__ = ["connect_all"]
+
+
+async def connect_all(
+    *schemes: WeightSyncScheme, timeout: float | None = None, processes: Sequence[Any] = ()
+) -> None:
+    """Connect several schemes at the same time, each as its ``connect()`` does.
+
+    With one scheme for each model, two sides that connect them one after the other in different
+    orders wait for each other. It is enough that one side uses this.
+
+    Args:
+        *schemes: Senders, receivers or both, which have their role.
+        timeout: Seconds for each; ``None`` takes its own, ``math.inf`` waits for ever.
+        processes: As for :meth:`WeightSyncScheme.connect`, where every sender has the same workers.
+
+    Raises:
+        AiosyncError: What the first ``connect()`` raised that failed; its notes have what others
+            raised. Those that have not connected are closed.
+
+    Cancellation:
+        Breaks the attempt: those that have not connected are closed.
+    """
+
+    async def connect(scheme: WeightSyncScheme) -> None:
+        await scheme.connect(timeout=timeout, processes=processes)
+
+    loop = running_loop()
+    tasks = [loop.create_task(connect(scheme)) for scheme in schemes]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException as exc:  # raised again: the caller sees it
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, AiosyncError) and outcome is not exc:
+                exc.add_note(f"{type(outcome).__name__}: {outcome}")
+        raise
