@@ -267,7 +267,7 @@ class WeightReceiver:
                 self._coming = self.cut_off = None  # the latest word counts
                 self._has_come(*newest)
         else:
-            raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+            self.updates.refuse(message)
 
     def _on_take(self, message: Take) -> None:
         """The trainer has named a slot, and waits for an answer unless the version is 0."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from aiosync._tasks import TaskOwner
 from aiosync.errors import RemoteProtocolError, TransportBroken, TransportError
@@ -22,7 +22,7 @@ from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import NamedSlot, SlotReader
-from aiosync.wire import ManifestMessage, Message, RunningChecksum, Update
+from aiosync.wire import ManifestMessage, Message, Refuse, RunningChecksum, Update
 
 __all__ = ["Buffers", "Outgoing", "Staged", "UpdateReader"]
 
@@ -164,6 +164,17 @@ class UpdateReader:
         if running is not None and nbytes > running.nbytes:
             running.update(self._part[running.nbytes : nbytes])
 
+    def refuse(self, message: Message) -> NoReturn:
+        """Raise what a message means that brings no update.
+
+        Raises:
+            TransportBroken: The trainer cannot keep the link, and says why.
+            RemoteProtocolError: It does not belong there.
+        """
+        if isinstance(message, Refuse):
+            raise TransportBroken(f"the trainer ended the link: {message.error_text}")
+        raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+
     def read(self, received: Received) -> Staged | None:
         """Take over a manifest, an update or a part of one.
 
@@ -203,7 +214,7 @@ class UpdateReader:
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
-            raise RemoteProtocolError(f"the peer sent an unexpected {type(message).__name__}")
+            self.refuse(message)
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import itertools
 import logging
@@ -36,13 +35,13 @@ from aiosync.errors import (
 )
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.transports._processes import OPENING, close_in_child
+from aiosync.transports._processes import OPENING, close_in_child, is_no_room
 from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport, in_time
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Hello, Refuse, Status
+from aiosync.wire import Hello, Refuse, Status, encode_frame
 
 __all__ = ["Arrivals", "Listener", "StreamListener", "first_word"]
 
@@ -54,7 +53,7 @@ _NO_ROOM_SECONDS = 0.1  # with no descriptors left, accepting again at once woul
 # Whoever was dialled by mistake has seen enough to try all short tokens at home.
 _LEAST_TOKEN_NBYTES = 8
 _TOKEN_NBYTES = 16
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM_TEXT = "its process has no file descriptor left for this link: raise `ulimit -n` there"
 
 
 class Listener:
@@ -63,8 +62,12 @@ class Listener:
     Handshakes of those of whom nothing is known yet are bounded in number by :meth:`let_in`.
     """
 
+    speaks_plainly = True
+    """Those that dial understand a frame before the handshake."""
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._spare = self._open_spare()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._strangers: dict[asyncio.Task[None], float] = {}  # handshakes, and since when
         close_in_child(sock)
@@ -106,6 +109,8 @@ class Listener:
                 return
             except OSError as exc:
                 self._pause(_NO_ROOM_SECONDS)
+                if is_no_room(exc) and self.speaks_plainly:
+                    self._turn_away()
                 self._on_trouble(exc)
                 return
             try:
@@ -116,6 +121,25 @@ class Listener:
             except BaseException:  # a bug, for the loop's exception handler
                 sock.close()
                 raise
+
+    @staticmethod
+    def _open_spare() -> socket.socket | None:
+        """A descriptor to be given up when there is none left."""
+        with contextlib.suppress(OSError), OPENING:
+            spare = socket.socket(socket.AF_UNIX)
+            close_in_child(spare)
+            return spare
+        return None
+
+    def _turn_away(self) -> None:
+        """Tell one that dials why there is no link, in the place of the spare descriptor."""
+        if self._spare is not None:
+            self._spare.close()
+            with contextlib.suppress(OSError):
+                sock, _address = self._sock.accept()
+                with sock:
+                    sock.send(encode_frame(Refuse(ConnectError.__name__, _NO_ROOM_TEXT)))
+        self._spare = self._open_spare()
 
     def _strangers_are_new(self) -> bool:
         """Whether many came just now. A crowd is let in bit by bit, so that the loop goes on."""
@@ -165,6 +189,8 @@ class Listener:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
+            if self._spare is not None:
+                self._spare.close()
 
     async def aclose(self) -> None:
         """The same, and wait until nothing of it runs any more."""
@@ -238,6 +264,7 @@ class StreamListener(Listener):
             untaken=untaken,
             timeout=handshake_timeout,
         )
+        self.speaks_plainly = credentials.tls is None
         self._handshake_timeout = handshake_timeout
         self._status = status
         self._max_connections = as_count("max_connections", max_connections, 1)
@@ -280,7 +307,7 @@ class StreamListener(Listener):
 
         def on_trouble(exc: OSError) -> None:
             # Of the network below (one connection had a fault already), or no descriptors.
-            refused["no room" if exc.errno in _NO_ROOM else "ConnectError"] += 1
+            refused["no room" if is_no_room(exc) else "ConnectError"] += 1
 
         self.accept(on_connection, on_trouble)
 

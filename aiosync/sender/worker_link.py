@@ -23,6 +23,7 @@ from aiosync.errors import (
     AckTimeout,
     AiosyncError,
     ConfigError,
+    ConnectError,
     LocalProtocolError,
     PeerClosed,
     RemoteProtocolError,
@@ -32,6 +33,7 @@ from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.outbox import Outbox, WorkerLeft
 from aiosync.sender.snapshots import Group, Snapshot
 from aiosync.tensors.buffer import merged
+from aiosync.transports._processes import is_no_room
 from aiosync.transports.base import Received, Transport, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
@@ -460,6 +462,10 @@ class WorkerLink:
         """The link is gone: everything on its way fails with ``error``."""
         if self.outbox.error is not None:
             return
+        if is_no_room(error.__cause__):
+            text = f"the trainer's process has no descriptor or memory left: {error}"
+            with contextlib.suppress(AiosyncError):  # it may have gone as well
+                self.transport.send_nowait(Refuse(ConnectError.__name__, text))
         outcomes = self.outbox.close(without_frames(error))
         if self._timer is not None:
             self._timer.cancel()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from aiosync._run import find_descriptors
-from aiosync.errors import LocalProtocolError, TransportClosed
+from aiosync.errors import ConnectError, LocalProtocolError, TransportClosed
 
 __all__ = ["Lease", "Tenant", "lease", "refuse_inside_loop"]
 
@@ -112,7 +112,10 @@ class _Portal:
     def __init__(self) -> None:
         self.leases: set[Lease] = set()
         self.calls: set[_Call[Any]] = set()
-        find_descriptors()
+        try:
+            find_descriptors()
+        except OSError as exc:
+            raise ConnectError(f"no file descriptors are left for an event loop: {exc}") from exc
         self.selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self.selector)
         self.stopping = False

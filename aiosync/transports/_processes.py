@@ -8,6 +8,7 @@ the parent will give back to its peer is copied before. This module imports noth
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
@@ -23,9 +24,12 @@ __all__ = [
     "find_exit_code",
     "has_ended",
     "is_gone",
+    "is_no_room",
     "keep_across_fork",
     "open_pidfd",
 ]
+
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 FORKING = threading.RLock()
 """Held from before a fork until after it: what is copied for the child stays as it is meanwhile.
@@ -144,3 +148,8 @@ def is_gone(pid: int) -> bool:
         return has_ended(pidfd)
     finally:
         os.close(pidfd)
+
+
+def is_no_room(error: object) -> bool:
+    """Whether this process, or its host, had no descriptor or memory left for what failed."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -1,0 +1,96 @@
+"""Processes that have no file descriptors left, and what both sides are told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+import aiosync
+import aiosync.sync
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+
+pytestmark = pytest.mark.slow
+BLOCKING = [
+    aiosync.sync.SharedMemWeightSyncScheme,
+    aiosync.sync.MultiProcessWeightSyncScheme,
+    aiosync.sync.TCPWeightSyncScheme,
+]
+
+
+@contextlib.contextmanager
+def _starved(left: int) -> Iterator[None]:
+    """Let this process open so many descriptors more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(left):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("make", BLOCKING)
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+def test_a_blocking_connect_raises_an_error_of_aiosync(make: Any, role: str) -> None:
+    trainer = make()
+    trainer.init_on_sender(model=models.linear(1.0), num_workers=1)
+    for left in range(0, 16, 3):
+        scheme = make() if role == "sender" else harness.twin(trainer)
+        if role == "sender":
+            scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
+        else:
+            scheme.init_on_receiver(model=models.linear())
+        with _starved(left), pytest.raises(aiosync.AiosyncError):
+            scheme.connect(timeout=0.2)
+        scheme.shutdown()
+    trainer.shutdown()
+
+
+def _train(make: Any, left: int, conn: Connection) -> None:
+    """A trainer that runs out of descriptors once it listens."""
+    trainer = make()
+    trainer.init_on_sender(model=models.linear(1.0), num_workers=1)
+    lease = make()  # there is a loop already
+    lease.init_on_sender(model=models.linear(1.0))
+    lease.connect()
+    conn.send(trainer)
+    with contextlib.suppress(aiosync.AiosyncError), _starved(left):
+        trainer.connect(timeout=4)
+    conn.recv()
+    trainer.shutdown()
+    lease.shutdown()
+
+
+CASES = [(make, 0) for make in BLOCKING[1:]] + [(BLOCKING[0], left) for left in (4, 5, 6)]
+
+
+@pytest.mark.parametrize(("make", "left"), CASES)
+def test_a_worker_is_told_that_its_trainer_ran_out(make: Any, left: int) -> None:
+    ours, theirs = harness.context("forkserver").Pipe()
+    process = harness.context("forkserver").Process(target=_train, args=(make, left, theirs))
+    process.start()
+    theirs.close()
+    worker = ours.recv()
+    worker.init_on_receiver(model=models.linear())
+    try:
+        with worker, pytest.raises(aiosync.AiosyncError) as caught:
+            worker.connect(timeout=2)
+        assert "descriptor" in str(caught.value)
+        assert "closed the link" not in str(caught.value)
+    finally:
+        ours.send("end")
+        harness.end(process)
