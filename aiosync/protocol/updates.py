@@ -55,7 +55,7 @@ class Inbox:
         """
         if epoch == self.newest_epoch and version <= self.newest:
             raise StaleVersion(
-                f"version {version} of epoch {epoch} is not newer than version {self.newest}"
+                f"version {version} of epoch {epoch:016x} is not newer than version {self.newest}"
             )
         self.newest_epoch = epoch
         self.newest = version
@@ -182,7 +182,7 @@ class Assembly:
         if update.state is not None and state_checksum(self.digest, self._sums) != update.state:
             self._sums = []
             raise RemoteProtocolError(
-                f"version {self.version} of epoch {self.epoch} does not match its checksum, "
+                f"version {self.version} of epoch {self.epoch:016x} does not match its checksum, "
                 "although each of its chunks does"
             )
         return True

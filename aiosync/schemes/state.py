@@ -9,7 +9,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
@@ -130,6 +130,24 @@ class SchemeState(SchemeOptions):
 
     _life: Life
     _strategy: WeightStrategy
+
+    if not TYPE_CHECKING:  # checkers of types refuse what these explain
+
+        def __enter__(self) -> NoReturn:
+            """Say what to write: the blocking schemes override this."""
+            raise LocalProtocolError(
+                "this scheme is of `aiosync`: write `async with scheme:`, or use a scheme of "
+                "`aiosync.sync` in code without an event loop"
+            )
+
+        def __aenter__(self) -> NoReturn:
+            """Say what to write: the async schemes override this."""
+            raise LocalProtocolError(
+                "this scheme is of `aiosync.sync`: write `with scheme:` where no event loop runs, "
+                "or use a scheme of `aiosync` in async code"
+            )
+
+        __exit__, __aexit__ = __enter__, __aenter__
 
     # -- the model -----------------------------------------------------------------------------
 

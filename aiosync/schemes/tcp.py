@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -42,6 +43,7 @@ from aiosync.wire import Hello, stats_values
 
 __all__ = ["StreamScheme", "TCPWeightSyncScheme"]
 
+_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 _ADVICE = {
     "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
     "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
@@ -363,7 +365,13 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     def _bind(self, sources: Sources) -> None:
         if self._dial == "receiver":
-            super()._bind(sources)
+            try:
+                super()._bind(sources)
+            except ConfigError as exc:
+                if getattr(exc.__cause__, "errno", 0) not in _NOT_OURS:
+                    raise
+                server = "to push to a weight server there, construct the scheme with dial='both'"
+                raise ConfigError(f"{exc}; {server}") from exc
             return
         most = len(self._addresses)
         if sources.num_workers is None:

@@ -320,7 +320,7 @@ class ServedModel:
             number = self._meter.finished["refused"]
             self._refusal = (
                 f"not stored, so refused and not served ({number} so far): "
-                f"version {arrival.snapshot.version} of epoch {arrival.epoch}: {exc}"
+                f"version {arrival.snapshot.version} of epoch {arrival.epoch:016x}: {exc}"
             )
             log(logging.WARNING, "refused", self._refusal, model=self._model_id)
             arrival.snapshot.release()

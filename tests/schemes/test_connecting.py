@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import aiosync
+import aiosync.server
 import aiosync.sync
+from aiosync.protocol import Inbox
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -153,3 +155,43 @@ async def test_a_blocking_call_that_fails_leaves_nothing() -> None:
         aiosync.sync.connect_all(*trainers)
     for each in (*trainers, *workers):
         each.abort()
+
+
+# -- what newcomers mix up -------------------------------------------------------------------------
+
+
+def _schemes(package: Any) -> list[Any]:
+    names = ["SharedMem", "MultiProcess", "TCP", "No", "Distributed"]
+    return [getattr(package, f"{name}WeightSyncScheme")() for name in names]
+
+
+async def test_with_instead_of_async_with() -> None:
+    for scheme in _schemes(aiosync):
+        with pytest.raises(aiosync.LocalProtocolError, match="write `async with scheme:`"):
+            with scheme:
+                pass
+        await scheme.aclose()
+    for scheme in _schemes(aiosync.sync):
+        with pytest.raises(aiosync.LocalProtocolError, match="write `with scheme:`"):
+            async with scheme:
+                pass
+
+
+async def test_a_trainer_listens_where_a_weight_server_does() -> None:
+    token = "0123456789abcdef"
+    async with aiosync.server.WeightServer("tcp://127.0.0.1:0", token=token) as server:
+        for package in (aiosync, aiosync.sync):
+            scheme = package.TCPWeightSyncScheme(server.url, token=token)
+            with pytest.raises(aiosync.ConfigError, match="dial='both'"):
+                scheme.init_on_sender(model=models.linear())
+    # An address of another host, where that server is.
+    scheme = aiosync.TCPWeightSyncScheme("tcp://203.0.113.7:4711", token=token)
+    with pytest.raises(aiosync.ConfigError, match="dial='both'"):
+        scheme.init_on_sender(model=models.linear())
+
+
+async def test_epochs_are_hexadecimal() -> None:
+    inbox = Inbox()
+    inbox.offer(0x0123456789ABCDEF, 1)
+    with pytest.raises(aiosync.StaleVersion, match="version 1 of epoch 0123456789abcdef "):
+        inbox.offer(0x0123456789ABCDEF, 1)
