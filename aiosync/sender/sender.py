@@ -386,8 +386,8 @@ class WeightSender:
         workers.version = version = max(workers.version + 1, self._first_version)
         if started >= meter.mark_due:
             meter.mark(version, started)
-        if workers.replaced:
-            workers.replaced = {}  # this report names them
+        if lost:
+            workers.on_listed(lost)
         nbytes = 0
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, about and about[1]

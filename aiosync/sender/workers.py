@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import select
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -63,6 +63,7 @@ class WorkerRecord:
         version: Which version that was; 0 for none.
         had: The version that it had when its last link ended; 0 for none.
         reported: Whether some call of the user has said so, or will.
+        listed: Whether the report of a send to others has: that is enough to forget it.
         where: What an error says while a worker that has to be dialled is not there.
     """
 
@@ -74,6 +75,7 @@ class WorkerRecord:
     version: int = 0
     had: int = 0
     reported: bool = True
+    listed: bool = False
     where: Callable[[], str] | None = None
 
     @property
@@ -84,6 +86,7 @@ class WorkerRecord:
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why it is not there, or lacks a version."""
         self.error, self.version, self.reported = error, version, reported
+        self.listed = False
 
     def recover(self) -> None:
         """It is there, or has something newer."""
@@ -480,13 +483,23 @@ class WorkerRegistry:
         if not self.closed and not self.links:
             self.on_empty()
 
+    def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
+        """A report lists these workers as lost."""
+        self.replaced = {}
+        for idx in lost:
+            self.record(idx).listed = True
+        if len(lost) > _REMEMBERED:
+            self._forget()
+
     def _forget(self) -> None:
         """Remember only the last workers that went: others may come under new indices for ever."""
         kept = {*self.expected, *self.arriving.values()}
         gone = [
             idx
             for idx, each in self.records.items()
-            if (each.reported or each.has_left) and idx not in kept and idx not in self.links
+            if (each.reported or each.listed or each.has_left)
+            and idx not in kept
+            and idx not in self.links
         ]
         for idx in gone[:-_REMEMBERED]:
             del self.records[idx]

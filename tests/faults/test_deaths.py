@@ -153,3 +153,42 @@ async def test_it_dies_while_a_blocking_send_begins(make: Any) -> None:
 async def _join_blocking(state: harness.State) -> None:
     state.scheme.init_on_receiver(model=state.model)
     await asyncio.to_thread(state.scheme.connect)
+
+
+# -- many that went --------------------------------------------------------------------------------
+
+
+async def _come_and_go(scheme: Any, count: int, first: int) -> None:
+    """Lose so many workers, each with an index of its own, that say no farewell."""
+    for idx in range(first, first + count):
+        worker = harness.twin(scheme)
+        worker.init_on_receiver(model=models.linear(), worker_idx=idx)
+        await worker.connect()
+        worker.receiver_transport.abort()
+        await worker.aclose()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["to one", "to all"])
+@ANY
+async def test_workers_that_went_are_forgotten(make: Any, named: bool) -> None:
+    """Also where no send addresses them; each was in a report before."""
+    options = {"reconnect": 0} if make is aiosync.TCPWeightSyncScheme else {}
+    scheme = make(require=1, **options)
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=None)
+    living = harness.twin(scheme)
+    async with scheme, living:
+        await scheme.connect()
+        living.init_on_receiver(model=models.linear(), worker_idx=0)
+        await living.connect()
+        told = set[int]()
+        for round_ in range(3):
+            first = 1 + 40 * round_
+            await _come_and_go(scheme, 40, first)
+            await harness.until(lambda: scheme.worker_versions.keys() == {0})
+            report = await scheme.send(worker_ids=0 if named else None)
+            assert report.acked == {0}
+            told |= report.lost.keys() | report.failed.keys()
+            assert told >= {*range(first, first + 40)}
+        await scheme.send(worker_ids=0)
+        assert len((await scheme.send(worker_ids=0)).lost) <= 64
+        assert len(scheme.stats().workers) <= 65
