@@ -15,7 +15,8 @@ import select
 import socket
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 __all__ = [
     "FORKING",
@@ -55,20 +56,12 @@ _memory: weakref.WeakSet[_ForkAwareMemory] = weakref.WeakSet()
 _open: weakref.WeakSet[_ForkAware | socket.socket] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
-    FORKING.acquire()
+def _keep_memory() -> None:
     for item in list(_memory):
         item.before_fork()
-    OPENING.acquire()
 
 
-def _after_fork() -> None:
-    OPENING.release()
-    FORKING.release()
-
-
-def _after_fork_in_child() -> None:
-    _after_fork()
+def _close_copies() -> None:
     for item in list(_open):
         if isinstance(item, socket.socket):
             item.close()
@@ -79,11 +72,24 @@ def _after_fork_in_child() -> None:
 
 @functools.cache
 def _register() -> None:
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork,
-        after_in_child=_after_fork_in_child,
-    )
+    """Have a fork take FORKING, keep the memory, take OPENING; and give both back afterwards.
+
+    A signal's handler may raise in any Python code, and Python only prints what a hook raises. So
+    the locks are taken and given back by functions in C, which no handler interrupts once they
+    have the lock, each as a hook of its own; and every hook is there twice, as a handler can end
+    one of the two. All of them may run again.
+    """
+    keeping: dict[str, Callable[[], object]]
+    keeping = {"before": _keep_memory, "after_in_child": _close_copies}
+    # What was registered last runs first before a fork, and last after it.
+    for step in (_holding(OPENING), keeping, _holding(FORKING)):
+        for _ in range(2):
+            os.register_at_fork(**step)
+
+
+def _holding(lock: Any) -> dict[str, Callable[[], object]]:
+    release = lock.release
+    return {"before": lock.acquire, "after_in_parent": release, "after_in_child": release}
 
 
 def close_in_child(item: _ForkAware | socket.socket) -> None:

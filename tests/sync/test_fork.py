@@ -238,3 +238,72 @@ print("fine")
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done
     assert done.stderr == ""
+
+
+# -- a signal's handler that raises in the middle of a fork ----------------------------------------
+
+_INTERRUPTED_FORKS = """
+import os, signal, sys
+import torch
+import aiosync, aiosync.sync
+
+class Alarm(Exception):
+    pass
+
+def ring(*_):
+    raise Alarm
+
+def count_sockets():
+    links = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except OSError:
+            pass
+    return links
+
+def fork(delay):
+    pid = -1
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        pid = os.fork()
+        if pid:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Alarm:
+        pass
+    finally:
+        if pid:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    if not pid or os.getpid() != parent:
+        os._exit(count_sockets())
+    return os.waitstatus_to_exitcode(os.wait()[1])
+
+parent = os.getpid()
+sys.unraisablehook = lambda about: None  # Python prints what hooks raise
+signal.signal(signal.SIGALRM, ring)
+model, copy = (torch.nn.Linear(2048, 2048) for _ in range(2))
+trainer = aiosync.sync.SharedMemWeightSyncScheme(timeout=20)
+trainer.init_on_sender(model=model, num_workers=None)
+trainer.connect()
+worker = aiosync.sync.SharedMemWeightSyncScheme(timeout=20)
+worker.__setstate__(trainer.__getstate__())
+worker.init_on_receiver(model=copy)
+worker.connect()
+clean = fork(0)
+for number in range(60):
+    with torch.no_grad():
+        model.weight.fill_(number)
+    assert trainer.send().acked == {0}
+    with worker.reading():
+        assert float(copy.weight[0, 0]) == number
+    assert fork(0.0001 * (number % 20 + 1)) == clean
+assert trainer.send().acked == {0}
+worker.shutdown()
+trainer.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_handler_raises_in_the_middle_of_a_fork(fresh: tools.Fresh) -> None:
+    ended = fresh.script(_INTERRUPTED_FORKS)
+    assert ended.returncode == 0, ended.stderr
