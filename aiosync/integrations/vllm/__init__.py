@@ -15,6 +15,12 @@ from importlib.util import find_spec
 
 from aiosync.integrations.vllm._clients import AsyncLLMClient, HTTPClient, LLMClient
 from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
+from aiosync.integrations.vllm._torchrl import (
+    VLLMWeightReceiver,
+    VLLMWeightSender,
+    VLLMWeightSyncScheme,
+    get_model_metadata,
+)
 from aiosync.integrations.vllm._trainer import (
     Activation,
     AiosyncTrainerEngine,
@@ -31,6 +37,10 @@ __all__ = [
     "AsyncLLMClient",
     "HTTPClient",
     "LLMClient",
+    "VLLMWeightReceiver",
+    "VLLMWeightSender",
+    "VLLMWeightSyncScheme",
+    "get_model_metadata",
     "register",
     "span_of",
 ]

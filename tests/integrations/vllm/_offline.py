@@ -12,6 +12,8 @@ import tempfile
 import threading
 from typing import Any
 
+import torch
+
 from tests.integrations.vllm._tools import PROMPTS, SAMPLING, make_weights
 
 
@@ -21,7 +23,11 @@ def main(checkpoint: str, start: int, other: int) -> dict[str, Any]:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     from aiosync import AiosyncError
-    from aiosync.integrations.vllm import AiosyncTrainerInitInfo, LLMClient
+    from aiosync.integrations.vllm import (
+        AiosyncTrainerInitInfo,
+        LLMClient,
+        VLLMWeightSyncScheme,
+    )
 
     llm = LLM(
         model=checkpoint,
@@ -65,6 +71,13 @@ def main(checkpoint: str, start: int, other: int) -> dict[str, Any]:
                     "label": label,
                     "back": tokens(),
                 }
+    sender = VLLMWeightSyncScheme(address="shm", timeout=20.0).create_sender()
+    sender.init_all_workers_group(dict.fromkeys(mine, (torch.bfloat16, torch.Size())), llm)
+    sender.update_weights(others)
+    seen["torchrl"] = {"after": tokens()}
+    sender.update_weights(mine)
+    seen["torchrl"]["back"] = tokens()
+    sender.shutdown()
     llm.llm_engine.engine_core.shutdown()
     seen["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("aiosync")]
     return seen

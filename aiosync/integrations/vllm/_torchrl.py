@@ -1,0 +1,230 @@
+"""The names of ``torchrl.weight_update.llm`` for vLLM, over :class:`AiosyncTrainerEngine`.
+
+Programs that were written for TorchRL's sender and receiver of a vLLM engine change their import
+line, and start the engine with ``WeightTransferConfig(backend="aiosync")``. Must not import vLLM
+or TorchRL.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from aiosync.errors import ConfigError, LocalProtocolError, ManifestMismatch
+from aiosync.integrations.vllm._clients import HTTPClient, LLMClient, VLLMWeightSyncClient
+from aiosync.integrations.vllm._trainer import AiosyncTrainerEngine, AiosyncTrainerInitInfo
+from aiosync.strategy import WeightStrategy, get_strategy
+
+__all__ = [
+    "VLLMWeightReceiver",
+    "VLLMWeightSender",
+    "VLLMWeightSyncScheme",
+    "get_model_metadata",
+]
+
+
+def get_model_metadata(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype and the shape of each tensor of ``model.state_dict()``, by name.
+
+    Args:
+        model: A module with the names of vLLM's checkpoint. One with ``merge_and_unload()``, as of
+            PEFT, is copied as a whole, and its adapters are merged in the copy.
+    """
+    return {
+        name: (tensor.dtype, tensor.shape)
+        for name, tensor in _weights_of(model).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _weights_of(source: Any) -> Mapping[str, Any]:
+    """Return the weights of a module, a TensorDict or a state dict under dotted names."""
+    if hasattr(source, "merge_and_unload"):
+        source = copy.deepcopy(source).merge_and_unload()
+    weights: Mapping[str, Any] = WeightStrategy("state_dict").extract_weights(source) or {}
+    return weights
+
+
+class VLLMWeightSyncScheme:
+    """The link between a trainer and the vLLM engines that it updates.
+
+    The trainer calls :meth:`create_sender`. It is no :class:`aiosync.sync.WeightSyncScheme`, and
+    no collector takes it.
+
+    Attributes:
+        init_info: What the trainer's side is made of.
+
+    Args:
+        master_address: The host's name or address where the trainer listens and engines dial;
+            ``"localhost"`` by default.
+        master_port: The port there; by default the system chooses one.
+        gpus_per_replica: Workers of one engine: tensor, pipeline and data parallel ranks.
+        num_replicas: Number of engines.
+        strategy: ``"tensordict"`` or ``"state_dict"``. Either sends the tensors that are named in
+            the metadata.
+        device: Kept for the signature: weights travel through the memory of the hosts.
+        options: Fields of :class:`AiosyncTrainerInitInfo`, which count more than the others:
+            ``token=``, ``pause=`` or ``address="shm"``.
+
+    Raises:
+        ConfigError: An argument has an illegal value (a ``ValueError``).
+    """
+
+    def __init__(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int = 1,
+        num_replicas: int = 1,
+        strategy: str = "tensordict",
+        device: torch.device | str | int = 0,
+        **options: Any,
+    ) -> None:
+        del device
+        get_strategy(strategy)
+        fields: dict[str, Any] = {
+            "rank": 0,
+            "address": f"tcp://{master_address or 'localhost'}:{master_port or 0}",
+            "num_workers": gpus_per_replica * num_replicas,
+        }
+        self.init_info: AiosyncTrainerInitInfo = AiosyncTrainerInitInfo(**{**fields, **options})
+
+    def create_sender(self) -> VLLMWeightSender:
+        """Return a sender for the trainer's process."""
+        return VLLMWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+        """Return a receiver, which has nothing to do, for the process of the engine."""
+        return VLLMWeightReceiver(self, vllm_engine)
+
+
+class VLLMWeightSender:
+    """Updates vLLM engines with the weights of a model. Close it with :meth:`shutdown`.
+
+    May be used from any thread that runs no event loop; one update at a time.
+
+    Args:
+        scheme: Where to listen, and how.
+    """
+
+    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._model: Any = None
+        self._collectors: list[Any] = []
+        self._names: Iterable[str] = ()
+        self._engine: AiosyncTrainerEngine | None = None
+
+    def register_model(self, model: Any) -> None:
+        """Send the weights of this model where :meth:`update_weights` is given none."""
+        self._model = model
+
+    def register_collector(self, collector: Any) -> None:
+        """Call ``collector.increment_version()`` after each update that succeeded."""
+        self._collectors.append(collector)
+
+    def init_all_workers_group(
+        self,
+        model_metadata: Mapping[str, tuple[torch.dtype, torch.Size]],
+        vllm_engine: Any = None,
+    ) -> None:
+        """Listen, have the engines' workers connect, and wait for them. Bounded by ``timeout``.
+
+        Args:
+            model_metadata: What :func:`get_model_metadata` returns. Its names are what is sent.
+            vllm_engine: A ``vllm.LLM`` of this process, the URL of a vLLM server, or a client as
+                for :meth:`AiosyncTrainerEngine.trainer_init`.
+
+        Raises:
+            ConfigError: ``vllm_engine`` is something else (a ``ValueError``).
+            LocalProtocolError: The workers are connected already (a ``RuntimeError``).
+            AiosyncError: As :meth:`AiosyncTrainerEngine.trainer_init`.
+        """
+        if self._engine is not None:
+            raise LocalProtocolError("init_all_workers_group(): the workers are connected already")
+        client = _client_of(vllm_engine)
+        self._engine = AiosyncTrainerEngine.trainer_init(self._scheme.init_info, client=client)
+        self._names = tuple(model_metadata)
+
+    def update_weights(self, weights: Any = None) -> None:
+        """Send weights, wait until every worker has them, and switch the engines to them.
+
+        Args:
+            weights: A module, a TensorDict or a state dict; by default the registered model.
+
+        Raises:
+            LocalProtocolError: Before :meth:`init_all_workers_group`, or there is no model (a
+                ``RuntimeError``).
+            ManifestMismatch: A name of the metadata is missing. The engines heard nothing.
+            AiosyncError: As :meth:`AiosyncTrainerEngine.send_weights`.
+        """
+        if self._engine is None:
+            raise LocalProtocolError("update_weights(): call init_all_workers_group() first")
+        source = self._model if weights is None else weights
+        if source is None:
+            raise LocalProtocolError("update_weights(): call register_model(), or pass weights")
+        found = _weights_of(source)
+        if missing := [name for name in self._names if name not in found]:
+            raise ManifestMismatch(missing=missing, hint="The metadata has these names.")
+        self._engine.send_weights({name: found[name] for name in self._names})
+        for collector in self._collectors:
+            collector.increment_version()
+
+    def shutdown(self) -> None:
+        """Disconnect from the engines, which go on with what they have. Idempotent, bounded."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+
+class VLLMWeightReceiver:
+    """Kept so that programs need no change: the sender reaches the engine's workers itself.
+
+    Args:
+        scheme: The scheme.
+        vllm_engine: The engine.
+    """
+
+    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
+        del scheme, vllm_engine
+
+    def init_all_workers_group(
+        self, model_metadata: Mapping[str, tuple[torch.dtype, torch.Size]]
+    ) -> None:
+        """Do nothing: the sender has the workers connect."""
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Do nothing: the workers have applied the update when the sender returns."""
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Return False: there is never anything to apply here."""
+        del timeout
+        return False
+
+
+def _client_of(engine: Any) -> VLLMWeightSyncClient:
+    """Return the client that drives an engine."""
+    if isinstance(engine, str):
+        return HTTPClient(engine)
+    if hasattr(engine, "actors"):
+        raise ConfigError(
+            f"{type(engine).__name__} starts its engines with vLLM's NCCL back-end: start them "
+            'with WeightTransferConfig(backend="aiosync"), and pass the URL of a server or '
+            "RayVLLMWeightSyncClient(actors)"
+        )
+    if inspect.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
+        raise ConfigError(
+            f"{type(engine).__name__} runs on an event loop: pass AsyncLLMClient(engine, loop)"
+        )
+    if hasattr(engine, "collective_rpc"):
+        return LLMClient(engine)
+    if not hasattr(engine, "finish_weight_update"):
+        raise ConfigError(
+            f"vllm_engine is a {type(engine).__name__}: pass a vllm.LLM, the URL of a vLLM server, "
+            "or a client"
+        )
+    client: VLLMWeightSyncClient = engine
+    return client
