@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     # It warns of its own classes while it is being imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torchrl.collectors import (
+        AsyncCollector,
         BaseCollector,
         Collector,
         Evaluator,
@@ -47,6 +48,7 @@ __all__ = [
     "SCHEMES",
     "SHM",
     "TCP",
+    "AsyncCollector",
     "BaseCollector",
     "Collector",
     "Evaluator",

@@ -499,10 +499,10 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
             "update_policy_weights_() was called inside a forward pass of the policy or a "
             "reading() block; call it between two of them"
         )
-    extracted = scheme.strategy.extract_weights(weights)
+    extracted = core.strategy.extract_weights(weights)
 
     def apply() -> None:
-        scheme.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
+        core.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
         guard.held = coming  # it may be about to be drawn
 
     limit = scheme.timeout if timeout is None else timeout
