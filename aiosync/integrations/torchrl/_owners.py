@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
+from aiosync import schemes as aio
 from aiosync.errors import (
     AiosyncError,
     ApplyError,
@@ -52,7 +53,7 @@ from aiosync.sync import (
     RPCWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.sync._schemes import core_of, is_copy, rpc_runs
+from aiosync.sync._schemes import core_of, is_copy, rpc_runs, run_on_loop
 from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner", "ServerOwner"]
@@ -154,6 +155,8 @@ class CollectorOwner(TorchRLOwner):
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
+        if hasattr(collector, "remote_collectors"):
+            _refuse_path(model_id)
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
             if model_id == "policy" and model is not None:
@@ -225,8 +228,12 @@ class CollectorOwner(TorchRLOwner):
             guard_policy(life_of(core).guard, collector)
             if is_stamped(collector):
                 stamp(collector)
+        actors = getattr(collector, "remote_collectors", None)
         try:
-            proceed(**given)
+            if actors:
+                run_on_loop(scheme, _connect_to_actors(core, actors, given))
+            else:
+                proceed(**given)
         except PartialSyncError as exc:
             if not _will_say_why(collector, exc):
                 raise
@@ -332,6 +339,36 @@ def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
         warnings.warn(f"this worker gets no weights: {exc}", RuntimeWarning, stacklevel=1)
 
 
+async def _connect_to_actors(
+    core: aio.WeightSyncScheme, actors: Sequence[Any], given: dict[str, Any]
+) -> None:
+    """Connect the sender, and name an actor that ends before it has connected.
+
+    An actor of a ``RayCollector`` ends with the first error in it.
+    """
+
+    def fail(idx: int, ready: asyncio.Future[Any]) -> None:
+        sender = life_of(core).sender
+        if ready.cancelled() or (why := ready.exception()) is None or sender is None:
+            return
+        workers, reason = sender.workers, str(why).strip().partition("\n")[0]
+        if idx not in workers.links:
+            error = ConnectError(f"the actor of worker {idx} ended before it connected: {reason}")
+            error.__cause__ = why
+            workers.record(idx).fail(error, reported=False)
+            workers.changed.notify()
+
+    # An actor answers in order: this after its own connect(), which RayCollector called before.
+    asked = [asyncio.wrap_future(actor.__ray_ready__.remote().future()) for actor in actors]
+    for idx, ready in enumerate(asked):
+        ready.add_done_callback(functools.partial(fail, idx))
+    try:
+        await core.connect(**given)
+    finally:
+        for ready in asked:
+            ready.cancel()
+
+
 def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
     """Whether the collector looks after the workers that failed, and raises what ended them.
 
@@ -359,6 +396,16 @@ def _own_idx(collector: Any) -> int | None:
     except RuntimeError:
         return None  # it was given none
     return idx
+
+
+def _refuse_path(model_id: str) -> None:
+    """Raise if a ``RayCollector`` would not find the scheme of a model in its actors."""
+    if "." in model_id or "[" in model_id:
+        raise ConfigError(
+            f"a RayCollector knows models by plain names only, and {model_id!r} is a path: give "
+            "the collectors of its actors an attribute for this model (collector_class=), and the "
+            "scheme its name"
+        )
 
 
 def _refuse_ranks(collector: Any) -> None:
@@ -499,7 +546,7 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
             "update_policy_weights_() was called inside a forward pass of the policy or a "
             "reading() block; call it between two of them"
         )
-    extracted = core.strategy.extract_weights(weights)
+    extracted = core.strategy.extract_weights(weights)  # the older generation's is a name
 
     def apply() -> None:
         core.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
