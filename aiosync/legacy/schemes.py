@@ -48,11 +48,15 @@ _SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
 def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
     """An argument, or else what an old-style context has under this name."""
-    value = kwargs.pop(name, None)
-    # TorchRL's present collectors have such attributes, too, but use them for something else.
-    if any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__):
-        return value
-    return getattr(context, name, None) if value is None else value
+    # TorchRL's present collectors have such attributes, too, but use them for something else, and
+    # a RayCollector passes its actors to every scheme.
+    of_torchrl = _is_of_torchrl(context)
+    value = None if of_torchrl and name == "remote_collectors" else kwargs.pop(name, None)
+    return getattr(context, name, None) if value is None and not of_torchrl else value
+
+
+def _is_of_torchrl(context: Any) -> bool:
+    return any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__)
 
 
 class WeightSyncScheme(facade.WeightSyncScheme):
@@ -736,12 +740,25 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         # Other keywords are ignored: they are meant for schemes that do something.
-        self._init_sender(model_id, context, _given("pipes", kwargs, context) or [None])
+        pipes = _given("pipes", kwargs, context)
+        if pipes is None and _is_of_torchrl(context):  # whose workers begin with its policy
+            facade.NoWeightSyncScheme.init_on_sender(self, model_id, context, **kwargs)
+        else:
+            self._init_sender(model_id, context, pipes or [None])
+
+    def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
+        self, model_id: str | None = None, context: Any = None, **kwargs: Any
+    ) -> None:
+        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`; no pipe is needed."""
+        self.init_on_receiver(model_id, context, **{"pipe": False, **kwargs})
 
     def _init_on_receiver_impl(
         self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
     ) -> None:
-        self._init_receiver(model_id, context, None, model=kwargs.get("model"))
+        if pipe is None:  # init_on_receiver(), as TorchRL's workers call it
+            facade.NoWeightSyncScheme.init_on_receiver(self, model_id, context, **kwargs)
+        else:
+            self._init_receiver(model_id, context, None, model=kwargs.get("model"))
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any

@@ -3,19 +3,23 @@
 A program of its own, as these collectors take the process's default group, RPC agent or Ray.
 
     python -m tests.integrations._remote_run distributed TCPWeightSyncScheme nested
+    python -m tests.integrations._remote_run ray RayWeightSyncScheme legacy killed
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
 from torchrl.collectors import Collector, MultiSyncCollector
 
+import aiosync.legacy
 import aiosync.sync
 from tests.integrations._worlds import World, actions, make_policy, set_value
 from tests.support.waiting import free_port
@@ -24,7 +28,13 @@ UPDATES = 4
 FRAMES = 16
 
 
-def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
+def generation_of(modes: set[str]) -> Any:
+    return aiosync.legacy if "legacy" in modes else aiosync.sync
+
+
+def make_collector(
+    kind: str, scheme: Any, policy: Any, modes: set[str], model_id: str = "policy"
+) -> Any:
     inner: dict[str, Any] = {"track_policy_version": True}
     outer = 1 if "nested" in modes else 2
     options: dict[str, Any] = {
@@ -32,13 +42,13 @@ def make_collector(kind: str, scheme: Any, policy: Any, modes: set[str]) -> Any:
         "collector_class": MultiSyncCollector if "nested" in modes else Collector,
         "frames_per_batch": 2 * FRAMES,
         "total_frames": 10_000,
-        "weight_sync_schemes": {"policy": scheme},
+        "weight_sync_schemes": {model_id: scheme},
         "collector_kwargs": inner,
         "sync": True,
     }
     if "nested" in modes:
         options["num_workers_per_collector"] = 2
-        inner["weight_sync_schemes"] = {"policy": aiosync.sync.SharedMemWeightSyncScheme()}
+        inner["weight_sync_schemes"] = {"policy": generation_of(modes).SharedMemWeightSyncScheme()}
     if "factory" in modes:
         options["policy_factory"] = make_policy
     else:
@@ -78,13 +88,38 @@ def values_of(data: Any) -> list[list[float]]:
     return sorted(map(list, set(zip(actions(data).tolist(), labels, strict=True))))
 
 
+def told(call: Any, *args: Any) -> list[Any]:
+    """What a call raises, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call(*args)
+    except aiosync.AiosyncError as exc:
+        return [type(exc).__name__, str(exc), time.monotonic() - started]
+    return ["nothing", "", time.monotonic() - started]
+
+
+def lost(name: str, modes: set[str]) -> dict[str, Any]:
+    """What the trainer is told of a RayCollector whose actors cannot come."""
+    policy = make_policy(1.0)
+    make, path = getattr(generation_of(modes), name), "env.transform[0]"
+    collector = make_collector("ray", make(), policy, modes)
+    ray: Any = importlib.import_module("ray")
+    ray.kill(collector.remote_collectors[1])
+    killed = told(collector.update_policy_weights_)
+    collector.shutdown(shutdown_ray=False)
+    scheme = make()
+    return {"killed": killed, "path": told(make_collector, "ray", scheme, policy, modes, path)}
+
+
 def main(kind: str, name: str, *given: str) -> dict[str, Any]:
     modes = set(given)
     torch.set_num_threads(1)
+    if "killed" in modes:
+        return lost(name, modes)
     policy = make_policy(100.0)
     # Weights of any size come from the object store, as on another host.
     stored = {"shared_memory": False, "inline_nbytes": 0} if "stored" in modes else {}
-    scheme = getattr(aiosync.sync, name)(**stored)
+    scheme = getattr(generation_of(modes), name)(**stored)
     collector = make_collector(kind, scheme, policy, modes)
     seen: dict[str, Any] = {"batches": []}
     batches = iter(collector)

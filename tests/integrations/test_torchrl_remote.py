@@ -61,6 +61,37 @@ def test_updates_reach_every_worker(args: tuple[str, ...]) -> None:
     assert seen["one"] == [[4.0, 4], [50.0, 5]], "worker_ids=[1] changes that worker alone"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("ray", "RayWeightSyncScheme"),
+        pytest.param(("rpc", "RPCWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "DistributedWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "SharedMemWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "MultiProcessWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("rpc", "SharedMemWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("ray", "SharedMemWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("ray", "RayWeightSyncScheme", "nested"), marks=HEAVY),
+        pytest.param(("distributed", "DistributedWeightSyncScheme", "nested"), marks=HEAVY),
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_schemes_of_the_older_generation(args: tuple[str, ...]) -> None:
+    check(run(*args, "legacy"), "nested" if "nested" in args else args[0])
+
+
+@pytest.mark.parametrize("generation", ["legacy", pytest.param("sync", marks=HEAVY)])
+def test_a_trainer_does_not_wait_for_actors_that_cannot_come(generation: str) -> None:
+    """``timeout=`` is 120 seconds."""
+    seen = run("ray", "RayWeightSyncScheme", generation, "killed")
+    name, text, seconds = seen["killed"]
+    assert name == "PartialSyncError"
+    assert "worker 1: ConnectError: the actor of worker 1 ended before it connected" in text
+    assert seconds < 30.0
+    assert seen["path"][0] == "ConfigError"
+    assert "plain names only" in seen["path"][1]
+
+
 def test_a_checkpoint_is_loaded_where_weights_came_from_the_object_store() -> None:
     seen = run("ray", "RayWeightSyncScheme", "stored")
     check(seen, "ray")
