@@ -149,7 +149,7 @@ class RPCTransport(Answered):
 
     def begin(self, model_id: str, weights: Any) -> Finish:
         """As for :class:`Answered`; the deadline is that of the call."""
-        remote = self.collector_rref.rpc_async(timeout=self.timeout)
+        remote = self.collector_rref.rpc_async(timeout=self.timeout or 0)  # 0 waits for ever
         # RPC sends from the memory of the tensors, some time later.
         sent = remote.update_policy_weights_(_copied(weights), **_named(model_id))
         return functools.partial(finish_rpc_call, sent)

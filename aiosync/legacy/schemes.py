@@ -17,7 +17,13 @@ from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy.background import BackgroundReceiver
 from aiosync.legacy.roles import WeightReceiver, WeightSender
-from aiosync.legacy.transports import Backend, MPTransport, SharedMemTransport, is_backend
+from aiosync.legacy.transports import (
+    Answered,
+    Backend,
+    MPTransport,
+    SharedMemTransport,
+    is_backend,
+)
 from aiosync.schemes.roles import check_may_connect
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
@@ -227,8 +233,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             )
         if is_backend(transport):
             return Backend(transport, self.model_id or "policy", get_strategy(self.strategy))
+        if isinstance(transport, Answered):
+            transport.timeout = self.timeout
         if isinstance(transport, MPTransport):
-            transport.timeout, transport.end.patient = self.timeout, True
+            transport.end.patient = True
             transport.greet()
         return transport
 

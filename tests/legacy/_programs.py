@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import warnings
 from typing import Any
 
@@ -22,6 +23,9 @@ def expect(kind: type[BaseException], call: Any, *args: Any) -> BaseException:
     raise AssertionError(f"{call} did not raise {kind.__name__}")
 
 
+_SLOW = 1000.0
+
+
 class Collector:
     """What the old generation called on the other side."""
 
@@ -33,6 +37,8 @@ class Collector:
         value = float(weights["weight"].sum())
         if value < 0:
             raise ValueError("negative weights")
+        if value > _SLOW:
+            time.sleep(2.0)
         self.seen.append((model_id, value))
 
     def _update_weights_tensordict(self, params: Any) -> None:
@@ -46,6 +52,14 @@ class Collector:
 
     def value(self) -> float:
         return float(self.model.weight.detach().sum())
+
+
+def check_timeout(sender: Any) -> None:
+    """A scheme's ``timeout=`` is that of its transports; this one's is short."""
+    started = time.monotonic()
+    error = expect(aiosync.PartialSyncError, sender.send, td(_SLOW))
+    assert "AckTimeout" in str(error), error
+    assert time.monotonic() - started < 2.0
 
 
 def td(value: float) -> TensorDict:
@@ -96,6 +110,9 @@ def _call_actors(ray: Any) -> None:
     scheme.init_on_sender(model_id="policy", remote_collectors=actors, num_collectors=1)
     transport = scheme.create_transport(actors[0])
     check_calls(scheme.get_sender(), transport, lambda: ray.get(actors[0].told.remote()))
+    hasty = legacy.RayWeightSyncScheme(timeout=0.2)
+    hasty.init_on_sender(model_id="policy", remote_collectors=actors)
+    check_timeout(hasty.get_sender())
     for strategy in ("tensordict", "state_dict"):
         wrapped = legacy.RayModuleTransformScheme(strategy)
         wrapped.init_on_sender(model_id="policy", actor_refs=actors)
@@ -187,7 +204,10 @@ def rpc_program(rank: int, port: int) -> None:
         sender = scheme.create_sender()
         sender.register_worker(0, end)
         check_calls(sender, scheme.create_transport(end), lambda: rref.rpc_sync().told())
-        del rref, end, sender
+        hasty = legacy.RPCWeightSyncScheme(timeout=0.2).create_sender()
+        hasty.register_worker(0, end)
+        check_timeout(hasty)
+        del rref, end, sender, hasty
     rpc.shutdown()
 
 
