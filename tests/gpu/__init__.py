@@ -1,0 +1,1 @@
+"""Measurements that need a GPU; not collected by pytest. See :mod:`tests.gpu.__main__`."""
