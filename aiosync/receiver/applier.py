@@ -19,8 +19,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from aiosync._meter import Meter
 from aiosync._tasks import call_soon
@@ -75,6 +78,8 @@ class Applier:
         report: Called where there are results: on the loop, and not under the guard but for a
             refusal.
         log: Told in a sentence which methods are reads.
+        changed: Called on the loop when a thread has applied something, of which nobody may have
+            to be told.
         hears_of: Whether it is to be told that an update of the manifest with this digest was
             taken. Called on any thread.
         withdraw_promise: Called on the loop: forwards are not sure to see what is new any more.
@@ -112,6 +117,7 @@ class Applier:
         *,
         report: Callable[[], None],
         log: Callable[[str], object],
+        changed: Callable[[], None],
         hears_of: Callable[[bytes], bool],
         withdraw_promise: Callable[[], None],
         fail: Callable[[BaseException], None],
@@ -139,6 +145,7 @@ class Applier:
         self.askers: int = 0
         self._updates = updates
         self._report = report
+        self._changed = changed
         self._hears_of = hears_of
         self._withdraw_promise = withdraw_promise
         self._fail = fail
@@ -162,6 +169,8 @@ class Applier:
         self._target_of: Any = None
         self._dropped = False  # None was assigned during a read: the model has to be let go
         self._timer: asyncio.TimerHandle | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._in_thread: Future[bool] | None = None
         self._closed = False
 
     # -- what there is -------------------------------------------------------------------------
@@ -239,12 +248,52 @@ class Applier:
             self.submit()
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
-        """Apply what there is between two reads: now, or as soon as they end. On the loop."""
+        """Apply what there is between two reads: now, or as soon as they end. On the loop.
+
+        In a thread where that waits for an accelerator.
+        """
+        if self._in_thread is not None or (self._waits and not self._closed):
+            self.guard.offer(self.apply)  # a read that begins before the thread does applies it
+            if self._in_thread is None:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(1, "aiosync-apply")
+                self._in_thread = self._threads.submit(self.guard.apply_offered)
+                had = self.inbox.epoch, self.inbox.version
+                self._in_thread.add_done_callback(
+                    lambda _: call_soon(self._loop, self._end_apply, pause, had)
+                )
+            return
         try:
             waits = not self.guard.submit(self.apply)
         except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
             self.interrupt_loop(exc)
             waits = True
+        self._submitted(waits, pause)
+
+    @property
+    def _waits(self) -> bool:
+        """True if applying waits for an accelerator."""
+        target = self._target
+        if target is None:
+            target = self.resolve()
+            target = Target(target) if isinstance(target, nn.Module) else None
+        return isinstance(target, Target) and target.waits
+
+    def _end_apply(self, pause: float, had: tuple[int, int]) -> None:
+        """The thread has applied what there was, or left it to a read that is open. On the loop."""
+        done, self._in_thread = self._in_thread, None
+        assert done is not None
+        try:
+            waits = not done.result()
+        except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
+            self.interrupt_loop(exc)
+            waits = True
+        self._submitted(waits, pause)
+        if (self.inbox.epoch, self.inbox.version) != had:
+            self._changed()
+            self.apply_soon()  # what came meanwhile
+
+    def _submitted(self, waits: bool, pause: float) -> None:
         # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
         if waits and self._timer is None and not self._closed:
             self._timer = self._loop.call_later(pause, self._look_again, pause)
@@ -404,11 +453,11 @@ class Applier:
             silent = not self._took(staged, unused, looked and not guard.at_read)
         elif unused is not None and unused.slot is not None:
             unused.give_back()  # now, and not without a copy of what still views it
+        if error is None:  # before anybody hears that it has come
+            self.note("ok", staged, began)
         if not silent or (taken and error is not None):
             self._tell(staged, unused)
         self._taking = self._before = None
-        if error is None:
-            self.note("ok", staged, began)
         if self._closed and taken and isinstance(target, Target) and not self.copy:
             target.detach_(staged.flat)  # the loop has closed meanwhile, and will not
             self.current = None
@@ -650,6 +699,8 @@ class Applier:
         """Give the module memory of its own, and forget it. On the loop."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
         current = self.current
         try:
             if current is not None and not self.copy:

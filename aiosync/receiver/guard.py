@@ -384,8 +384,19 @@ class Guard:
             Whether it has run. If not, submit it again now and then, as readers may have ended
             without a word.
         """
+        self.offer(apply)
+        return self.apply_offered()
+
+    def offer(self, apply: Callable[[], object]) -> None:
+        """Have the next read run ``apply`` before it begins, if nothing does earlier."""
         with self._lock:
             self._apply, self._pending = apply, True
+
+    def apply_offered(self) -> bool:
+        """Run what waits, as :meth:`submit` does. On any thread."""
+        with self._lock:
+            if not self._pending:
+                return True
             if self._open or self._applying is not None:
                 self._sweep()
                 if self._open or self._applying is not None:

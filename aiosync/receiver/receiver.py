@@ -141,6 +141,7 @@ class WeightReceiver:
             self.updates,
             report=self.report,
             log=functools.partial(log, "methods"),
+            changed=lambda: self._changed.notify(),
             hears_of=self._hears_of,
             withdraw_promise=self._promise.withdraw,
             fail=self.fail,

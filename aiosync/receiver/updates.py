@@ -290,7 +290,7 @@ class UpdateReader:
             return None  # its manifest is on its way, and a message behind it
         flat = self._mapped.get(slot.key)
         if flat is None:
-            flat = self._mapped[slot.key] = FlatBuffer(slot.memory)
+            flat = self._mapped[slot.key] = FlatBuffer(slot.memory, share=slot.share)
 
         def give_back() -> None:
             kept = not flat.exclusive()

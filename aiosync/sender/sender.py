@@ -337,7 +337,7 @@ class WeightSender:
         links = self._links_that_look(plan, addressed[0], worker_ids) if off_loop else []
         if off_loop and not links:
             return None
-        snapshot = self.copier.take_free(plan)
+        snapshot = self.copier.take_free(plan, may_wait=off_loop)
         if snapshot is None:
             return None
         took_long = time.perf_counter() - started > _LOOKED_SECONDS

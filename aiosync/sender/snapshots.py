@@ -123,7 +123,7 @@ class Snapshot:
             self.buffer: FlatBuffer = memory
             return
         if memory.buffer is None:
-            memory.buffer = FlatBuffer(memory.view)
+            memory.buffer = FlatBuffer(memory.view, pinnable=True)
         self.slot, self.buffer = memory, memory.buffer
         memory.has_memory = memory.in_use = True
 
@@ -473,16 +473,23 @@ class SnapshotCopier:
         return snapshot
 
     def take_free(
-        self, prepared: Prepared, timeout: float = 0.0, *, always: bool = False
+        self,
+        prepared: Prepared,
+        timeout: float = 0.0,
+        *,
+        always: bool = False,
+        may_wait: bool = False,
     ) -> Snapshot | None:
         """Copy on this thread what is small, where memory for it is free; or ``always``.
+
+        Not what waits for an accelerator, unless the thread ``may_wait``.
 
         Returns:
             ``None`` also if an optimizer of another thread is in a step after ``timeout`` seconds.
         """
         arena, slot = self.arena, None
         nbytes = prepared.layout.nbytes
-        if nbytes > _INLINE_NBYTES and not always:
+        if (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)) and not always:
             return None
         if arena is not None:
             slot = arena.take_slot(nbytes, growing=self._growing is not None)
@@ -538,7 +545,7 @@ class SnapshotCopier:
         steady = functools.partial(
             steadily, prepared=prepared, timeout=timeout, gave_up=lambda: self._closed
         )
-        large = prepared.layout.nbytes > _INLINE_NBYTES
+        large = prepared.waits or prepared.layout.nbytes > _INLINE_NBYTES
         if large and how != "copy" and prepared.signature is not None:
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ STILL_STEPPING = "an optimizer's step in another thread did not end within {:g} 
 _T = TypeVar("_T")
 
 _LOOK_SECONDS = 0.05  # between two looks whether a step raised, which no hook tells
+_count_writes = attrgetter("_version")
 _PATIENCE_SECONDS = 60.0  # of a step; then it goes on, and the copy finds out
 
 
@@ -190,15 +192,20 @@ def steadily(
         not end, or :class:`WeightsChanged`.
     """
     layout, tensors = prepared.layout, prepared.tensors
-    copy, calm, before = object(), False, list[tuple[int, int]]()
+    copy, calm = object(), False
+    before: tuple[list[int], list[int]] = [], []
     stepped = set[int]()
 
     def check() -> None:
-        for leaf, tensor, noted in zip(layout.manifest.leaves, tensors, before, strict=True):
-            writes, place = _state(tensor)
+        after = _states(tensors)
+        if after == before:
+            return
+        for leaf, writes, place, writes_before, place_before in zip(
+            layout.manifest.leaves, *after, *before, strict=True
+        ):
             if (
-                (writes, place) != noted
-                and place == noted[1]
+                writes != writes_before
+                and place == place_before
                 and leaf.kind == "param"
                 and place not in stepped
             ):
@@ -214,7 +221,7 @@ def steadily(
             if waited is None:
                 raise SendTimeout(STILL_STEPPING.format(timeout))
             if waited or not calm:
-                before = [_state(each) for each in tensors]
+                before = _states(tensors)
             result = call()
             check()
             return result
@@ -236,7 +243,7 @@ def steadily(
     try:
         STEPS.copies.add(copy)
         calm = STEPS.wait() is False
-        before = [_state(each) for each in tensors]
+        before = _states(tensors)
         running = start(run)
     except BaseException:  # goes on to the caller of send()
         STEPS.end(copy)
@@ -246,6 +253,10 @@ def steadily(
     return done
 
 
-def _state(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often a tensor was written to, as torch counts, and where it is."""
-    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+def _states(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """How often each tensor was written to, as torch counts, and where it is."""
+    try:
+        writes = list(map(_count_writes, tensors))
+    except RuntimeError:  # those of inference mode keep no count
+        writes = [0 if each.is_inference() else each._version for each in tensors]
+    return writes, list(map(torch.Tensor.data_ptr, tensors))

@@ -23,8 +23,10 @@ from torch.nn.parameter import is_lazy
 
 from aiosync._log import log
 from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
+from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.flatten import Signature
 from aiosync.tensors.places import Undo, put, store
 from aiosync.tensors.transient import TransientBuffers
@@ -124,7 +126,8 @@ class Plan:
             the leaf, else they get some of their own.
         puts: Other tensors take the places of these; the flag says the same.
         copies: What is copied in place: the tensors are ``copied``, and ``addresses`` where they
-            are. Few of them, and small ones, are ``quick`` to copy.
+            are. Few of them, and small ones, are ``quick`` to copy. From a flat buffer those
+            ``on_devices`` are copied together, by device, and those ``on_host`` as everywhere.
         keeps_views: On the CPU they get new memory where something else views theirs.
         viewed: Finds those; ``None`` where there can be none.
         once: The target is another one afterwards, for which there is no plan yet.
@@ -181,6 +184,9 @@ class Plan:
         self.puts: list[tuple[Spot, int, bool]] = []
         self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
+        self.on_devices: list[tuple[DeviceCopies, dict[int, torch.Tensor]]] = []
+        self.on_host: list[tuple[torch.Tensor, int]] = []
+        self._sort_copies(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
         self.copied: list[torch.Tensor] = [tensor for tensor, _ in self.copies]
         self.quick: bool = (
@@ -361,6 +367,15 @@ class Plan:
             else:
                 self.copies.append((tensor, leaf))
 
+    def _sort_copies(self, layout: Layout) -> None:
+        """Take what copies to accelerators need: once something has changed, nothing may fail."""
+        first: dict[int, torch.Tensor] = {}
+        for tensor, leaf in self.copies:
+            first.setdefault(leaf, tensor)
+        self.on_devices = [*copies_by_device(layout, first.items())]
+        there = {id(each) for _, tensors in self.on_devices for each in tensors.values()}
+        self.on_host = [copy for copy in self.copies if id(copy[0]) not in there]
+
 
 _DTYPE_HINT = (
     " If wire_dtype= of the sender chose that dtype, name patterns there can choose another."
@@ -508,7 +523,8 @@ class Target:
             # The usual case: nothing but flips, which cannot fail once the plan is valid.
             _flip(plan.moved, plan.pick(flat.views(layout)))
             return
-        self.apply_tensors(layout, flat.views(layout), values, "copy" if copy else "flip")
+        mode: Mode = "copy" if copy else "flip"
+        self.apply_tensors(layout, flat.views(layout), values, mode, flat)
 
     def apply_tensors(
         self,
@@ -516,6 +532,7 @@ class Target:
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
         mode: Mode = "copy",
+        flat: FlatBuffer | None = None,
     ) -> None:
         """Like :meth:`apply_`, from tensors anywhere.
 
@@ -524,6 +541,7 @@ class Target:
             sources: One for each leaf, in order. The target shares their memory only by ``"flip"``.
             values: Non-tensor values by name, packed.
             mode: How tensors get their values.
+            flat: The buffer that they are views of, if they are.
 
         Raises:
             ManifestMismatch: They do not fit; nothing was changed.
@@ -534,11 +552,12 @@ class Target:
         undo: Undo = []
         with torch.inference_mode(False), torch.no_grad():
             _check_equal(plan, layout, sources)
-            if mode != "flip":  # an earlier copy may write where a later one reads
+            # An earlier copy may write where a later one reads; none writes to a flat buffer.
+            if mode != "flip" and flat is None:
                 written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
-                self._change(plan, layout, sources, values, undo)
+                self._change(plan, layout, sources, values, undo, flat)
             except BaseException:  # goes on to the caller, once all is as it was
                 self._plan = None
                 for step in reversed(undo):
@@ -546,8 +565,17 @@ class Target:
                 raise
         self._transient.note(plan.transient)
 
+    @property
+    def waits(self) -> bool:
+        """True if applying waits for an accelerator, as far as is known; cheap."""
+        plan, target = self._plan, self.target
+        if plan is not None:
+            return bool(plan.on_devices)
+        tensors = target.parameters() if isinstance(target, nn.Module) else ()
+        return any(map(accelerator().has, tensors))
+
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
-        """Whether :meth:`apply_` would change pointers, and copy next to nothing.
+        """Whether :meth:`apply_` would change pointers, copy next to nothing, and not wait.
 
         Never before the first time, which plans.
 
@@ -559,7 +587,7 @@ class Target:
         return (
             plan is not None
             and self._key == ("flip", *self._facts(layout, values))
-            and not (values or plan.values or plan.equal)
+            and not (values or plan.values or plan.equal or plan.on_devices)
             and plan.is_valid(self.target)
             and sum(tensor.nbytes for tensor in plan.copied) <= _QUICK_NBYTES
         )
@@ -625,6 +653,7 @@ class Target:
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
         undo: Undo,
+        flat: FlatBuffer | None,
     ) -> None:
         # What can fail comes before what cannot, so that the usual case needs no backup. Extra
         # states come last, as set_extra_state() may look at the weights: then all is backed up.
@@ -641,17 +670,20 @@ class Target:
             _back_up(plan, undo)
         for place, tensor in new:
             put(self.target, place, tensor, undo)
-        copied, moved = plan.copied, plan.moved
+        fresh, moved = new_memory(viewed) if viewed else {}, plan.moved
         if viewed:
-            fresh = new_memory(viewed)
-            copied = [fresh.get(id(tensor), tensor) for tensor in copied]
             moved, memory = [*moved, *viewed], [*memory, *(fresh[id(each)] for each in viewed)]
         if plan.copies:
-            given = [sources[leaf] for _, leaf in plan.copies]
+            alone = plan.copies if flat is None else plan.on_host
+            given = [sources[leaf] for _, leaf in alone]
+            targets = [fresh.get(id(tensor), tensor) for tensor, _ in alone]
             if plan.quick and all(map(_is_cpu, given)):
-                torch._foreach_copy_(copied, given)
+                torch._foreach_copy_(targets, given)
             else:
-                copy_tensors(zip(copied, given, strict=True))
+                copy_tensors(zip(targets, given, strict=True))
+            if flat is not None:
+                for copies, tensors in plan.on_devices:
+                    copies.scatter(flat, tensors)
             torch.autograd.graph.increment_version(plan.copied)
         if moved:
             _flip(moved, memory)

@@ -13,7 +13,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -171,9 +171,21 @@ class FlatBuffer:
         array: The bytes as a 1-D uint8 array; read-only if the memory is.
         address: Address of the first byte.
         padded_for: Digest of the layout whose padding was zeroed here.
+        block: What keeps the memory alive; ``None`` where there is none.
+        pinnable: An accelerator may be told to reach the memory directly.
+        read_only: Nothing may write to the memory.
+        is_shareable: :meth:`shared` may be another buffer.
+        was_transferred: It was copied from or to an accelerator before.
+        pinned: Ends what an accelerator was told of the memory.
     """
 
-    def __init__(self, memory: int | Buffer) -> None:
+    def __init__(
+        self,
+        memory: int | Buffer,
+        *,
+        pinnable: bool = False,
+        share: Callable[[], memoryview] | None = None,
+    ) -> None:
         """Allocate so many bytes, or use memory that somebody else allocated.
 
         Such memory is kept alive (an ``mmap`` cannot be closed) until the buffer and all views
@@ -183,6 +195,11 @@ class FlatBuffer:
         Args:
             memory: A number of bytes, at least 0. Or C-contiguous memory that starts on a multiple
                 of 64 bytes, for example a mapping of a shared segment.
+            pinnable: Of such memory: it is this process's own or mapped shared, and :meth:`unpin`
+                is called before pages are taken from it. A private mapping would get a copy of
+                each page, and not see what others write.
+            share: Maps memory of others once more, shared with them, to be read by an accelerator.
+                Raises :class:`OSError` where that cannot be.
 
         Raises:
             ConfigError: The memory is not aligned.
@@ -202,14 +219,21 @@ class FlatBuffer:
         self.address: int = array.ctypes.data
         self.padded_for: bytes | None = None
         self._bytes = memoryview(array.data)
-        self._block: Any = None
+        self.block: Any = None
+        self.pinnable: bool = pinnable or isinstance(memory, int)
+        self.was_transferred: bool = False
+        self.read_only: bool = not array.flags.writeable
+        self.is_shareable: bool = share is not None
+        self._share = share
+        self._shared: FlatBuffer | None = None
+        self.pinned: weakref.finalize[[int, torch.device, int], Any] | None = None
         if array.size:
             if self.address % ALIGNMENT:
                 raise ConfigError(f"the memory does not start on a multiple of {ALIGNMENT} bytes")
             # torch warns about read-only memory that it is given; nothing is written here.
-            self._block = (ctypes.c_ubyte * array.size).from_address(self.address)
-            self._block._owner = array  # lives as long as any view
-            _blocks[self.address] = self._block
+            self.block = (ctypes.c_ubyte * array.size).from_address(self.address)
+            self.block._owner = array  # lives as long as any view
+            _blocks[self.address] = self.block
         self._lock = threading.Lock()
         self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
         self.release()
@@ -217,6 +241,27 @@ class FlatBuffer:
     def memoryview(self) -> memoryview:
         """Return the bytes as a 1-D memoryview of format ``B``. Always the same object."""
         return self._bytes
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes as a 1-D uint8 tensor, of which :meth:`exclusive` does not know."""
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self.block, dtype=torch.uint8)
+
+    def shared(self) -> FlatBuffer | None:
+        """The same memory as others see it, always the same object; ``None`` where it is not."""
+        if self._shared is None and self._share is not None:
+            try:
+                self._shared = FlatBuffer(self._share(), pinnable=True)
+            except OSError:
+                self.is_shareable, self._share = False, None
+        return self._shared
+
+    def unpin(self) -> None:
+        """Have no accelerator reach the memory directly any more."""
+        if self.pinned is not None:
+            self.pinned()
+            self.pinned, self.was_transferred = None, False
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
         """Return one typed tensor for each leaf of a layout; the list is made once and reused.
@@ -256,7 +301,7 @@ class FlatBuffer:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=offset).view(shape)
+        tensor = torch.frombuffer(self.block, dtype=dtype, count=count, offset=offset).view(shape)
         if use_count is not None:
             storage = tensor.untyped_storage()._cdata
             self._storages.append(storage)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from aiosync.tensors.accelerator import accelerator
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -120,7 +122,8 @@ def is_plain_cpu(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor are one block of bytes on the CPU, in C order."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
+        and not accelerator().has(tensor)
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()
@@ -148,9 +151,10 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
         pool: Threads that share the copies.
     """
     pairs = list(pairs)
-    devices = {each.device for pair in pairs for each in pair if not each.is_cpu}
+    api = accelerator()
+    devices = {each.device for pair in pairs for each in pair if api.has(each)}
     for device in devices:
-        torch.accelerator.synchronize(device)
+        api.synchronize(device)
     blocks: list[_Pair] = []
     batches: list[_Batch] = []
     targets: list[torch.Tensor] = []
@@ -184,7 +188,7 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
         copy_blocks(blocks)
         _take(_copy_batch, iter(batches))
     for device in devices:
-        torch.accelerator.synchronize(device)
+        api.synchronize(device)
 
 
 @torch.no_grad()

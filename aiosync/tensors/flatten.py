@@ -26,6 +26,7 @@ from aiosync.tensors.copying import (
     copy_tensors,
     is_plain_cpu,
 )
+from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.mapping import DtypeRule, Dtypes, Pattern
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (
@@ -132,6 +133,11 @@ class Prepared:
     values: dict[str, Any]
     signature: Signature | None
 
+    @property
+    def waits(self) -> bool:
+        """True if copying waits for an accelerator, whatever the size."""
+        return bool(self.plan.on_devices)
+
     def copy_into(self, flat: FlatBuffer, *, pool: CopyPool | None = None) -> None:
         """Copy every tensor to its place in a flat buffer.
 
@@ -154,6 +160,10 @@ class Prepared:
             for start, end in layout.padding():
                 flat.array[start:end] = 0
             flat.padded_for = layout.digest
+        for copies in plan.on_devices:
+            copies.gather(self.tensors, flat)
+        if not plan.on_host:
+            return
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if program is None or program.addresses != addresses:
             # Preparing pays only for tensors that stay where they are.
@@ -161,7 +171,8 @@ class Prepared:
             plan.addresses = addresses
             if is_new or self.signature is None:
                 # They may never be seen again, or are cast on the way.
-                copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
+                views = flat.views(layout)
+                copy_tensors(((views[at], self.tensors[at]) for at in plan.on_host), pool)
                 return
             program = plan.program = _Program(self, addresses)
         program.run(self.tensors, flat, pool)
@@ -180,6 +191,11 @@ class _Plan:
         self.in_all_places: Sequence[torch.Tensor] = tensors  # of the last source
         self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
+        self.on_devices: list[DeviceCopies] = [
+            copies for copies, _ in copies_by_device(layout, enumerate(self.tensors))
+        ]
+        there = {leaf for copies in self.on_devices for leaf in copies.leaves}
+        self.on_host: list[int] = [at for at in range(len(self.tensors)) if at not in there]
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
@@ -339,12 +355,12 @@ class _Program:
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []
         self._others: list[int] = []
-        filled = _BATCH_NBYTES
+        filled, here = _BATCH_NBYTES, set(prepared.plan.on_host)
         leaves = zip(self.layout.manifest.leaves, prepared.tensors, strict=True)
         for index, (leaf, tensor) in enumerate(leaves):
             target = slice(leaf.offset, leaf.offset + leaf.nbytes)
             if not is_plain_cpu(tensor):
-                self._others.append(index)
+                self._others += [index] if index in here else []
             elif leaf.nbytes >= LARGE_NBYTES:
                 self._large.append((target, as_bytes(tensor)))
             elif leaf.nbytes:

@@ -18,14 +18,20 @@ import torch
 from torch import nn
 
 import aiosync
+from aiosync.tensors.accelerator import use_accelerator
 from aiosync.testing import assert_no_leaks
 from tests.schemes._models import fill as fill
+from tests.support.accelerator import Deferred
 from tests.support.waiting import PATIENCE as PATIENCE
 from tests.support.waiting import until as until
 
 LEAKS = ("tasks", "fds", "processes", "shm", "mappings")
 DEVICE = os.environ.get("DEVICE", "cpu")
-"""Where the models of the checks are: ``DEVICE=cuda pytest tests/contract`` runs them on a GPU."""
+"""Where the models of the checks are: ``DEVICE=cuda pytest tests/contract`` runs them on a GPU, and
+``DEVICE=deferred`` on what :mod:`tests.support.accelerator` has in its place."""
+if DEVICE == "deferred":
+    use_accelerator(Deferred())  # in the processes of workers, too
+    DEVICE = "cpu"
 
 
 class SchemeFactory(Protocol):

@@ -26,6 +26,7 @@ from aiosync.transports.shared_memory.slots import (
     HEADER,
     HEADER_NBYTES,
     HOLDS,
+    PINNED,
     SET_LOCK,
     SHARED,
     UNLOCKED,
@@ -76,6 +77,20 @@ class _SegmentView:
             mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
             known = self.maps[index] = mapping, memoryview(mapping)
         return known
+
+    def share(self, index: int) -> memoryview:
+        """One slot, which is locked, with its header as the sender sees it; read-only.
+
+        The sender takes no page of it away as long as this view is open, so that an accelerator
+        may be told of them.
+
+        Raises:
+            OSError: There is no room for the mapping, or the view was closed.
+        """
+        fcntl.fcntl(self._lock_fd, SET_LOCK, PINNED[index])
+        nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
+        mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
+        return memoryview(mapping)
 
     def lock(self, index: int) -> bool:
         """Keep the sender from writing to a slot; False if it is at that."""
@@ -144,6 +159,14 @@ class NamedSlot:
     key: tuple[int, int, int]
     view: _SegmentView
     index: int
+
+    def share(self) -> memoryview:
+        """The same memory, read-only, for an accelerator to read directly.
+
+        Raises:
+            OSError: It cannot be mapped.
+        """
+        return self.view.share(self.index)[HEADER_NBYTES:]
 
     @property
     def trace(self) -> str | None:

@@ -29,6 +29,7 @@ __all__ = [
     "HEADER_NBYTES",
     "HOLDS",
     "MAX_SLOTS",
+    "PINNED",
     "SET_LOCK",
     "SHARED",
     "UNLOCKED",
@@ -71,6 +72,12 @@ SHARED, _EXCLUSIVE, UNLOCKED = (
     tuple(_pack(kind, 0, index, 1, 0) for index in range(MAX_SLOTS))
     for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)
 )
+
+PINNED, _UNPINNED, _PIN_EXCLUSIVE = (
+    tuple(_pack(kind, 0, MAX_SLOTS + index, 1, 0) for index in range(MAX_SLOTS))
+    for kind in (fcntl.F_RDLCK, fcntl.F_UNLCK, fcntl.F_WRLCK)
+)
+"""Locks of readers whose accelerator was told of the pages of a slot: these must stay."""
 
 _PAGE_NBYTES = 4096
 _FIRST_FIT_SENDS = 32
@@ -175,8 +182,19 @@ class Segment:
         return self.slots[index]
 
     def shrink(self, slot: Slot) -> None:
-        """Give the memory of a slot back, which is locked and needed by nobody."""
+        """Give the memory of a slot back, which is locked and needed by nobody.
+
+        Not where a reader has told an accelerator of its pages: that would go on reading those.
+        """
+        try:
+            fcntl.fcntl(self.lock_fd, SET_LOCK, _PIN_EXCLUSIVE[slot.index])
+        except BlockingIOError:
+            slot.release()
+            return
+        fcntl.fcntl(self.lock_fd, SET_LOCK, _UNPINNED[slot.index])
         slot.has_memory = False
+        if slot.buffer is not None:  # an accelerator would go on writing to pages that are gone
+            slot.buffer.unpin()
         with contextlib.suppress(OSError):  # a file system that keeps what it has
             slot.mapping.madvise(mmap.MADV_REMOVE)
         slot.release()

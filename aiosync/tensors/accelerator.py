@@ -1,0 +1,119 @@
+"""How copies reach accelerators; tests have one of their own, whose copies are deferred.
+
+This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from aiosync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiosync.tensors.buffer import FlatBuffer
+
+__all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
+
+PINNED_NBYTES = 2**18
+"""From here on it pays to pin memory."""
+
+_PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister...
+
+
+class Accelerator(Protocol):
+    """What is asked of accelerators. Copies may end later than their calls."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is on one."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all that is queued there, on whatever stream."""
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy tensors on one device into others there, after what was begun here before."""
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a block between a device and the host, after what was begun here before."""
+
+    def mark(self, device: torch.device) -> Callable[[], object]:
+        """Return what waits for all that was begun here so far."""
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory of the device."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return memory of the host that the device reads directly."""
+
+    def pin(self, flat: FlatBuffer, device: torch.device) -> None:
+        """Have the device reach a flat buffer directly, if it can: then that is ``pinned``."""
+
+
+class _Torch:
+    """Those that torch knows, on their current streams."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return not (tensor.is_cpu or tensor.is_meta)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(targets, sources)
+
+    def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self, device: torch.device) -> Callable[[], object]:
+        event = torch.accelerator.current_stream(device).record_event()
+        return event.synchronize
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"{device} has no memory left to copy weights through: {nbytes} bytes are needed"
+            ) from exc
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def pin(self, flat: FlatBuffer, device: torch.device) -> None:
+        if device.type != "cuda" or flat.pinned is not None:
+            return
+        flags = _PORTABLE | _READ_ONLY if flat.read_only else _PORTABLE
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostRegister(flat.address, flat.nbytes, flags)  # type: ignore[no-untyped-call]
+            if int(status):
+                # It stays as slow as it was. The next call reports the error once more.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device).add_(1)
+                return
+        flat.pinned = weakref.finalize(flat.block, _unpin, flat.address, device, os.getpid())
+        flat.pinned.atexit = False
+
+
+def _unpin(address: int, device: torch.device, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no part in it
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+_chosen: Accelerator = _Torch()
+
+
+def accelerator() -> Accelerator:
+    """Return how accelerators are reached."""
+    return _chosen
+
+
+def use_accelerator(other: Accelerator) -> None:
+    """Reach them in another way, in this process: for tests."""
+    global _chosen
+    _chosen = other

@@ -1,0 +1,254 @@
+"""Copies between tensors on an accelerator and a flat buffer: few transfers, from pinned memory.
+
+Small tensors are gathered on the device into one block, which is an image of a part of the flat
+buffer, and the block is transferred at once; the other way it is transferred and then scattered.
+Memory of the device for it is bounded. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from aiosync.tensors.accelerator import PINNED_NBYTES, Accelerator, accelerator
+from aiosync.tensors.copying import CopyPool
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aiosync.tensors.buffer import FlatBuffer, Layout
+
+__all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device"]
+
+BLOCK_NBYTES = 32 * 2**20
+"""Bytes of a device's memory that the copies of one model take at most; of pinned memory twice."""
+
+_SHARE_NBYTES = 4 * 2**20  # for a thread, at least
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A range of a flat buffer that is transferred at once.
+
+    Attributes:
+        start: Its first byte in the flat buffer.
+        stop: Where it ends.
+        leaves: Those in it.
+        images: Their places in the block on the device; empty if the only leaf is transferred
+            from and to its own memory.
+        at: Where the range is in the bytes of that leaf.
+        gaps: Ranges of the flat buffer in it that belong to no leaf.
+    """
+
+    start: int
+    stop: int
+    leaves: list[int]
+    images: list[torch.Tensor]
+    at: int = 0
+    gaps: tuple[tuple[int, int], ...] = ()
+
+
+class DeviceCopies:
+    """How tensors on one device get into flat buffers of a layout, and out of them.
+
+    Takes memory of the device, at most :data:`BLOCK_NBYTES`, for as long as it lives. One call at a
+    time.
+
+    Args:
+        layout: Where each leaf lies.
+        tensors: Those of the leaves that are copied here, by index; looked at, not kept.
+        device: Theirs.
+
+    Raises:
+        ConfigError: The device has no memory left.
+
+    Attributes:
+        device: As given.
+        leaves: Indices of the leaves, in order.
+        rest: Those of them that torch has to copy one by one.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Mapping[int, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.device: torch.device = device
+        self.leaves: list[int] = sorted(tensors)
+        self.rest: list[int] = []
+        self._api = api = accelerator()
+        self._layout = layout
+        self._ring: _Ring | None = None
+        self._blocks: list[_Block] = []
+        specs, dtypes = layout.manifest.leaves, layout.dtypes
+        runs: list[list[int]] = []
+        for leaf in self.leaves:
+            spec, tensor = specs[leaf], tensors[leaf]
+            if not spec.nbytes:
+                continue
+            if tensor.is_conj() or tensor.is_neg():
+                self.rest.append(leaf)
+            elif spec.nbytes > BLOCK_NBYTES:
+                if tensor.is_contiguous() and tensor.dtype is dtypes[leaf]:
+                    for at in range(0, spec.nbytes, BLOCK_NBYTES):
+                        stop = spec.offset + min(at + BLOCK_NBYTES, spec.nbytes)
+                        self._blocks.append(_Block(spec.offset + at, stop, [leaf], [], at))
+                else:
+                    self.rest.append(leaf)
+            elif (  # nothing lies between but padding
+                runs
+                and runs[-1][-1] == leaf - 1
+                and spec.offset + spec.nbytes - specs[runs[-1][0]].offset <= BLOCK_NBYTES
+            ):
+                runs[-1].append(leaf)
+            else:
+                runs.append([leaf])
+        ends = {leaf: specs[leaf].offset + specs[leaf].nbytes for leaf in self.leaves}
+        nbytes = max((ends[run[-1]] - specs[run[0]].offset for run in runs), default=0)
+        self._memory: torch.Tensor = api.empty(nbytes, device)
+        with torch.inference_mode(False), torch.no_grad():
+            for run in runs:
+                start = specs[run[0]].offset
+                images = [
+                    self._memory[specs[leaf].offset - start : ends[leaf] - start]
+                    .view(dtypes[leaf])
+                    .view(specs[leaf].shape)
+                    for leaf in run
+                ]
+                between = ((ends[one], specs[other].offset) for one, other in pairwise(run))
+                gaps = tuple(gap for gap in between if gap[0] < gap[1])
+                self._blocks.append(_Block(start, ends[run[-1]], run, images, 0, gaps))
+        self._largest = max((block.stop - block.start for block in self._blocks), default=0)
+
+    @torch.no_grad()
+    def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
+        """Copy tensors into a flat buffer; what was queued for them on any stream is done before.
+
+        Args:
+            tensors: One for each leaf of the layout; only those of :attr:`leaves` are copied.
+            flat: Where to; the padding between them becomes zero.
+        """
+        api, host = self._api, self._seen(flat).tensor()
+        api.synchronize(self.device)
+        for block in self._blocks:
+            if block.images:
+                source = self._memory[: block.stop - block.start]
+                api.copy(block.images, [tensors[leaf] for leaf in block.leaves])
+            else:
+                source = _part(tensors[block.leaves[0]], block)
+            api.transfer(host[block.start : block.stop], source)
+        api.synchronize(self.device)
+        views = flat.views(self._layout)
+        for leaf in self.rest:
+            views[leaf].copy_(tensors[leaf])
+        for block in self._blocks:  # what was in the gaps of the block before
+            for start, stop in block.gaps:
+                flat.array[start:stop] = 0
+
+    @torch.no_grad()
+    def scatter(self, flat: FlatBuffer, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Copy a flat buffer into tensors; what was queued on any stream is done before.
+
+        Args:
+            flat: What to copy.
+            tensors: Those of the leaves.
+        """
+        api, nbytes = self._api, self._largest
+        seen, ring = self._seen(flat), None
+        if not (seen.pinnable or flat.is_shareable) and nbytes >= PINNED_NBYTES:
+            with contextlib.suppress(RuntimeError):  # no memory to pin: it goes slower
+                self._ring = self._ring or _Ring(api, self.device, nbytes, len(self._blocks))
+            ring = self._ring
+        host = seen.tensor()
+        threads = min(len(os.sched_getaffinity(0)), nbytes // _SHARE_NBYTES, _MAX_THREADS)
+        api.synchronize(self.device)
+        with contextlib.closing(CopyPool(max(1, threads))) as pool:
+            for block in self._blocks:
+                source = host[block.start : block.stop]
+                if ring is not None:
+                    source = ring.fill(flat.array[block.start : block.stop], pool)
+                if block.images:
+                    target = self._memory[: block.stop - block.start]
+                else:
+                    target = _part(tensors[block.leaves[0]], block)
+                api.transfer(target, source)
+                if ring is not None:
+                    ring.used()
+                if block.images:
+                    api.copy([tensors[leaf] for leaf in block.leaves], block.images)
+            api.synchronize(self.device)
+        views = flat.views(self._layout)
+        for leaf in self.rest:
+            tensors[leaf].copy_(views[leaf])
+        if self.rest:
+            api.synchronize(self.device)
+
+    def _seen(self, flat: FlatBuffer) -> FlatBuffer:
+        """The memory of a flat buffer; from its second transfer on as the device has it pinned."""
+        again, flat.was_transferred = flat.was_transferred, True
+        if not again or flat.nbytes < PINNED_NBYTES:
+            return flat
+        seen = flat.shared() or flat
+        if seen.pinnable:
+            self._api.pin(seen, self.device)
+        return flat if seen.pinned is None else seen
+
+
+class _Ring:
+    """One or two pinned blocks in turns: threads fill one while the other is transferred."""
+
+    def __init__(
+        self, api: Accelerator, device: torch.device, nbytes: int, num_blocks: int
+    ) -> None:
+        self._api, self._device = api, device
+        self._blocks = [api.pinned(nbytes) for _ in range(min(num_blocks, 2))]
+        self._waits: list[Callable[[], object]] = [_nothing] * len(self._blocks)
+        self._turn = 0
+
+    def fill(self, source: NDArray[np.uint8], pool: CopyPool) -> torch.Tensor:
+        """Copy bytes into the next block, and return that; :meth:`used` has to follow."""
+        self._waits[self._turn]()
+        block = self._blocks[self._turn][: source.size]
+        pool.copy([(block.numpy(), source)])
+        return block
+
+    def used(self) -> None:
+        """The transfer from the block has begun."""
+        self._waits[self._turn] = self._api.mark(self._device)
+        self._turn = (self._turn + 1) % len(self._blocks)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _part(tensor: torch.Tensor, block: _Block) -> torch.Tensor:
+    """The bytes of a large tensor that are in a block."""
+    data = tensor.detach().view(-1).view(torch.uint8)
+    return data[block.at : block.at + block.stop - block.start]
+
+
+def copies_by_device(
+    layout: Layout, tensors: Iterable[tuple[int, torch.Tensor]]
+) -> Iterator[tuple[DeviceCopies, dict[int, torch.Tensor]]]:
+    """What copies the tensors that are on accelerators, for each of these, and which they are.
+
+    Args:
+        layout: Where each leaf lies.
+        tensors: Indices of leaves, each once, and their tensors; those on the CPU are left out.
+    """
+    found: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for leaf, tensor in tensors:
+        if accelerator().has(tensor):
+            found.setdefault(tensor.device, {})[leaf] = tensor
+    for device, some in found.items():
+        yield DeviceCopies(layout, some, device), some

@@ -1,0 +1,103 @@
+"""Models on an accelerator that is slow, and whose copies happen when they are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+from tests.support.accelerator import Deferred, deferred
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+SCHEMES = {
+    "shm": aiosync.SharedMemWeightSyncScheme,
+    "pipe": aiosync.MultiProcessWeightSyncScheme,
+    "tcp": aiosync.TCPWeightSyncScheme,
+}
+
+
+@pytest.fixture
+def device() -> Iterator[Deferred]:
+    with deferred() as fake:
+        yield fake
+
+
+def net(value: float, size: int) -> nn.Module:
+    return nn.ParameterList(torch.full((size,), value) for _ in range(4))
+
+
+async def turns_while(task: asyncio.Task[Any], seconds: float) -> int:
+    """How often the loop turns in that time, while a task does not end."""
+    turns, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert not task.done()
+    return turns
+
+
+@contextlib.asynccontextmanager
+async def pair(name: str, source: nn.Module, target: nn.Module) -> AsyncIterator[tuple[Any, Any]]:
+    """A sender and a receiver in this process."""
+    sender: Any = SCHEMES[name](timeout=60)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        yield sender, receiver
+
+
+def values(receiver: Any, model: nn.Module) -> set[float]:
+    with receiver.reading():
+        return {float(x) for p in model.parameters() for x in p.detach().aminmax()}
+
+
+@pytest.mark.parametrize("size", [100, 2_000_000])
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_busy_accelerator_delays_a_send_and_no_loop(
+    name: str, size: int, device: Deferred
+) -> None:
+    source, target = net(1.0, size), net(0.0, size)
+    async with pair(name, source, target) as (sender, receiver):
+        for value in (2.0, 3.0, 4.0):
+            with torch.no_grad():
+                for each in source.parameters():
+                    each.fill_(value)
+            busy = device.is_busy = threading.Event()
+            sending = asyncio.create_task(sender.send())
+            assert await turns_while(sending, 0.1) > 5
+            busy.set()
+            await sending
+            await receiver.wait_for_version(sender.version, timeout=20)
+            assert values(receiver, target) == {value}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_worker_waits_on_no_loop(name: str, device: Deferred) -> None:
+    """The trainer's copy has ended, and the worker's accelerator is busy."""
+    source, target = net(1.0, 100), net(0.0, 100)
+    async with pair(name, source, target) as (sender, _):
+        device.skips = 2  # of the sender: before its copy, and after it
+        busy = device.is_busy = threading.Event()
+        sending = asyncio.create_task(sender.send())
+        assert await turns_while(sending, 0.1) > 5
+        busy.set()
+        await sending
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_another_model_has_the_weights_at_the_next_read(name: str, device: Deferred) -> None:
+    async with pair(name, net(1.0, 100), net(0.0, 100)) as (_, receiver):
+        receiver.model = target = net(0.0, 100)
+        assert values(receiver, target) == {1.0}

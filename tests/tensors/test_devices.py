@@ -1,0 +1,192 @@
+"""Copies from and to accelerators, on one whose copies happen when they are waited for."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from aiosync.tensors import FlatBuffer, Flattener, Target
+from aiosync.tensors.devices import BLOCK_NBYTES
+from aiosync.tensors.mapping import check_dtypes
+from tests.support.accelerator import Deferred, deferred
+
+
+@pytest.fixture
+def device() -> Iterator[Deferred]:
+    with deferred() as fake:
+        yield fake
+
+
+class Many(nn.Module):
+    """Small and odd sizes, some not contiguous, and one larger than a block."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.full((n,), value) for n in (1, 3, 1000, 17))
+        self.turned = nn.Parameter(torch.full((5, 7), value).t())
+        self.less = nn.Parameter(torch.full((3, 11), value, dtype=torch.float16))
+        self.register_buffer("count", torch.tensor(int(value)))
+        self.register_buffer("empty", torch.empty(0))
+        self.large = nn.Parameter(torch.full((BLOCK_NBYTES // 4 + 5,), value))
+        self.register_buffer("last", torch.full((9,), value))
+
+
+def many_small() -> dict[str, torch.Tensor]:
+    return {f"{n:04}": torch.full((1024,), float(n)) for n in range(1000)}
+
+
+def private(nbytes: int) -> FlatBuffer:
+    """As a worker maps a slot: what others write there is not to be pinned."""
+    return FlatBuffer(mmap.mmap(-1, max(nbytes, 1)))
+
+
+MEMORY: list[Callable[[int], FlatBuffer]] = [FlatBuffer, private]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_all_leaves_get_there_and_back(
+    device: Deferred, memory: Callable[[int], FlatBuffer]
+) -> None:
+    source, target, flattener = Many(1.0), Many(0.0), Flattener()
+    to = Target(target)
+    for value in (2.0, 3.0, 4.0):
+        for tensor in source.state_dict().values():
+            tensor.fill_(value)
+        prepared = flattener.prepare(source)
+        flat = memory(prepared.layout.nbytes)
+        flat.array[:] = 0xEE
+        prepared.copy_into(flat)
+        assert not any(flat.array[start:end].any() for start, end in prepared.layout.padding())
+        expected = deepcopy(source.state_dict())
+        to.apply_(prepared.layout, flat, {}, copy=False)
+        for name, tensor in target.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_thousand_small_tensors_are_one_transfer(device: Deferred) -> None:
+    source = many_small()
+    prepared = Flattener().prepare(source)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    prepared.copy_into(flat)
+    assert device.num_transfers == 1
+    views = flat.views(prepared.layout)
+    assert all(map(torch.equal, views, source.values()))
+    target = {name: torch.zeros(1024) for name in source}
+    Target(target).apply_(prepared.layout, flat, {}, copy=True)
+    assert device.num_transfers == 2
+    assert all(torch.equal(target[name], source[name]) for name in source)
+
+
+def test_memory_of_the_device_is_bounded(device: Deferred) -> None:
+    source = {f"{n:02}": torch.full((2**20,), float(n)) for n in range(40)}  # 160 MiB
+    prepared = Flattener().prepare(source)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    prepared.copy_into(flat)
+    assert device.num_transfers == 5
+    assert device.taken <= BLOCK_NBYTES
+    target = {name: torch.zeros(2**20) for name in source}
+    apply = Target(target).apply_
+    apply(prepared.layout, flat, {}, copy=True)
+    assert device.taken <= 2 * BLOCK_NBYTES
+    assert all(torch.equal(target[name], source[name]) for name in source)
+    through = private(flat.nbytes)
+    through.array[:] = flat.array[::-1][::-1]
+    for tensor in target.values():
+        tensor.zero_()
+    apply(prepared.layout, through, {}, copy=True)
+    assert all(torch.equal(target[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("size", [5, 2**20])
+def test_what_another_stream_has_to_do_yet_is_done_before(device: Deferred, size: int) -> None:
+    source = {"a": torch.zeros(size), "b": torch.zeros(3)}
+    prepared = Flattener().prepare(source)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    device.elsewhere.append(lambda: [each.fill_(1.0) for each in source.values()])
+    prepared.copy_into(flat)
+    assert all(view.eq(1.0).all() for view in flat.views(prepared.layout))
+    target, seen = {name: torch.zeros_like(each) for name, each in source.items()}, []
+    device.elsewhere.append(lambda: seen.append(float(target["a"].max())))  # a forward
+    Target(target).apply_(prepared.layout, flat, {}, copy=True)
+    assert seen == [0.0]
+    assert all(each.eq(1.0).all() for each in target.values())
+
+
+def test_other_dtypes_on_the_way(device: Deferred) -> None:
+    large = BLOCK_NBYTES // 8 + 3  # in float64 more than a block, in bfloat16 less
+    source = {"a": torch.arange(7.0), "b": torch.arange(large, dtype=torch.float64)}
+    prepared = Flattener(dtype=check_dtypes(torch.bfloat16, "wire_dtype")).prepare(source)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    prepared.copy_into(flat)
+    for view, tensor in zip(flat.views(prepared.layout), source.values(), strict=True):
+        assert torch.equal(view, tensor.to(torch.bfloat16))
+    target = {name: torch.zeros_like(each) for name, each in source.items()}
+    Target(target, strict=False).apply_(prepared.layout, flat, {}, copy=True)
+    for name, tensor in target.items():
+        assert torch.equal(tensor, source[name].to(torch.bfloat16).to(tensor.dtype))
+
+
+def test_mixed_with_what_stays_on_the_host(device: Deferred) -> None:
+    class Host(torch.Tensor):
+        """No part of the fake accelerator."""
+
+    source = {"a": torch.ones(3), "b": torch.ones(5).as_subclass(Host), "c": torch.ones(7)}
+    prepared = Flattener().prepare(source)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    prepared.copy_into(flat)
+    assert all(view.eq(1.0).all() for view in flat.views(prepared.layout))
+    assert device.num_transfers == 2  # nothing is written between
+
+
+def test_a_worker_reads_the_pages_of_a_slot_directly(device: Deferred) -> None:
+    source = {"a": torch.zeros(2**18), "b": torch.zeros(2**18)}
+    prepared = Flattener().prepare(source)
+    nbytes = prepared.layout.nbytes
+    fd = os.memfd_create("slot")
+    os.ftruncate(fd, nbytes)
+    asked = []
+
+    def share() -> memoryview:
+        asked.append(nbytes)
+        return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+
+    shared = FlatBuffer(mmap.mmap(fd, nbytes), pinnable=True)
+    private = FlatBuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE), share=share)
+    target = {name: torch.zeros(2**18) for name in source}
+    apply = Target(target).apply_
+    for value in (1.0, 2.0, 3.0, 4.0):
+        for each in source.values():
+            each.fill_(value)
+        prepared.copy_into(shared)
+        apply(prepared.layout, private, {}, copy=True)
+        assert all(each.eq(value).all() for each in target.values())
+    assert asked == [nbytes]
+    seen = private.shared()
+    assert seen is not None and seen.pinned is not None and seen.read_only
+    assert private.pinned is None
+    os.close(fd)
+
+
+def test_memory_of_others_that_cannot_be_mapped_again_goes_through_pinned_blocks(
+    device: Deferred,
+) -> None:
+    def share() -> memoryview:
+        raise OSError("no room")
+
+    source = {name: torch.full((2**18,), float(at)) for at, name in enumerate("abcdefg")}
+    prepared = Flattener().prepare(source)
+    private = FlatBuffer(mmap.mmap(-1, prepared.layout.nbytes), share=share)
+    prepared.copy_into(private)
+    target = {name: torch.zeros(2**18) for name in "aceg"}  # four blocks, each in its turn
+    apply = Target(target, strict=False).apply_
+    for _ in range(3):
+        for each in target.values():
+            each.zero_()
+        apply(prepared.layout, private, {}, copy=True)
+        assert all(torch.equal(target[name], source[name]) for name in target)
