@@ -341,8 +341,8 @@ class WeightSender:
         if snapshot is None:
             return None
         took_long = time.perf_counter() - started > _LOOKED_SECONDS
-        if (took_long and self.reads_slots and not self.is_quiet()) or not all(
-            link.looks_for(plan.layout.digest, snapshot.slot) for link in links
+        if (took_long and self.reads_slots and not self.is_quiet()) or (
+            links and not all(each.looks_for(plan.layout.digest, snapshot.slot) for each in links)
         ):
             snapshot.release()
             return None
