@@ -23,9 +23,7 @@ from aiosync._repr import in_every_state
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
-    ConnectTimeout,
     LocalProtocolError,
-    PartialSyncError,
     RecvTimeout,
 )
 from aiosync.protocol import as_index, as_version, validate_timeout
@@ -305,8 +303,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 connecting warns if it has no such model, for which updates then wait. If it has
                 ``update_policy_weights_()``, plain or ``async``, that is called with
                 ``policy_or_weights=`` and ``model_id=`` for each version that was applied, to
-                pass it on to what is below, before the trainer is told; a plain one is called in
-                a thread. What it raises refuses the version.
+                pass it on before the trainer is told, a plain one in a thread. What it raises
+                refuses the version.
             worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
                 lets the sender choose.
             model: Module to keep up to date. :attr:`model` takes one, or another one, later.
@@ -318,17 +316,15 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             transform: Turns the names and tensors of each version into those that the model
                 expects: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
                 :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on, and
-                its result is copied. If it raises, the update is refused. Values that are not
-                tensors, and what is inside them, are passed on unchanged. The trainer hears nothing
-                meanwhile: over streams it must not take longer than its ``stall_timeout``.
+                its result is copied. If it raises, the update is refused. Values that are no
+                tensors are passed on unchanged. Over streams it must not take longer than the
+                ``stall_timeout`` of the trainer.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
             hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
-            methods: Names of methods, such as ``("act", "value")``, that compute with the weights
-                beside ``forward()``: an update waits for them, too. ``None`` names none, unless the
-                model has no ``forward()``, or one that only raises: then the public methods are
-                meant that the model's own classes define, and the log says which. ``()`` names
-                none. See also :meth:`guarded`.
+            methods: Names of methods, such as ``("act", "value")``, whose calls an update waits for
+                beside those of ``forward()``. ``None`` means the public methods of the model's own
+                classes if it has no ``forward()``, or one that only raises, else none.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target without
@@ -381,10 +377,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Meet the other side and bring the workers to the initial weights.
 
         On the sender: answer workers, send them the initial weights if there are any, and wait
-        until all ``num_workers`` have applied them. Workers may also come later. On a receiver:
-        reach the sender, apply the initial weights, and receive in the background from then on. A
-        weight server that has none is waited for; with a trainer that has none yet this returns
-        with version 0, and logger ``aiosync`` says so.
+        until all ``num_workers`` have applied them; others may come later. On a receiver: reach the
+        sender, apply the initial weights, and receive in the background. A weight server that has
+        none is waited for; with a trainer that has none yet this returns with version 0.
 
         Args:
             worker_idx: Receiver only: index of this worker.
@@ -424,12 +419,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             with life.waiting("connect()", limit, side.awaited):
                 await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
         except BaseException as exc:  # raised again: the caller sees it
-            workers = None if life.sender is None else life.sender.workers
-            if workers is not None and isinstance(exc, (ConnectTimeout, PartialSyncError)):
-                failed = getattr(exc, "failed", workers.expected)
-                if workers.links or len(failed) < len(workers.expected):  # others may come
-                    life.connected = not life.closed
-                    raise
+            if life.sender is not None and life.sender.workers.may_come(exc):
+                life.connected = not life.closed
+                raise
             was_closed, life.connecting = life.closed, None
             self.abort()
             if life.runtime is not None:  # made after it was closed
@@ -597,10 +589,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         With ``apply="manual"`` a worker waits with this for what :meth:`apply_pending` is to
         apply, and a trainer, after :meth:`send_nowait`, for the moment at which all workers
-        need no more than to switch.
-
-        An update of some names, with ``strict=False``, that lacks a part of one before it is
-        staged only when that one is applied.
+        need no more than to switch. An update of some names, with ``strict=False``, that lacks a
+        part of one before it is staged only when that one is applied.
 
         Args:
             version: Version of the current epoch, or a newer one.
@@ -654,10 +644,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Wait until the worker is less than ``limit`` versions behind (sender: until all are).
 
-        Of a trainer's workers those count that subscribe and have something on their way; one that
-        refused its newest version is not waited for, and neither is one that has gone. Call it
-        before :meth:`send`, which also has ``max_lag=``, or before sampling: no data is older than
-        that. :attr:`lag` tells without waiting.
+        Of a trainer's workers those count that subscribe and have something on their way, not one
+        that refused its newest version, or has gone. Call it before :meth:`send`, which also has
+        ``max_lag=``, or before sampling: no data is older. :attr:`lag` tells without waiting.
 
         Args:
             limit: How many versions, at least 1; with 1 it is until nobody is behind.

@@ -224,10 +224,8 @@ class WeightSender:
             early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
             if sent is None:
-                at_once = not self.workers.has_ended()
-                sent = self._dispatch(
-                    snapshots, addressed, worker_ids, timeout, started, at_once=at_once
-                )
+                given = snapshots, addressed, worker_ids, timeout, started
+                sent = self._dispatch(*given, at_once=not self.workers.has_ended())
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
                 self._ring()  # what they leave is wanted soon, and waking them costs little here
@@ -283,9 +281,8 @@ class WeightSender:
                 snapshots = {
                     key: self.copier.take_now(plan, patience) for key, plan in planned.items()
                 }
-            sent = self._dispatch(
-                snapshots, addressed, worker_ids, timeout, started, at_once=not ended
-            )
+            given = snapshots, addressed, worker_ids, timeout, started
+            sent = self._dispatch(*given, at_once=not ended)
         self.tell()
         if isinstance(sent, Send):
             return sent.version, sent.waiter

@@ -522,6 +522,13 @@ class WorkerRegistry:
 
     # -- waiting for those expected ------------------------------------------------------------
 
+    def may_come(self, error: BaseException) -> bool:
+        """Return True if others are linked, or may still come, after ``connect()`` raised this."""
+        if not isinstance(error, ConnectTimeout | PartialSyncError):
+            return False
+        failed = getattr(error, "failed", self.expected)
+        return bool(self.links) or len(failed) < len(self.expected)
+
     async def wait_until_joined(
         self, version: int, require: Require, processes: Sequence[Any], timeout: float | None
     ) -> None:

@@ -28,6 +28,7 @@ from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
 from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.flatten import Signature
+from aiosync.tensors.misfit import DTYPE_HINT, STRICT_HINT, difference
 from aiosync.tensors.places import Undo, put, store
 from aiosync.tensors.transient import TransientBuffers
 from aiosync.tensors.values import (
@@ -269,7 +270,7 @@ class Plan:
                 if spot.tensor.is_inference() or not fits:
                     continue
             for leaf, name in sent.items():
-                why = _difference(spot, leaves[leaf].shape, layout.dtypes[leaf], strict)
+                why = difference(spot, leaves[leaf].shape, layout.dtypes[leaf], strict)
                 if why:
                     mismatched[name] = why
             missing += [] if sent or plain or spot.is_optional else names
@@ -292,9 +293,9 @@ class Plan:
         if mismatched or lost or disjoint or (strict and (missing or unexpected)):
             hint = "Nothing was changed."
             if any("dtype" in why for why in mismatched.values()):
-                hint += _DTYPE_HINT
+                hint += DTYPE_HINT
             if strict and all(why.startswith("expected dtype") for why in mismatched.values()):
-                hint += _STRICT_HINT
+                hint += STRICT_HINT
             raise ManifestMismatch(
                 missing=[*missing, *lost] if strict or disjoint else lost,
                 unexpected=unexpected if strict or disjoint else (),
@@ -375,43 +376,6 @@ class Plan:
         self.on_devices = [*copies_by_device(layout, first.items())]
         there = {id(each) for _, tensors in self.on_devices for each in tensors.values()}
         self.on_host = [copy for copy in self.copies if id(copy[0]) not in there]
-
-
-_DTYPE_HINT = (
-    " If wire_dtype= of the sender chose that dtype, name patterns there can choose another."
-)
-_STRICT_HINT = (
-    " With strict=False on the receiving scheme, what both sides have is taken, and floating-point "
-    "dtypes are cast."
-)
-
-
-def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: Strict) -> str:
-    """Say in words what does not fit; empty if it fits."""
-    tensor = spot.tensor
-    if not (  # on the meta device it gets memory
-        type(tensor) in PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-    ):
-        kind = type(tensor)
-        return (
-            f"the target is a {kind.__module__}.{kind.__qualname__} ({tensor.layout}), and only "
-            "plain strided tensors and parameters, that are no conjugate, negative, expanded or "
-            "inference tensors, take weights: use load= instead of model="
-        )
-    parts = []
-    if tuple(tensor.shape) != shape:
-        parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
-    # A single wire_dtype does not round all buffers: a model in less precision does.
-    exact = strict and not (spot.is_buffer and tensor.dtype.itemsize <= dtype.itemsize)
-    castable = (tensor.dtype.is_floating_point and dtype.is_floating_point) or (
-        tensor.dtype.is_complex and dtype.is_complex
-    )
-    if tensor.dtype is not dtype and (exact or not castable):
-        parts.append(f"expected dtype {tensor.dtype}, got {dtype}".replace("torch.", ""))
-    return "; ".join(parts)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
