@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "a forward inside of a block counts beside it",
         "receiver/guard.py",
-        "if self._runs is not None and reads and not self._is_inside(thread):",
+        "if computes and self._runs is not None and reads and not self._is_inside(thread):",
         "if self._runs is not None and reads:",
         contract("spans"),
     ),
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "another dtype is cast in silence",
-        "tensors/apply.py",
+        "tensors/misfit.py",
         "if tensor.dtype is not dtype and (exact or not castable):",
         "if False:",
         contract("refused_names"),
@@ -385,8 +385,8 @@ MUTANTS = [
     Mutant(
         "a copy has a role",
         "schemes/base.py",
-        "        self._reset(model_id)\n\n    def __repr__",
-        "        self._reset(model_id)\n        self._life.side = True\n\n    def __repr__",
+        "        self._reset(model_id)\n\n    @in_every_state",
+        "        self._reset(model_id)\n        self._life.side = True\n\n    @in_every_state",
         contract("pickling"),
     ),
     # -- the wire
