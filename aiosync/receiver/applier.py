@@ -30,6 +30,7 @@ from aiosync._tasks import call_soon
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Inbox
+from aiosync.receiver.caches import warn_if_frozen
 from aiosync.receiver.copies import Copies
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
@@ -167,6 +168,7 @@ class Applier:
         self._unread: tuple[int, BaseException] | None = None
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
+        self._warned = False  # that compiled code has weights in it
         self._dropped = False  # None was assigned during a read: the model has to be let go
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -419,11 +421,12 @@ class Applier:
                 if error is not None:
                     raise error
                 assert target is not None
-                plain = isinstance(target, Target)
-                if not plain:
+                if not isinstance(target, Target):
                     guard.held = 0, 0  # one that raises may have written a part
+                elif not self._warned:
+                    self._warned = warn_if_frozen(target.target)
                 # A process that another thread forks has one version, too.
-                with FORKING if plain else contextlib.nullcontext():
+                with FORKING if isinstance(target, Target) else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
             except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
                 if _is_interrupt(exc):

@@ -32,6 +32,7 @@ from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.receiver.caches import clear_caches
 from aiosync.receiver.forwards import Forwards
 from aiosync.receiver.frames import is_automatic, never_traced, no_guard
 from aiosync.spans import VersionSpan, epoch_text
@@ -536,6 +537,8 @@ class Guard:
     def _run(self, *, done: bool = False) -> None:
         """Apply what was claimed, unless that is done, and what waits then."""
         while True:
+            # First, so that no view in a cache keeps the memory of what the model has no more.
+            clear_caches()
             # Ctrl-C may end this anywhere: _sweep() then has it applied again.
             if done:
                 done = False
