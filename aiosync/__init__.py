@@ -41,7 +41,7 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.events import Observer, SyncEvent, SyncStats, WorkerStats
-from aiosync.spans import VersionSpan, staleness
+from aiosync.spans import LastRead, VersionSpan, staleness
 from aiosync.types import AckStatus, Capabilities, Limits, SendReport
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ __all__ = [
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "FrameTooLarge",
+    "LastRead",
     "Limits",
     "LocalProtocolError",
     "MPTransport",

@@ -11,12 +11,25 @@ from typing import Literal
 
 from aiosync.errors import ConfigError
 
-__all__ = ["VersionSpan", "epoch_text", "staleness"]
+__all__ = ["LastRead", "VersionSpan", "epoch_text", "staleness"]
 
 
 def epoch_text(epoch: int) -> str | None:
     """An epoch as users see it; ``None`` for 0, where there is none."""
     return f"{epoch:016x}" if epoch else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LastRead:
+    """The weights that a read used, as ``scheme.last_read`` tells it.
+
+    Attributes:
+        epoch: Which run of a trainer they are of, as ``scheme.epoch``; 0 if they have no version.
+        version: Their version; 0 for weights that the trainer never sent.
+    """
+
+    epoch: int
+    version: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

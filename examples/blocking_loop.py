@@ -21,13 +21,14 @@ def play(scheme, idx, batches):
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=idx)
     with scheme:
         scheme.connect()
-        for version in range(1, ROUNDS + 1):
-            scheme.wait_for_version(version)  # on-policy: never with older weights
+        for round_ in range(1, ROUNDS + 1):
+            scheme.wait_for_version(round_)  # on-policy: never with older weights
             seen = torch.randn(512, 4)
             with torch.no_grad():
                 chosen = Categorical(logits=policy(seen)).sample()
             reward = (chosen == (seen[:, 0] > 0)).float()  # 1 for the side of the first number
-            batches.put((scheme.version, seen.numpy(), chosen.numpy(), reward.numpy()))
+            version = scheme.last_read.version  # of the weights that chose
+            batches.put((version, seen.numpy(), chosen.numpy(), reward.numpy()))
 
 
 def train():

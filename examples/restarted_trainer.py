@@ -48,7 +48,7 @@ async def work(url):
             process.kill()
             process.join()
             policy(torch.ones(4))
-            print(f"it was killed; the worker acts with version {scheme.version}")
+            print(f"it was killed; the worker acts with version {scheme.last_read.version}")
         print(f"reconnects: {scheme.reconnects}, epochs: {len(set(epochs))}")
 
 

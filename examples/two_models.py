@@ -28,10 +28,11 @@ async def receive(worker_idx, policy_scheme, value_scheme):
         await value_scheme.connect()
         await policy_scheme.wait_for_version(3, timeout=30)
         await value_scheme.wait_for_version(2, timeout=30)
-        sums = [sum(p.sum().item() for p in model.parameters()) for model in (policy, value)]
+        with policy_scheme.reading() as policy_read, value_scheme.reading() as value_read:
+            sums = [sum(p.sum().item() for p in model.parameters()) for model in (policy, value)]
         print(
-            f"worker {worker_idx}: policy version {policy_scheme.version} sum {sums[0]:.4f}, "
-            f"value version {value_scheme.version} sum {sums[1]:.4f}"
+            f"worker {worker_idx}: policy version {policy_read.version} sum {sums[0]:.4f}, "
+            f"value version {value_read.version} sum {sums[1]:.4f}"
         )
 
 

@@ -20,7 +20,7 @@ async def act(scheme, actions):
         for version in (2, 3, 4):
             await scheme.wait_for_version(version, timeout=60)
             action = policy(torch.ones(4)).item()  # an update never changes a running forward
-            actions.put((scheme.version, action))
+            actions.put((scheme.last_read.version, action))
 
 
 def worker(scheme, actions):

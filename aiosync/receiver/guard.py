@@ -140,6 +140,11 @@ class Guard:
         # takes them; ``None`` until somebody has asked for spans.
         self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
         self._runs = None
+        # What the last read of a thread without a task used, of each task, and of the last task.
+        self._last_read = threading.local()
+        self._last_of: weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[int, int]]
+        self._last_of = weakref.WeakKeyDictionary()
+        self._last_task: tuple[Callable[[], object], tuple[int, int]] = no_guard, self.held
 
     # -- readers -------------------------------------------------------------------------------
 
@@ -207,8 +212,16 @@ class Guard:
                     if words is not None and not reads and self._open:
                         self._on_overlap()
                     self._open.setdefault(thread, []).append(read)
-                    if computes and not self.has_computed:
-                        self._note_compute()
+                    if computes:
+                        if not self.has_computed:
+                            self._note_compute()
+                        # Now, as what is held stays until the read ends; then it may change.
+                        loop = asyncio._get_running_loop()
+                        task = None if loop is None else asyncio.current_task(loop)
+                        if task is None:
+                            self._last_read.held = self.held
+                        else:
+                            self._note_task(task)
                     return
             if waiter is None:
                 self._run()
@@ -252,6 +265,21 @@ class Guard:
             self.has_computed = True
             if self.on_compute is not None:
                 self.on_compute()
+
+    def _note_task(self, task: asyncio.Task[Any]) -> None:
+        """Keep what a read of this task uses; mostly the same task reads the same again."""
+        last, held = self._last_task
+        if held is not self.held or last() is not task:
+            self._last_of[task] = self.held
+            self._last_task = weakref.ref(task), self.held
+
+    def last_read(self) -> tuple[int, int] | None:
+        """Epoch and version of the last read of this task, or else thread; ``None`` before any."""
+        task = current_task()
+        if task is None:
+            return getattr(self._last_read, "held", None)
+        with self._lock:
+            return self._last_of.get(task)
 
     @never_traced
     def take(self) -> None:

@@ -19,7 +19,7 @@ from aiosync.receiver.reading import Guarded, Reading
 from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.roles import Life, Trainer
 from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
-from aiosync.spans import VersionSpan, epoch_text, staleness
+from aiosync.spans import LastRead, VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
@@ -387,6 +387,18 @@ class SchemeState(SchemeOptions):
         gives ``read.version`` inside, and ``read.span`` after the block.
         """
         return Reading(self._life.guard)
+
+    @property
+    def last_read(self) -> LastRead | None:
+        """What the last read of this task, or else of this thread, used; ``None`` before any.
+
+        The label of what was computed, also inside of the read. :attr:`version` right after a
+        forward may be newer already. Reads are as for :meth:`span`, one inside of another included.
+        A read in another thread, as by ``asyncio.to_thread()``, is none of this one: ask there, or
+        use :meth:`reading`.
+        """
+        held = self._life.guard.last_read()
+        return None if held is None else LastRead(*held)
 
     def span(self) -> VersionSpan | None:
         """The versions of what this thread, or this task, has read since it last asked.

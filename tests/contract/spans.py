@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import aiosync
-from aiosync import VersionSpan
+from aiosync import LastRead, VersionSpan
 from tests.contract.bench import Bench, refuses, small
 
 
@@ -111,6 +111,72 @@ async def check_spans_of_tasks_and_threads(bench: Bench) -> None:
         assert scheme.span() is None
 
 
+async def check_last_read(bench: Bench) -> None:
+    """last_read is what the last read of this thread or task used, whatever came since then."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, model = worker.scheme, worker.model
+        await crew.send(2.0)
+        model.state_dict()  # computes nothing
+        assert (crew.sender.last_read, scheme.last_read) == (None, None)
+        assert model() == (2.0, 2.0)
+        assert scheme.last_read == LastRead(scheme.epoch, 2)
+        await crew.send(3.0)
+        await worker.wait(3)
+        model.state_dict()
+        assert (await worker.version(), scheme.last_read.version) == (3, 2)
+        async with scheme.reading():
+            assert scheme.last_read.version == 3
+            sending = asyncio.create_task(crew.send(4.0))
+            await asyncio.sleep(0.05)
+            assert (model(), scheme.last_read.version) == ((3.0, 3.0), 3)
+        await sending
+        await worker.wait(4)
+        assert scheme.last_read.version == 3
+        scheme.model = None  # what was never sent has no version
+        with scheme.reading():
+            assert scheme.last_read == LastRead(0, 0)
+
+
+async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
+    """Each thread and each task has its own, and a label is always that of its forward."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, model = worker.scheme, worker.model
+        model()
+        sent = asyncio.Event()
+
+        async def act(waits: bool) -> tuple[Any, ...]:
+            before = scheme.last_read
+            model()
+            between = scheme.last_read.version
+            await sent.wait()
+            if not waits:
+                model()
+            await asyncio.sleep(0.01)
+            return before, between, scheme.last_read.version
+
+        def compute() -> None:
+            assert scheme.last_read is None
+            for _ in range(300):
+                found = model()
+                assert found == (scheme.last_read.version,) * 2
+
+        tasks = [asyncio.create_task(act(waits)) for waits in (True, False, True)]
+        await asyncio.sleep(0.01)
+        await crew.send(2.0)
+        await worker.wait(2)
+        sent.set()
+        assert await asyncio.gather(*tasks) == [(None, 1, 1), (None, 1, 2), (None, 1, 1)]
+        assert scheme.last_read.version == 1
+        threads = [asyncio.create_task(asyncio.to_thread(compute)) for _ in range(2)]
+        number = 2.0
+        while not all(each.done() for each in threads):
+            number += 1
+            await crew.send(number)
+        await asyncio.gather(*threads)
+
+
 async def check_first_version(bench: Bench) -> None:
     """A trainer that resumes goes on counting: samples up to its checkpoint are comparable."""
     target, spans = small(), []
@@ -146,4 +212,6 @@ CHECKS = (
     check_spans,
     check_spans_of_tasks_and_threads,
     check_first_version,
+    check_last_read,
+    check_last_read_of_tasks_and_threads,
 )

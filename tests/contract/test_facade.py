@@ -41,6 +41,8 @@ BODIES = (
     costs.check_observers,
     costs.check_observed_refusals,
     costs.check_observer_raises,
+    spans.check_last_read,
+    spans.check_last_read_of_tasks_and_threads,
 )
 
 

@@ -39,6 +39,7 @@ async def receiver(scheme: aiosync.MultiProcessWeightSyncScheme) -> None:
             assert_type(scheme.lag, int)
         assert_type(read.span, aiosync.VersionSpan | None)
         assert_type(scheme.span(), aiosync.VersionSpan | None)
+        assert_type(scheme.last_read, aiosync.LastRead | None)
         assert_type(scheme.apply_pending(), int | None)
 
 
