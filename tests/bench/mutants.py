@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "a process is forked in the middle of an update",
         "receiver/applier.py",
-        "                with FORKING if plain else contextlib.nullcontext():",
+        "                with FORKING if isinstance(target, Target) else contextlib.nullcontext():",
         "                with contextlib.nullcontext():",
         "tests/sync/test_fork.py -k splits",
     ),
