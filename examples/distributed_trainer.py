@@ -26,9 +26,11 @@ async def act(worker_idx, scheme):
     async with scheme:
         await scheme.connect()  # returns with the first weights, version 1
         await scheme.wait_for_version(1 + STEPS, timeout=30)
-        with scheme.reading() as read:
+        with scheme.reading():  # one version for all parameters
             total = sum(p.double().sum().item() for p in policy.parameters())
-        print(f"worker {worker_idx}: version {read.version}, sum {total:.4f}", flush=True)
+        print(
+            f"worker {worker_idx}: version {scheme.last_read.version}, sum {total:.4f}", flush=True
+        )
 
 
 def worker(worker_idx, scheme):

@@ -28,11 +28,12 @@ async def receive(worker_idx, policy_scheme, value_scheme):
         await value_scheme.connect()
         await policy_scheme.wait_for_version(3, timeout=30)
         await value_scheme.wait_for_version(2, timeout=30)
-        with policy_scheme.reading() as policy_read, value_scheme.reading() as value_read:
+        with policy_scheme.reading(), value_scheme.reading():
             sums = [sum(p.sum().item() for p in model.parameters()) for model in (policy, value)]
+        versions = policy_scheme.last_read.version, value_scheme.last_read.version
         print(
-            f"worker {worker_idx}: policy version {policy_read.version} sum {sums[0]:.4f}, "
-            f"value version {value_read.version} sum {sums[1]:.4f}"
+            f"worker {worker_idx}: policy version {versions[0]} sum {sums[0]:.4f}, "
+            f"value version {versions[1]} sum {sums[1]:.4f}"
         )
 
 
