@@ -33,7 +33,7 @@ from aiosync.protocol import Inbox
 from aiosync.receiver.caches import warn_if_frozen
 from aiosync.receiver.copies import Copies
 from aiosync.receiver.forwards import why_unguarded
-from aiosync.receiver.guard import PATIENCE_SECONDS, Guard
+from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, weakly
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.updates import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
@@ -102,6 +102,7 @@ class Applier:
     Attributes:
         resolve: As given.
         flipped: As given; may be assigned.
+        take: Calls :meth:`apply`, for the guard, which keeps this object alive by nothing.
         inbox: The versions that are here, and the one that the model has.
         results: Updates that were not reported yet, each with what the model needs no
             more: what it had before, or the update itself.
@@ -157,6 +158,7 @@ class Applier:
         self._copies = Copies(guard)
         self._reads_words = reads_words
         self.flipped = flipped
+        self.take: Callable[[], object] = weakly(self.apply)
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -266,7 +268,7 @@ class Applier:
                 )
             return
         try:
-            waits = not self.guard.submit(self.apply)
+            waits = not self.guard.submit(self.take)
         except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
             self.interrupt_loop(exc)
             waits = True
@@ -343,7 +345,7 @@ class Applier:
             )
         finally:
             if self._taking is not None:  # it was cut short
-                self.guard.submit(self.apply)
+                self.guard.submit(self.take)
             if asyncio._get_running_loop() is self._loop:
                 self._report()
         [staged] = results
@@ -667,6 +669,8 @@ class Applier:
 
     def _detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
+        if self._copies.model_is_gone:
+            return  # whatever else views that memory keeps it
         if isinstance(self._target, Target) and self.current is not None and not self.copy:
             self._target.detach_(self.current.flat)
 

@@ -39,6 +39,11 @@ class Copies:
         self._guard = guard
         self._doors: list[_Door] = []
 
+    @property
+    def model_is_gone(self) -> bool:
+        """Return True if the garbage collector is at the model, and calls of it would fail."""
+        return any(door.module() is None for door in self._doors)
+
     def wrap(self, model: nn.Module | None) -> None:
         """Guard copies of this model, and no longer those of another one."""
         while self._doors:
@@ -66,14 +71,14 @@ class _Door:
 
     def __init__(self, module: nn.Module, name: str, before: Any) -> None:
         self.guards: tuple[Guard, ...] = ()
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self._name = name
         self._before = before
 
     def remove(self, guard: Guard) -> None:
         """Do not get into this guard any more."""
         self.guards = tuple(each for each in self.guards if each is not guard)
-        module = self._module()
+        module = self.module()
         if not self.guards and module is not None and vars(module).get(self._name) is self:
             self.restore(vars(module))
 
@@ -87,7 +92,7 @@ class _Door:
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method inside of a read."""
-        module, frame = self._module(), sys._getframe()
+        module, frame = self.module(), sys._getframe()
         assert module is not None
         guards = self.guards
         for guard in guards:

@@ -45,7 +45,8 @@ class Forwards:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._module: weakref.ref[nn.Module] | None = None
-        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that have its hooks
+        # Those that have its hooks.
+        self._parts: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
         self._watch: _Watch | None = None
 
     def install(self, module: nn.Module, *, watch: bool = False) -> None:
@@ -58,7 +59,7 @@ class Forwards:
         if self._module is not None and self._module() is module:
             return
         self.uninstall()
-        parts = {part: _hooks.setdefault(part, _Hooks()) for part in _entrances(module)}
+        parts = {part: _hooks_of(part) for part in _entrances(module)}
         if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
             # What was compiled before takes for granted that hooks never change.
             torch.compiler.reset()
@@ -71,8 +72,7 @@ class Forwards:
 
     def uninstall(self) -> None:
         """Do not guard it any more. Idempotent."""
-        for part in list(self._parts):
-            hooks = _hooks[part]
+        for part, hooks in list(self._parts.items()):
             hooks.guard(part, tuple(each for each in hooks.guards if each is not self._guard))
         if self._watch is not None:
             self._watch.end()
@@ -118,7 +118,18 @@ class _Hooks:
                 self.handles.pop().remove()
 
 
-_hooks: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+# The modules keep their hooks: from here a guard, and what it guards, would be kept for ever.
+_hooks: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Hooks]] = weakref.WeakKeyDictionary()
+
+
+def _hooks_of(module: nn.Module) -> _Hooks:
+    """Return the hooks of one module, new ones if it has none."""
+    known = _hooks.get(module)
+    hooks = None if known is None else known()
+    if hooks is None:
+        hooks = _Hooks()
+        _hooks[module] = weakref.ref(hooks)
+    return hooks
 
 
 @never_traced

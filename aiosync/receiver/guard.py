@@ -37,10 +37,7 @@ from aiosync.receiver.forwards import Forwards
 from aiosync.receiver.frames import is_automatic, never_traced, no_guard
 from aiosync.spans import VersionSpan, epoch_text
 
-__all__ = [
-    "PATIENCE_SECONDS",
-    "Guard",
-]
+__all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]
 
 PATIENCE_SECONDS = 30.0
 """How long a call in one thread waits for another one."""
@@ -92,6 +89,21 @@ def _outside_transform() -> Iterator[None]:
         yield
 
 
+def weakly(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that calls a bound method while the object of that is alive.
+
+    A model knows its guard: what the guard called would live as long as the model does.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = found()
+        if alive is not None:
+            alive()
+
+    return call
+
+
 class Guard:
     """Many readers or one apply. Thread-safe; a reader may enter again in its own thread.
 
@@ -125,8 +137,7 @@ class Guard:
         self._pending = False
         self._claims = 0  # calls that wait for the readers
         self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
-        # Of what waits and of a word. No longer than it takes: the hooks of a model know the guard,
-        # and would keep whoever applies.
+        # Of what waits and of a word; it keeps nobody alive, see weakly().
         self._apply: Callable[[], object] = no_guard
         self.at_read: bool = False
         self.before_next_read: Callable[[], object] | None = None

@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Callable
 
 from aiosync._tasks import call_soon
-from aiosync.receiver.guard import Guard
+from aiosync.receiver.guard import Guard, weakly
 from aiosync.wire import Message, Promise
 
 __all__ = ["ReadPromise"]
@@ -58,7 +58,7 @@ class ReadPromise:
         self._num_rung = 0  # versions in a row that no read took
         self._loop = asyncio.get_running_loop()
         self._offer = offer
-        guard.on_compute = self._note_compute
+        guard.on_compute = weakly(self._note_compute)
 
     def begin_link(self) -> None:
         """Forget what was promised on the link before."""
@@ -88,10 +88,10 @@ class ReadPromise:
         Args:
             digest: Of the manifest.
             words: The first of these names the version to take.
-            take: Takes it, under the guard.
+            take: Takes it, under the guard; keeps nobody alive.
         """
         self.digest, self._num_rung, self._guard.has_computed = digest, 0, False
-        self._guard.watch_word(words, take, self.end_at_overlap)
+        self._guard.watch_word(words, take, weakly(self.end_at_overlap))
         self._say(Promise(digest))
 
     def withdraw(self) -> None:

@@ -467,7 +467,7 @@ class WeightReceiver:
             and self._relay() is None
             and self.applier.may_follow
         ):
-            promise.make(staged.layout.digest, slots.words, self.applier.apply)
+            promise.make(staged.layout.digest, slots.words, self.applier.take)
 
     def _hears_of(self, digest: bytes) -> bool:
         """Whether it has to be told that an update of this manifest was taken. On any thread."""
