@@ -1,8 +1,9 @@
 """What logger ``aiosync`` is told. Nothing is shown unless the program configures ``logging``.
 
-WARNING: a call has waited for long, and for what. INFO: who comes, goes, refuses and comes back.
-DEBUG: each send, and each update that a loop applies. Every record has the attributes ``model``,
-``worker``, ``version`` and ``phase``. Must not import torch, nor anything of aiosync.
+WARNING: a call has waited for long, and for what; a trainer is lost. INFO: who comes, goes, refuses
+and comes back. DEBUG: each send, and each update that a loop applies. Every record has the
+attributes ``model``, ``worker``, ``version`` and ``phase``. Must not import torch, nor anything of
+aiosync.
 """
 
 from __future__ import annotations

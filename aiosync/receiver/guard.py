@@ -112,6 +112,8 @@ class Guard:
         words: The first of these is the word that reads look at, see :meth:`watch_word`.
         seen: The word that was dealt with.
         before_next_read: Called under the lock when the next read starts, before it sees anything.
+        check: Called under the lock when an outermost read that computes begins; the read raises
+            what this raises.
         held: Epoch and version of what is read, (0, 0) for none: what applies sets it. Does not
             change while anybody reads.
         has_computed: A read that computes has begun since this was set to false.
@@ -141,6 +143,7 @@ class Guard:
         self._apply: Callable[[], object] = no_guard
         self.at_read: bool = False
         self.before_next_read: Callable[[], object] | None = None
+        self.check: Callable[[], object] | None = None
         self.words: memoryview | None = None
         self._on_overlap: Callable[[], object] = no_guard
         self.seen: int = 0
@@ -215,6 +218,8 @@ class Guard:
                     waiter = None
                     self._begin(sys._getframe(), at_read=True)
                 else:
+                    if self.check is not None and computes and not reads:
+                        self.check()
                     if not (waits or self._open):
                         self._waits_since = 0.0
                     if self.before_next_read is not None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aiosync._tasks import Newest, TaskOwner, WorkerThread
-from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.errors import AiosyncError, ConfigError, ManifestMismatch
 from aiosync.receiver.updates import Buffers, Staged
 from aiosync.tensors import FlatBuffer, Layout, Leaf
 from aiosync.tensors.copying import copy_bytes, copy_tensors
@@ -62,6 +62,12 @@ class SchemeHooks:
         relay: Called after that, to pass the version on to copies of the model elsewhere. The
             trainer is told when it has ended; of versions that come meanwhile only the newest is
             passed on.
+        connected: Called with nothing when there is a link to the trainer, before anything is
+            received over it: in ``connect()``, and again for each link that replaces a lost one.
+            What it raises ends the link, and is raised by the calls that wait for an update.
+        lost: Called with the error when the trainer is lost: it said no farewell, and no link
+            replaced the last one within ``reconnect`` seconds. What it raises is raised by the
+            calls that wait for an update, unless they raise that the trainer is lost.
 
     Raises:
         ConfigError: One of them cannot be called.
@@ -71,6 +77,8 @@ class SchemeHooks:
     before_apply: Callable[[int, int], object] | None = None
     relay: Callable[[int, int], object] | None = None
     prepare_model: Callable[[Any], object] | None = None
+    connected: Callable[[], object] | None = None
+    lost: Callable[[AiosyncError], object] | None = None
 
     def __post_init__(self) -> None:
         for name, hook in self.given().items():

@@ -1,8 +1,7 @@
 """The worker's runtime: a link, what reads the updates that come over it, and what applies them.
 
-A background task stages updates; applying happens under the guard, on the loop or on the thread of
-a forward, or when the worker calls ``apply_pending()``. What the trainer was told last of an
-update is all that is kept of its state:
+A background task stages updates; they are applied under the guard, on the loop or the thread of a
+forward, or by ``apply_pending()``. What the trainer was told last of an update is its state:
 
 =========  ===================================================================================
 RECEIVED   every byte is here: it is transformed, waits for the model, or is passed on
@@ -45,6 +44,7 @@ from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Refusal, not_applied
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import Relay, Transform, Transformer
+from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reading import is_held_by_caller
 from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
@@ -80,15 +80,14 @@ class WeightReceiver:
         trainer: What the link is of, and the next one; ``None`` where a lost one is the end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
+        outage: Says what reads do without a trainer.
         log: Told what happened, in a word and a sentence, to which version, and at which level.
 
     Attributes:
         updates: Reads what comes over the link.
         applier: Has the model.
-        meter: As given.
+        meter, outage: As given.
         lost: Why there is no link, while one is looked for.
-        cut_off: Since when, on ``time.monotonic()``'s clock, no link was of use, and why the last
-            one ended.
         error: Why nothing more will come.
         refused: What the model refused last, of this trainer.
         progress: Parts of updates that arrived, and answers.
@@ -114,6 +113,7 @@ class WeightReceiver:
         trainer: KeptLink[Transport, Welcome] | None = None,
         lasting: float | None = None,
         promises: bool = True,
+        outage: Outage,
         meter: Meter,
         log: Callable[..., None] = lambda *told: None,
     ) -> None:
@@ -168,7 +168,7 @@ class WeightReceiver:
         self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync relay")
         self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
-        self.cut_off: tuple[float, AiosyncError] | None = None
+        self.outage: Outage = outage
         self.error: BaseException | None = None
         self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
@@ -194,17 +194,20 @@ class WeightReceiver:
     # -- the link ------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        outage = self.outage
         while True:
+            await outage.begin_link()
             try:
                 self.transport.subscribe(self._on_message)
                 while True:
                     self._on_message(await self.transport.recv(into=self.updates.lender))
             except AiosyncError as exc:
                 lost = self.lost = without_frames(exc)
-            if not self._closed:
-                self._log("lost", f"the link to the trainer was lost: {lost}")
-            self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), lost)
-            if self._trainer is None or self._closed:
+            if self._closed:
+                return
+            outage.end_link(lost, self.inbox.version, self._trainer is None, self._changed.notify)
+            if self._trainer is None:
+                await outage.give_up(lost)
                 self.fail(lost)
                 return
             self.transport.abort()
@@ -214,15 +217,15 @@ class WeightReceiver:
                 self.lost = without_frames(exc)
                 held = f"the model keeps version {self.inbox.version}"
                 self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
+                await outage.give_up(self.lost)
                 self.fail(exc)
                 return
             same = welcome.epoch == self.inbox.newest_epoch
-            if same:
-                self._log("reconnected", "the trainer is reached again")
-            else:
-                self._log("restarted", "another trainer answers, or the same one has begun anew")
+            begun = "another trainer answers, or the same one has begun anew"
+            told = ("reconnected", "the trainer is reached again") if same else ("restarted", begun)
+            self._log(*told)
             if not welcome.version or (same and welcome.version <= self.inbox.newest):
-                self.cut_off = None  # nothing newer has to come before this link is of use
+                self.outage.cut_off = None  # nothing newer has to come before this link is of use
             slots = self.updates.slots
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # What the last link named before it was lost: its trainer counts on that.
@@ -243,8 +246,7 @@ class WeightReceiver:
         message = received.message
         self._outgoing.check()
         if isinstance(message, Update | ManifestMessage):
-            if isinstance(message, Update):
-                self.progress += 1
+            self.progress += isinstance(message, Update)
             staged = self.updates.read(received)
             if isinstance(message, ManifestMessage):
                 self._promise.withdraw()  # the trainer waits for that with a word of this manifest
@@ -265,14 +267,16 @@ class WeightReceiver:
                 # The word overtook the update, which pull() waits for; a lost link may swallow it.
                 self._coming = newest
             else:
-                self._coming = self.cut_off = None  # the latest word counts
+                self._coming = self.outage.cut_off = None  # the latest word counts
                 self._has_come(*newest)
+        elif isinstance(message, Leave):
+            self.outage.farewell = True
         else:
             self.updates.refuse(message)
 
     def _on_take(self, message: Take) -> None:
         """The trainer has named a slot, and waits for an answer unless the version is 0."""
-        self.cut_off = None
+        self.outage.cut_off = None
         epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
             if self._promise.digest is not None and slots is not None and slots.is_behind:
@@ -315,7 +319,7 @@ class WeightReceiver:
         return True
 
     def _stage(self, staged: Staged) -> None:
-        self.cut_off = None
+        self.outage.cut_off = None
         if not self._is_news(staged.epoch, staged.version):
             staged.give_back()
         elif self._transformer is not None:
@@ -521,6 +525,7 @@ class WeightReceiver:
         """Raise what ended the link, if it has ended."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
+        self.outage.check()
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
                 closed = "the trainer closed the link, or its process ended"
@@ -615,7 +620,7 @@ class WeightReceiver:
                 applier.apply_soon()
                 if not condition():
                     self.check()
-                    raise late from (exc if self.cut_off is None else self.cut_off[1])
+                    raise late from (exc if self.outage.cut_off is None else self.outage.cut_off[1])
             finally:
                 self._num_waiting -= 1
                 slots = self.updates.slots
@@ -662,6 +667,7 @@ class WeightReceiver:
                 self.check_refused(beside=refused)
             return inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported
 
+        self.outage.check()
         self._check_not_inside("receive", timeout, arrived)
         try:
             await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
@@ -792,3 +798,4 @@ class WeightReceiver:
             self.report()  # another thread may have applied something meanwhile
             self._closed = True
             self._promise.end()
+            self.outage.close()

@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from aiosync._tasks import TaskOwner
-from aiosync.errors import RemoteProtocolError, TransportBroken, TransportError
+from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken, TransportError
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import NamedSlot, SlotReader
-from aiosync.wire import ManifestMessage, Message, Refuse, RunningChecksum, Update
+from aiosync.wire import Leave, ManifestMessage, Message, Refuse, RunningChecksum, Update
 
 __all__ = ["Buffers", "Outgoing", "Staged", "UpdateReader"]
 
@@ -182,10 +182,13 @@ class UpdateReader:
             The update that is complete now, as tensors can see it, if one is.
 
         Raises:
+            PeerClosed: The message is a farewell.
             RemoteProtocolError: The message is none of these, or does not belong there.
             TransportBroken: It was damaged on its way, or there is no memory for it.
         """
         message = received.message
+        if isinstance(message, Leave):
+            raise PeerClosed("the other end said farewell, and closed the link")
         if isinstance(message, ManifestMessage):
             layout = Layout(message.manifest)
             self._layouts.pop(layout.digest, None)

@@ -11,8 +11,6 @@ import abc
 import asyncio
 import contextlib
 import functools
-import math
-import os
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -26,8 +24,9 @@ from aiosync.errors import (
     LocalProtocolError,
     RecvTimeout,
 )
-from aiosync.protocol import as_index, as_version, validate_timeout
+from aiosync.protocol import as_index, as_version
 from aiosync.receiver.hooks import SchemeHooks, Transform
+from aiosync.receiver.outage import OnLost
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import new_address
@@ -294,6 +293,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         transport: Transport | None = None,
         hooks: SchemeHooks | None = None,
         methods: Sequence[str] | None = None,
+        on_lost: OnLost = "keep",
+        max_staleness: float | None = None,
     ) -> None:
         """Make this object a receiver. Local only: it sends nothing and waits for nothing.
 
@@ -325,6 +326,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             methods: Names of methods, such as ``("act", "value")``, whose calls an update waits for
                 beside those of ``forward()``. ``None`` means the public methods of the model's own
                 classes if it has no ``forward()``, or one that only raises, else none.
+            on_lost: Once the trainer is lost, which is to say that it did not close its links and
+                no other came within ``reconnect`` seconds: ``"keep"`` to compute on with what the
+                model has, ``"raise"`` to have each read and :meth:`receive` raise
+                :class:`~aiosync.PeerClosed`. Copies, such as ``state_dict()``, go on.
+            max_staleness: Seconds without a link of use after which they raise that, also while
+                another is looked for or after a farewell, until there is one; ``None`` for never.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target without
@@ -343,6 +350,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             transport=transport,
             hooks=hooks,
             methods=methods,
+            on_lost=on_lost,
+            max_staleness=max_staleness,
         )
         given = life.given
         given.model_id = as_model_id(model_id or given.model_id or "policy")
@@ -773,26 +782,3 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             )
         finally:  # the warning may be an error
             self.abort()
-
-    # -- checks --------------------------------------------------------------------------------
-
-    def _limit(self, timeout: float | None) -> float | None:
-        validate_timeout(timeout)
-        limit = self.timeout if timeout is None else timeout
-        return None if limit == math.inf else limit
-
-    def _require(
-        self, method: str, role: str | None = None, timeout: float | None = None
-    ) -> tuple[Any, float | None]:
-        """The role, if it is connected, here, and this one or any; and the seconds to wait.
-
-        Raises:
-            LocalProtocolError: It is not: why the method cannot be called now.
-            ConfigError: The timeout is not a number.
-        """
-        life, side = self._life, self._life.side
-        here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
-        usable = here and life.connected and not life.closed
-        if not usable or side is None or role not in (None, side.role):
-            life.why_not_here(method, role)
-        return side, self.timeout if timeout is None else self._limit(timeout)

@@ -33,10 +33,11 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import as_index, as_indices, validate_timeout
+from aiosync.protocol import as_index, as_indices, validate_seconds, validate_timeout
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
+from aiosync.receiver.outage import OnLost, Outage
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
@@ -451,6 +452,8 @@ class Worker:
         transport: The same.
         hooks: The same, over those that the scheme carries.
         methods: The same.
+        on_lost: The same.
+        max_staleness: The same.
 
     Raises:
         ConfigError: These exclude each other, or updates could tear.
@@ -476,7 +479,10 @@ class Worker:
         transport: Transport | None,
         hooks: SchemeHooks | None,
         methods: Sequence[str] | None,
+        on_lost: OnLost,
+        max_staleness: float | None,
     ) -> None:
+        validate_seconds("max_staleness", max_staleness, none=True)
         target = model if model is not None else weights
         refuse(
             (
@@ -510,6 +516,10 @@ class Worker:
                 isinstance(methods, str) or (methods and scheme.guard != "forward"),
                 "methods must be a list of names, and needs guard='forward'",
             ),
+            (
+                on_lost not in ("keep", "raise"),
+                f"on_lost must be 'keep' or 'raise', got {on_lost!r}",
+            ),
         )
         named = {} if hooks is None else hooks.given()
         self.hooks: SchemeHooks = dataclasses.replace(scheme._carried_hooks, **named)
@@ -520,6 +530,13 @@ class Worker:
         self._guard = scheme._life.guard
         self._methods = None if methods is None else tuple(methods)
         self._transform = transform
+        self._outage = Outage(
+            on_lost,
+            max_staleness,
+            guard=self._guard,
+            hooks=lambda: self.hooks,
+            log=scheme._life.log,
+        )
         self._session = secrets.token_bytes(16)
         self._idx_chosen = False  # by the trainer, and not by the user
         self.check(scheme, load if target is None else target)
@@ -597,6 +614,7 @@ class Worker:
             trainer=None if self.pipe is not None or lasting == 0 else kept,
             lasting=lasting,
             promises=scheme._promises,
+            outage=self._outage,
             meter=scheme._life.meter,
             log=scheme._life.log,
         )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+import os
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
 from aiosync.events import Observer, SyncStats
-from aiosync.protocol import as_index
+from aiosync.protocol import as_index, validate_timeout
 from aiosync.receiver.reading import Guarded, Reading
 from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.roles import Life, Trainer
@@ -491,3 +493,26 @@ class SchemeState(SchemeOptions):
         self._life.guard.refuse_inside_read("apply_weights")
         apply = functools.partial(self._strategy.apply_weights, target, weights, inplace=inplace)
         self._life.guard.between_reads(apply, method="apply_weights")
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _limit(self, timeout: float | None) -> float | None:
+        validate_timeout(timeout)
+        limit = self.timeout if timeout is None else timeout
+        return None if limit == math.inf else limit
+
+    def _require(
+        self, method: str, role: str | None = None, timeout: float | None = None
+    ) -> tuple[Any, float | None]:
+        """The role, if it is connected, here, and this one or any; and the seconds to wait.
+
+        Raises:
+            LocalProtocolError: It is not: why the method cannot be called now.
+            ConfigError: The timeout is not a number.
+        """
+        life, side = self._life, self._life.side
+        here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
+        usable = here and life.connected and not life.closed
+        if not usable or side is None or role not in (None, side.role):
+            life.why_not_here(method, role)
+        return side, self.timeout if timeout is None else self._limit(timeout)

@@ -39,7 +39,7 @@ from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.transports._processes import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
 from aiosync.types import Require
-from aiosync.wire import Current, Hello
+from aiosync.wire import Current, Hello, Leave
 
 __all__ = ["WorkerRecord", "WorkerRegistry", "watch_process"]
 
@@ -516,6 +516,8 @@ class WorkerRegistry:
 
     def _end_links(self, error: AiosyncError) -> None:
         for link in self.links.values():
+            with contextlib.suppress(AiosyncError):  # of a link that is writing, or has ended
+                link.transport.send_nowait(Leave())
             link.lose(error)
         for transport in self.arriving:  # a task that never ran cannot close its link
             transport.abort()

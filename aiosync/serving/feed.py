@@ -301,11 +301,11 @@ class WeightFeed:
         last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
         if receiver is None:
             return [(self._started, f"the source was not reached yet{last}"), *found]
-        if receiver.cut_off is not None:
-            text = f"the link to the source was lost: {receiver.cut_off[1]}{last}"
+        if receiver.outage.cut_off is not None:
+            text = f"the link to the source was lost: {receiver.outage.cut_off[1]}{last}"
             if receiver.lost is None:
                 text = f"what is newer has not come since {text}"
-            found.insert(0, (receiver.cut_off[0], text))
+            found.insert(0, (receiver.outage.cut_off[0], text))
         if receiver.refusing is not None:
             refusing = receiver.refusing
             text = f"version {refusing.version} was refused: {refusing.text}"

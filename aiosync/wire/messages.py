@@ -306,7 +306,7 @@ class Current:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Last message of a receiver that was closed, and did not die; the link is closed after it."""
+    """Last message of a side that was closed, and did not die; the link is closed after it."""
 
 
 @dataclass(frozen=True, slots=True)

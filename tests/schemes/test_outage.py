@@ -1,0 +1,228 @@
+"""Workers whose trainer is killed, or closes its links: what the log says, and what reads do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+from tests.support.waiting import PATIENCE, free_address, until, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_loop]
+
+SCHEMES = {
+    "shared memory": lambda **_: aiosync.SharedMemWeightSyncScheme(),
+    "answers": lambda **_: aiosync.SharedMemWeightSyncScheme(guard="reading"),
+    "pipes": lambda **_: aiosync.MultiProcessWeightSyncScheme(strategy="state_dict"),
+    "TCP": lambda **options: aiosync.TCPWeightSyncScheme(
+        free_address(), token="0123456789abcdef", **options
+    ),
+}
+all_schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+X = torch.ones(4)
+
+
+def _train(scheme: Any, ends: Any) -> None:
+    """Send a few versions, and close the links when the test says so."""
+
+    async def train() -> None:
+        async with scheme:
+            await scheme.connect()
+            await scheme.send()
+            while not ends.is_set():
+                await asyncio.sleep(0.01)
+
+    scheme.init_on_sender(model=nn.Linear(4, 2), num_workers=1)
+    if not isinstance(scheme, aiosync.sync.WeightSyncScheme):
+        asyncio.run(train())
+        return
+    with scheme:
+        scheme.connect()
+        scheme.send()
+        ends.wait()
+
+
+@contextlib.contextmanager
+def _trainer(scheme: Any) -> Any:
+    context = multiprocessing.get_context("spawn")
+    ends = context.Event()
+    process = context.Process(target=_train, args=(scheme, ends))
+    process.start()
+
+    def end(how: str) -> None:
+        if how == "killed":
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            ends.set()
+
+    try:
+        yield end
+    finally:
+        process.kill()
+        process.join(PATIENCE)
+
+
+@contextlib.asynccontextmanager
+async def _worker(scheme: Any, model: nn.Module, **init: Any) -> AsyncIterator[Any]:
+    """A connected worker, and how to end its trainer."""
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model=model, **init)
+    with _trainer(scheme) as end:
+        async with worker:
+            await worker.connect(timeout=PATIENCE)
+            await worker.wait_for_version(2, timeout=PATIENCE)
+            yield worker, end
+
+
+def _read(worker: Any, model: nn.Module) -> torch.Tensor:
+    with worker.reading():
+        return model(X)
+
+
+@all_schemes
+@pytest.mark.parametrize("how", ["killed", "closed"])
+@pytest.mark.asyncio
+async def test_a_trainer_that_dies_is_warned_of(make: Any, how: str, caplog: Any) -> None:
+    """By default the model computes on; ``on_lost="raise"`` is about a trainer that died."""
+    caplog.set_level(logging.INFO, "aiosync")
+    model, scheme = nn.Linear(4, 2), make(reconnect=0.0)
+    async with _worker(scheme, model) as (worker, end):
+        before = _read(worker, model)
+        end(how)
+        await until(lambda: worker.link_lost is not None)
+        with pytest.raises(aiosync.PeerClosed):
+            while await worker.receive(timeout=PATIENCE) is not None:
+                pass
+        [record] = [each for each in caplog.records if each.phase in ("lost", "left")]
+        assert (record.phase, record.levelno) == (
+            ("lost", logging.WARNING) if how == "killed" else ("left", logging.INFO)
+        )
+        assert "the model keeps version 2" in record.getMessage()
+        assert torch.equal(_read(worker, model), before)
+
+
+@all_schemes
+@pytest.mark.asyncio
+async def test_reads_raise_once_the_trainer_is_lost(make: Any) -> None:
+    model, scheme = nn.Linear(4, 2), make(reconnect=0.2)
+    told: list[object] = []
+    hooks = aiosync.SchemeHooks(connected=lambda: told.append("connected"), lost=told.append)
+    options: Any = {"on_lost": "raise", "hooks": hooks}
+    async with _worker(scheme, model, **options) as (worker, end):
+        before = _read(worker, model)
+        with worker.reading():
+            end("killed")
+            await until(lambda: len(told) == 2)
+            assert torch.equal(model(X), before)  # no read raises in the middle
+        for _ in range(2):
+            with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
+                worker.reading().__enter__()
+            with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
+                await worker.receive(timeout=0)
+            if worker.guard == "forward":
+                with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
+                    model(X)
+        assert set(model.state_dict()) == {"weight", "bias"}  # copies go on
+        assert told[0] == "connected"
+        assert isinstance(told[1], aiosync.AiosyncError)
+    assert torch.equal(model(X), before)  # a closed worker's model is an ordinary one
+
+
+@all_schemes
+@pytest.mark.asyncio
+async def test_a_farewell_is_no_loss(make: Any) -> None:
+    model, scheme = nn.Linear(4, 2), make(reconnect=0.2)
+    told: list[object] = []
+    options: Any = {"on_lost": "raise", "hooks": aiosync.SchemeHooks(lost=told.append)}
+    async with _worker(scheme, model, **options) as (worker, end):
+        before = _read(worker, model)
+        end("closed")
+        with pytest.raises(aiosync.PeerClosed):
+            while await worker.receive(timeout=PATIENCE) is not None:
+                pass
+        assert torch.equal(_read(worker, model), before)
+        assert not told
+
+
+@all_schemes
+@pytest.mark.asyncio
+async def test_reads_raise_when_the_weights_are_stale(make: Any, caplog: Any) -> None:
+    """Also while another link is looked for, for ever."""
+    model, scheme = nn.Linear(4, 2), make(reconnect=None)
+    async with _worker(scheme, model, max_staleness=0.5) as (worker, end):
+        before = _read(worker, model)
+        end("closed")
+        await until(lambda: worker.link_lost is not None)
+        assert torch.equal(_read(worker, model), before)
+        await until(lambda: any(each.phase == "stale" for each in caplog.records))
+        with pytest.raises(aiosync.PeerClosed, match="max_staleness=0.5 s"):
+            _read(worker, model)
+        with pytest.raises(aiosync.PeerClosed):
+            await worker.receive(timeout=PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_reads_go_on_once_a_trainer_is_back() -> None:
+    model, scheme = nn.Linear(4, 2), SCHEMES["TCP"](reconnect=None)
+    told: list[object] = []
+    options: Any = {"hooks": aiosync.SchemeHooks(connected=lambda: told.append(1))}
+    async with _worker(scheme, model, max_staleness=0.2, **options) as (worker, end):
+        first = worker.epoch
+        end("killed")
+        with pytest.raises(aiosync.PeerClosed):
+            while await worker.receive(timeout=PATIENCE) is not None:
+                pass
+        with _trainer(scheme):
+            await until(lambda: len(told) == 2)
+            await until(lambda: worker.epoch != first)  # what is newer has come
+            assert worker.reconnects == 1
+            assert _read(worker, model).shape == (2,)
+
+
+@pytest.mark.asyncio
+async def test_what_hooks_raise_is_raised() -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no use for a trainer")
+
+    model, scheme = nn.Linear(4, 2), SCHEMES["pipes"]()
+    async with _worker(scheme, model, hooks=aiosync.SchemeHooks(lost=refuse)) as (worker, end):
+        end("killed")
+        with pytest.raises(ValueError, match="no use"):
+            while await worker.receive(timeout=PATIENCE) is not None:
+                pass
+
+
+@pytest.mark.parametrize("make", [aiosync.sync.SharedMemWeightSyncScheme])
+def test_a_blocking_worker_raises_too(make: Any) -> None:
+    model, scheme = nn.Linear(4, 2), make()
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model=model, on_lost="raise")
+    with _trainer(scheme) as end, worker:
+        worker.connect(timeout=PATIENCE)
+        end("killed")
+        wait_until(lambda: worker.link_lost is not None)
+        with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
+            for _ in range(100):
+                model(X)
+                worker.receive(timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_lost": "exit"}, {"max_staleness": 0}, {"max_staleness": "5"}], ids=str
+)
+def test_wrong_options_are_refused(options: Any) -> None:
+    with pytest.raises(aiosync.ConfigError, match=next(iter(options))):
+        aiosync.SharedMemWeightSyncScheme().init_on_receiver(model=nn.Linear(4, 2), **options)
