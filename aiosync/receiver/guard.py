@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from aiosync._tasks import current_task
-from aiosync.errors import LocalProtocolError, SyncTimeout
+from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.receiver.caches import clear_caches
 from aiosync.receiver.forwards import Forwards
 from aiosync.receiver.frames import is_automatic, never_traced, no_guard
@@ -180,6 +180,20 @@ class Guard:
         """Do not look at a word any more. Idempotent."""
         with self._lock:
             self.words, self._on_overlap = None, no_guard
+
+    def refuse_reads(self) -> None:
+        """Have every read that begins from now on raise: nobody brings updates any more."""
+
+        def refuse() -> None:
+            self.before_next_read = refuse
+            if self._applying is not None:  # what closes the scheme reads as well
+                return
+            raise TransportClosed(
+                "the event loop of aiosync.sync has ended: other code of this process has closed "
+                "its descriptors (os.closerange()?), and no update can come. Connect a new scheme"
+            )
+
+        self.before_next_read = refuse
 
     def note_overlap(self) -> None:
         """Another task of this thread is about to begin a read while one of them is in one."""

@@ -67,8 +67,8 @@ _BELL_SECONDS = 0.001
 class WeightReceiver:
     """Receives versions of one model and puts them into it.
 
-    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop;
-    ``apply_pending()`` and the guard may be used from any thread.
+    Made by a scheme's ``connect()``. Belongs to one event loop; ``apply_pending()`` and the guard may
+    be used from any thread.
 
     Args:
         transport: The link; owned from now on.
@@ -84,8 +84,7 @@ class WeightReceiver:
         log: Told what happened, in a word and a sentence, to which version, and at which level.
 
     Attributes:
-        updates: Reads what comes over the link.
-        applier: Has the model.
+        updates, applier: Read what comes over the link, and have the model.
         meter, outage: As given.
         lost: Why there is no link, while one is looked for.
         error: Why nothing more will come.
@@ -194,8 +193,8 @@ class WeightReceiver:
     # -- the link ------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        outage = self.outage
         while True:
+            outage = self.outage
             await outage.begin_link()
             try:
                 self.transport.subscribe(self._on_message)

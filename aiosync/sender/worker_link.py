@@ -469,8 +469,6 @@ class WorkerLink:
         outcomes = self.outbox.close(without_frames(error))
         if self._timer is not None:
             self._timer.cancel()
-        if self.publisher is not None:
-            self.publisher.end()
         self._answered.notify()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)

@@ -119,6 +119,7 @@ class _Portal:
         self.selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self.selector)
         self.stopping = False
+        self._ended = False
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
 
@@ -151,12 +152,20 @@ class _Portal:
             with contextlib.suppress(RuntimeError):
                 loop.run_until_complete(loop.shutdown_default_executor())
         finally:
+            # Foreign code has closed its descriptors if nobody said that it is to stop.
+            orphans = [] if self.stopping else list(self.leases)
+            self.stopping = True
+            for held in orphans:
+                if held.on_death is not None:
+                    held.on_death()
             self._close()
             self.selector.turn.release()
 
     def _close(self) -> None:
         global _portals
-        self.loop.close()
+        self._ended = True
+        with contextlib.suppress(OSError):  # foreign code has closed its descriptors
+            self.loop.close()
         for call in list(self.calls):  # came too late to be cancelled, or even started
             call.give_up()
         with _lock:
@@ -171,6 +180,8 @@ class _Portal:
 
     def submit(self, function: Callable[..., object], *args: Any) -> None:
         try:
+            if self._ended:
+                raise RuntimeError("its thread has ended")
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as exc:
             raise TransportClosed("the event loop of aiosync.sync has ended") from exc
@@ -191,8 +202,11 @@ _inherited: list[_Portal] = []
 class Lease:
     """The right to use the portal, until :meth:`release`."""
 
-    def __init__(self, portal: _Portal, tenant: Tenant) -> None:
+    def __init__(
+        self, portal: _Portal, tenant: Tenant, on_death: Callable[[], object] | None = None
+    ) -> None:
         self._portal = portal
+        self.on_death = on_death
         self._tenant = tenant
         self._pid = os.getpid()
         self._released = False
@@ -291,8 +305,13 @@ class Lease:
             self.abort()
 
 
-def lease(tenant: Tenant) -> Lease:
-    """Get the right to use the portal, starting it if need be."""
+def lease(tenant: Tenant, on_death: Callable[[], object] | None = None) -> Lease:
+    """Get the right to use the portal, starting it if need be.
+
+    Args:
+        tenant: What lives there.
+        on_death: Called on the portal's thread where that ends though nobody said so.
+    """
     global _portals
     _stop_with_the_program()
     with _lock:
@@ -301,7 +320,7 @@ def lease(tenant: Tenant) -> Lease:
         if created is not None:
             portal, _portals = created, (*_portals, created)
         assert portal is not None
-        held = Lease(portal, tenant)
+        held = Lease(portal, tenant, on_death)
         portal.leases.add(held)
     if created is not None:
         try:

@@ -382,7 +382,7 @@ class WeightSyncScheme(SchemeState):
                     )
                 held = None
             if held is None:
-                self._lease = held = lease(self._tenant)
+                self._lease = held = lease(self._tenant, self._life.guard.refuse_reads)
             self._calls += 1
         return held
 

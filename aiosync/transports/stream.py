@@ -282,9 +282,9 @@ class FramedTransport(Transport):
                 if self.pidfd >= 0:
                     self._loop.remove_reader(self.pidfd)
         self._take_leave(error)
-        self._close_descriptors(farewell=True)
         while self._on_end:
             self._on_end.pop(0)()
+        self._close_descriptors(farewell=True)
 
     def _take_leave(self, error: LinkError | None) -> None:
         # Unread bytes would turn our orderly end of the stream into a reset at the peer.

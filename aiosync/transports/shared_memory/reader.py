@@ -9,6 +9,7 @@ above ``transports``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -23,6 +24,7 @@ from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._processes import FORKING, close_in_child, keep_across_fork
 from aiosync.transports.shared_memory.slots import (
     BELL,
+    GONE,
     HEADER,
     HEADER_NBYTES,
     HOLDS,
@@ -42,6 +44,10 @@ _MAX_SEGMENTS = 64  # a descriptor or two each, while something in this process 
 _QUICK_TRIES = 100
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 5.0
+_CLOSED = (
+    "other code of this process has closed a descriptor of aiosync's shared memory (a double "
+    "close, os.closerange()): no update can be read over this link"
+)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 
@@ -58,6 +64,7 @@ class _SegmentView:
         self.locked: set[int] = set()  # maybe more than are locked, never fewer
         self._slot_nbytes = slot_nbytes
         self._fd = fd
+        self._file = _file_of(fd)
         self._lock_fd = reopen(fd, os.O_RDONLY)
         self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
 
@@ -66,15 +73,17 @@ class _SegmentView:
 
         Raises:
             RemoteProtocolError: The segment has no such slot.
+            TransportBroken: Foreign code has closed the descriptor.
             OSError: There is no room for the mapping.
         """
         known = self.maps.get(index)
         if known is None:
             nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
-            if self._fd < 0 or os.fstat(self._fd).st_size < offset + nbytes:
+            fd = self._source()
+            if os.fstat(fd).st_size < offset + nbytes:
                 raise RemoteProtocolError(f"the peer's segment has no slot {index}")
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
+            mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
             known = self.maps[index] = mapping, memoryview(mapping)
         return known
 
@@ -85,11 +94,13 @@ class _SegmentView:
         may be told of them.
 
         Raises:
-            OSError: There is no room for the mapping, or the view was closed.
+            TransportBroken: The view was closed, or foreign code has closed the descriptor.
+            OSError: There is no room for the mapping.
         """
+        fd = self._source()
         fcntl.fcntl(self._lock_fd, SET_LOCK, PINNED[index])
         nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
-        mapping = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
+        mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
         return memoryview(mapping)
 
     def lock(self, index: int) -> bool:
@@ -100,7 +111,32 @@ class _SegmentView:
         except BlockingIOError:
             self.locked.discard(index)
             return False
+        except (OSError, ValueError):
+            self.check_locked(index)
+            raise
         return True
+
+    def check_locked(self, index: int) -> None:
+        """Raise unless what :meth:`lock` locked is the segment.
+
+        Raises:
+            TransportBroken: Foreign code has closed the descriptor, and with it gave back every
+                lock; another file may have its number.
+        """
+        if _file_of(self._lock_fd) == self._file:
+            return
+        with contextlib.suppress(OSError, ValueError):  # of the other file
+            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
+        self._lock_fd = -1
+        for each in self.locked:
+            self.keep(each)  # the sender may write there
+        raise TransportBroken(_CLOSED)
+
+    def _source(self) -> int:
+        """What to map."""
+        if _file_of(self._fd) != self._file:
+            raise TransportBroken(_CLOSED)
+        return self._fd
 
     def unlock(self, index: int) -> None:
         """Let the sender write to a slot. Idempotent."""
@@ -127,7 +163,7 @@ class _SegmentView:
     def close(self) -> None:
         """Close the descriptors, and with them give every lock back; views keep what they see."""
         for fd in (self._fd, self._lock_fd):
-            if fd >= 0:
+            if _file_of(fd) == self._file:  # else another file has that number
                 os.close(fd)
         self._fd = self._lock_fd = -1
         self.locked.clear()
@@ -288,6 +324,7 @@ class SlotReader:
 
         Raises:
             ApplyError: The sender writes to it, and does not stop.
+            TransportBroken: Foreign code has closed a descriptor.
             RemoteProtocolError: What the word names is no slot.
             OSError: There is no room for a mapping.
         """
@@ -313,6 +350,7 @@ class SlotReader:
                 if time.monotonic() > until:
                     raise ApplyError("the trainer was stopped while it wrote a version")
                 time.sleep(_PAUSE_SECONDS)
+        view.check_locked(index)
         mapping, mapped = view.maps.get(index) or view.map(index)
         if not held_here:
             # An operation of another thread that began on an older version, an optimizer's step,
@@ -368,6 +406,7 @@ class SlotReader:
 
     def close(self) -> None:
         """Give everything back; what views the memory keeps it, and what another thread took."""
+        words = self.words
         self._closed = True
         self.words = self._held = None
         with FORKING:
@@ -375,3 +414,14 @@ class SlotReader:
             for view in self.segments.values():
                 view.close()
             self.segments.clear()
+        if words is not None:
+            words[BELL] = GONE
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor is one of; ``None`` if it is none."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -18,13 +18,16 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from aiosync.errors import ConfigError, TransportClosed
-from aiosync.transports._processes import close_in_child
+from aiosync.transports._processes import close_in_child, has_ended
 
 __all__ = [
     "BELL",
+    "GONE",
     "HEADER",
     "HEADER_NBYTES",
     "HOLDS",
@@ -55,8 +58,11 @@ WANT, HOLDS, BELL = 0, 8, 16
 """Where the words of a page are, counted in words: each has a cache line of its own.
 
 ``WANT`` is a count, the last byte of a segment's id, and in the last byte the number of a slot;
-0 for none yet. ``HOLDS`` is a version, ``BELL`` 0 or 1.
+0 for none yet. ``HOLDS`` is a version, ``BELL`` 0, 1 or :data:`GONE`.
 """
+
+GONE = 2
+"""In the word ``BELL``: the worker uses no slot any more, and will not again."""
 
 MAX_SLOTS = 256
 """Slots of a segment, as a word names them."""
@@ -272,9 +278,41 @@ class Slot:
                 fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
 
     @property
+    def version(self) -> int:
+        """What is in it; 0 for nothing."""
+        return int(HEADER.unpack_from(self.mapping, 0)[0])
+
+    @property
     def is_needed(self) -> bool:
         """Whether the sender, or a link's word, still refers to the slot."""
         return bool(self.in_use or self.namers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Abandoned:
+    """Slots of a link that ended without a farewell: its process may compute with them yet.
+
+    Its locks say nothing: foreign code may have closed the descriptors there.
+
+    Args:
+        slots: Those.
+        words: Of the page of the link.
+        pidfd: Of the process; owned from now on.
+    """
+
+    slots: frozenset[Slot]
+    words: memoryview
+    pidfd: int
+
+    def is_over(self) -> bool:
+        """Whether the process uses them no more."""
+        return self.words[BELL] == GONE or has_ended(self.pidfd)
+
+    def release(self) -> None:
+        """Let them be written to."""
+        os.close(self.pidfd)
+        for slot in self.slots:
+            slot.namers.discard(self)
 
 
 class Arena:
@@ -289,6 +327,7 @@ class Arena:
         self.segment: Segment | None = None
         self.num_links: int = 0
         self._retired: list[Segment] = []  # were replaced; something may still refer to them
+        self._abandoned: list[Abandoned] = []
         self._segment_ids = itertools.count(1)
         self._num_acquired = self._last = self._before_last = 0
         self._closed = False
@@ -312,6 +351,8 @@ class Arena:
         """
         if self._closed:
             raise TransportClosed("this scheme was closed")
+        if self._abandoned:
+            self._look_at_abandoned()
         if self._retired:
             for retired in [*self._retired]:
                 if not any(slot.is_needed for slot in retired.slots):
@@ -365,10 +406,39 @@ class Arena:
         slot.used_at = self._num_acquired
         return slot
 
+    def abandon(self, named: Iterable[Slot], version: int, words: memoryview, pidfd: int) -> None:
+        """Keep what a process may compute with yet, though its link has ended, until it is dead.
+
+        Args:
+            named: The slots that its word may name.
+            version: What it has.
+            words: Of the page of the link.
+            pidfd: Of the process; owned from now on.
+        """
+        has = (each for segment in self._segments for each in segment.taken)
+        held = [each for each in has if version and each.version == version]
+        abandoned = Abandoned(frozenset((*named, *held)), words, pidfd)
+        for slot in abandoned.slots:
+            slot.namers.add(abandoned)
+        self._abandoned.append(abandoned)
+        self._look_at_abandoned()
+
+    def _look_at_abandoned(self) -> None:
+        for each in [*self._abandoned]:
+            if self._closed or each.is_over():
+                self._abandoned.remove(each)
+                each.release()
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [*self._retired, *([self.segment] if self.segment else [])]
+
     def close(self) -> None:
         """Close every segment. Readers keep what they mapped."""
         self._closed = True
-        for segment in [*self._retired, *([self.segment] if self.segment else [])]:
+        while self._abandoned:
+            self._abandoned.pop().release()
+        for segment in self._segments:
             segment.close()
         self._retired.clear()
         self.segment = None

@@ -182,16 +182,20 @@ class SlotPublisher:
     @property
     def bell(self) -> bool:
         """Whether the peer wants to be told of each new word."""
-        return self._words is not None and self._words[BELL] != 0
+        return self._words is not None and self._words[BELL] == 1
 
     def end(self) -> None:
         """The link has ended: its word names nothing any more. Idempotent."""
-        if self._link is None:
+        link, words, named = self._link, self._words, self._slots
+        if link is None:
             return
         self._held = self.holds
         self._link = self._words = self.promised = None
         self._close_page_fd()
-        for slot in self._slots:
+        if words is not None and link.pidfd >= 0:
+            pidfd, link.pidfd = link.pidfd, -1
+            self._arena.abandon(named, self._held, words, pidfd)
+        for slot in named:
             slot.namers.discard(self)
         self._slots = ()
         self._arena.num_links -= 1
