@@ -67,8 +67,8 @@ _BELL_SECONDS = 0.001
 class WeightReceiver:
     """Receives versions of one model and puts them into it.
 
-    Made by a scheme's ``connect()``. Belongs to one event loop; ``apply_pending()`` and the guard may
-    be used from any thread.
+    Made by a scheme's ``connect()``. Belongs to one event loop; ``apply_pending()`` and the guard
+    may be used from any thread.
 
     Args:
         transport: The link; owned from now on.
