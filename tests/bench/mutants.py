@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "a slot that was left is never free again",
         "transports/shared_memory/reader.py",
-        "            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])",
-        "            pass",
+        "            fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])\n        self.locked",
+        "            pass\n        self.locked",
         contract("memory_stays"),
     ),
     Mutant(
