@@ -641,7 +641,7 @@ class Target:
             alone = plan.copies if flat is None else plan.on_host
             given = [sources[leaf] for _, leaf in alone]
             targets = [fresh.get(id(tensor), tensor) for tensor, _ in alone]
-            if plan.quick and all(map(_is_cpu, given)):
+            if given and plan.quick and all(map(_is_cpu, given)):
                 torch._foreach_copy_(targets, given)
             else:
                 copy_tensors(zip(targets, given, strict=True))

@@ -400,7 +400,7 @@ async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> 
             assert "No such file or directory" in str(error)
             told = described(server)
             assert (told["version"], told["refused"]) == (1, 1)
-            assert f"version 2 of epoch {told['epoch']}: " in told["refusal"]
+            assert f"version 2 of epoch {told['epoch']:016x}: " in told["refusal"]
             assert "No such file or directory" in told["refusal"]
             pulled = await WeightClient(server.url).pull()
             assert pulled.version == 1

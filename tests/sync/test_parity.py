@@ -43,6 +43,7 @@ def _options(cls: str = "SharedMemWeightSyncScheme") -> set[str]:
 def test_the_class_names_are_the_same() -> None:
     schemes = {name for name in aiosync.__all__ if name.endswith("Scheme")}
     others = {"InitialSyncTransport", "WeightStrategy", "WeightSyncBackend"}  # as TorchRL exports
+    others |= {"connect_all"}
     assert set(aiosync.sync.__all__) - others == schemes == set(CLASSES)
     assert aiosync.sync.WeightStrategy is aiosync.WeightStrategy
 
