@@ -29,7 +29,7 @@ class BackgroundReceiver:
     """
 
     def __init__(self, scheme: Any, worker_idx: int | None) -> None:
-        self.stopping = threading.Event()
+        self.stopping: threading.Event = threading.Event()
         self._scheme = scheme
         name = f"WeightReceiver-{worker_idx}"
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

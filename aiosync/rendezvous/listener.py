@@ -62,7 +62,7 @@ class Listener:
     Handshakes of those of whom nothing is known yet are bounded in number by :meth:`let_in`.
     """
 
-    speaks_plainly = True
+    speaks_plainly: bool = True
     """Those that dial understand a frame before the handshake."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -264,7 +264,7 @@ class StreamListener(Listener):
             untaken=untaken,
             timeout=handshake_timeout,
         )
-        self.speaks_plainly = credentials.tls is None
+        self.speaks_plainly: bool = credentials.tls is None
         self._handshake_timeout = handshake_timeout
         self._status = status
         self._max_connections = as_count("max_connections", max_connections, 1)

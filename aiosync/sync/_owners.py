@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from aiosync.strategy import WeightStrategy
+    import aiosync.strategy
 
 __all__ = ["InitialSyncTransport", "Owner"]
 
@@ -30,7 +30,7 @@ class InitialSyncTransport(Protocol):
         worker_idx: int,
         weights: Any = None,
         model: Any = None,
-        strategy: WeightStrategy | None = None,
+        strategy: aiosync.strategy.WeightStrategy | None = None,
     ) -> Any:
         """Meet the trainer. Called by the worker's ``connect()``.
 

@@ -61,7 +61,7 @@ _MAPPED_NBYTES = 2**20
 DTYPES = _BY_DTYPE.keys()
 """The dtypes that can travel."""
 
-use_count = getattr(torch._C, "_storage_Use_Count", None)
+use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors refer to a storage. Private API of torch since 2.1."""
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
