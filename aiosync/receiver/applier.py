@@ -257,7 +257,7 @@ class Applier:
         In a thread where that waits for an accelerator.
         """
         if self._in_thread is not None or (self._waits and not self._closed):
-            self.guard.offer(self.apply)  # a read that begins before the thread does applies it
+            self.guard.offer(self.take)  # a read that begins before the thread does applies it
             if self._in_thread is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(1, "aiosync-apply")

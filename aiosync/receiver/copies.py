@@ -54,8 +54,10 @@ class Copies:
         for module in (model, compiled) if isinstance(compiled, nn.Module) else (model,):
             for name, kind in _KINDS.items():
                 door = vars(module).get(name)
-                if not isinstance(door, _Door):
-                    door = vars(module)[name] = kind(module, name, door)
+                if not isinstance(door, _Door) or door.module() is not module:
+                    # A copy of another module's attributes has the doors of that.
+                    before = None if isinstance(door, _Door) else door
+                    door = vars(module)[name] = kind(module, name, before)
                 door.guards = *door.guards, self._guard
                 self._doors.append(door)
 

@@ -513,8 +513,8 @@ MUTANTS = [
     Mutant(
         "a read does not wait for the thread that is to apply",
         "receiver/applier.py",
-        "self.guard.offer(self.apply)  # a",
-        "self.guard._apply = self.apply  # a",
+        "self.guard.offer(self.take)  # a",
+        "self.guard._apply = self.take  # a",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(

@@ -206,6 +206,15 @@ async def test_what_a_module_has_in_the_place_of_a_method_stays() -> None:
     assert vars(target)["state_dict"]() is own
 
 
+async def test_a_module_that_took_over_the_attributes_of_a_guarded_one() -> None:
+    source, target, other = models.linear(3.0), models.linear(), models.linear()
+    async with harness.here(SHM(), target, sender={"model": source}):
+        vars(other).update(vars(target), _parameters=vars(models.linear())["_parameters"])
+    async with harness.here(SHM(), other, sender={"model": models.linear(5.0)}):
+        assert models.filled(copy.deepcopy(other), 5.0)
+        assert set(other.state_dict()["weight"].flatten().tolist()) == {5.0}
+
+
 class Deep(nn.Linear):
     """Says how it is copied."""
 
