@@ -1,15 +1,11 @@
-"""What stands on the other side of a blocking scheme: transports and objects of other libraries.
-
-Must not import torch.
-"""
+"""What stands on the other side of a blocking scheme: transports and objects of other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    import aiosync.strategy
+from aiosync.strategy import WeightStrategy
 
 __all__ = ["InitialSyncTransport", "Owner"]
 
@@ -30,7 +26,7 @@ class InitialSyncTransport(Protocol):
         worker_idx: int,
         weights: Any = None,
         model: Any = None,
-        strategy: aiosync.strategy.WeightStrategy | None = None,
+        strategy: WeightStrategy | None = None,
     ) -> Any:
         """Meet the trainer. Called by the worker's ``connect()``.
 
