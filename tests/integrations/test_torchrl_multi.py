@@ -364,6 +364,16 @@ def test_torchrl_makes_them_by_name(name: str, cls: type) -> None:
         WeightSyncScheme.from_backend("aiosync-nothing")
 
 
+def test_names_are_optional_as_older_releases_have_none(fresh: Any) -> None:
+    done = fresh.script(
+        "from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes as theirs\n"
+        "del theirs.register_weight_sync_backend\n"
+        "import aiosync.integrations.torchrl, aiosync.sync, sys\n"
+        "sys.exit(not issubclass(aiosync.sync.TCPWeightSyncScheme, WeightSyncScheme))"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_facade_does_not_import_torchrl(fresh: Any) -> None:
     done = fresh.script("import sys, aiosync.sync; sys.exit('torchrl' in sys.modules)")
     assert done.returncode == 0

@@ -38,11 +38,14 @@ def register() -> None:
     :func:`aiosync.schemes.backend_names`; ``"aiosync"`` alone means shared memory.
     """
     weight_sync_schemes.WeightSyncScheme.register(WeightSyncScheme)
-    for name in backend_names():
-        twin = twin_of(scheme_class(name))
-        weight_sync_schemes.register_weight_sync_backend(f"aiosync-{name}")(twin)
-        if name == _DEFAULT_BACKEND:
-            weight_sync_schemes.register_weight_sync_backend("aiosync")(twin)
+    # TorchRL before 0.14 makes no schemes by name, so that nobody there could ask for these.
+    register_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
+    if register_name is not None:
+        for name in backend_names():
+            twin = twin_of(scheme_class(name))
+            register_name(f"aiosync-{name}")(twin)
+            if name == _DEFAULT_BACKEND:
+                register_name("aiosync")(twin)
 
 
 def owner_of(context: Any, scheme: WeightSyncScheme) -> CollectorOwner | ServerOwner | None:
