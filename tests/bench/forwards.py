@@ -5,6 +5,9 @@ memory, pipe and TCP, the async API and the facade, and a model that is eager or
 value of version v is the number v, so that a forward that finds two numbers, or fewer than the
 forward before it, is wrong; and so is one whose number is not the version of its span. Exits with 1
 if there was any, or if hardly anything was sent meanwhile.
+
+With ``--agent`` the model has no ``forward()``, and one of its methods is called, with no option
+set.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import itertools
 import multiprocessing
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +26,7 @@ from torch import nn
 import aiosync
 import aiosync.sync
 
-PATIENCE = 300.0
+PATIENCE = 600.0
 SCHEMES = {
     "shm": lambda of: of.SharedMemWeightSyncScheme(),
     "pipe": lambda of: of.MultiProcessWeightSyncScheme(),
@@ -31,16 +34,41 @@ SCHEMES = {
 }
 
 
-class Stack(nn.Module):
-    """Layers that all hold one number; a forward returns the mean of each."""
+class Agent(nn.Module):
+    """Layers that all hold one number, and no forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def act(self, inputs: torch.Tensor) -> torch.Tensor:
         """One number a layer: sixteen weights by a sixteenth, and no bias."""
         return torch.stack([(layer(inputs) - layer.bias).mean() for layer in self.layers])
+
+
+class Stack(Agent):
+    """The same with a forward."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.act(inputs)
+
+
+class Case(NamedTuple):
+    """A way to send and to compute."""
+
+    transport: str
+    api: str
+    compiled: bool
+    agent: bool
+
+    def model(self) -> nn.Module:
+        """Make a model."""
+        return Agent() if self.agent else Stack()
+
+    def computes(self, model: Any) -> Any:
+        """Return what computes with a connected model."""
+        called = model.act if self.agent else model
+        return torch.compile(called, backend="aot_eager") if self.compiled else called
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -74,44 +102,38 @@ def look(scheme: Any, model: Any, forwards: int) -> dict[str, int]:
     return found
 
 
-def built(compiled: bool) -> tuple[nn.Module, Any]:
-    """A model, and what computes with it."""
-    model = Stack()
-    return model, torch.compile(model, backend="aot_eager") if compiled else model
-
-
-def work(scheme: Any, api: str, compiled: bool, idx: int, forwards: int, said: Any) -> None:
+def work(scheme: Any, case: Case, idx: int, forwards: int, said: Any) -> None:
     """A worker."""
     torch.set_num_threads(1)
-    if api == "async":
-        said.put(aiosync.run(work_async(scheme, compiled, idx, forwards)))
+    if case.api == "async":
+        said.put(aiosync.run(work_async(scheme, case, idx, forwards)))
         return
-    model, computes = built(compiled)
+    model = case.model()
     with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         scheme.connect(timeout=PATIENCE)
-        said.put(look(scheme, computes, forwards))
+        said.put(look(scheme, case.computes(model), forwards))
 
 
-async def work_async(scheme: Any, compiled: bool, idx: int, forwards: int) -> dict[str, int]:
+async def work_async(scheme: Any, case: Case, idx: int, forwards: int) -> dict[str, int]:
     """A worker with an event loop, that computes in a thread."""
-    model, computes = built(compiled)
+    model = case.model()
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect(timeout=PATIENCE)
-        return await asyncio.to_thread(look, scheme, computes, forwards)
+        return await asyncio.to_thread(look, scheme, case.computes(model), forwards)
 
 
-def run(transport: str, api: str, compiled: bool, workers: int, forwards: int) -> dict[str, int]:
+def run(case: Case, workers: int, forwards: int) -> dict[str, int]:
     """One trainer that sends until its workers have computed all."""
     context = multiprocessing.get_context("spawn")
-    model, said = Stack(), context.Queue()
-    of = aiosync if api == "async" else aiosync.sync
-    scheme = SCHEMES[transport](of)
+    model, said = case.model(), context.Queue()
+    of = aiosync if case.api == "async" else aiosync.sync
+    scheme = SCHEMES[case.transport](of)
     fill(model, 1.0)
     scheme.init_on_sender(model_id="policy", model=model, num_workers=workers)
     processes = [
-        context.Process(target=work, args=(scheme, api, compiled, idx, forwards, said))
+        context.Process(target=work, args=(scheme, case, idx, forwards, said))
         for idx in range(workers)
     ]
     for process in processes:
@@ -125,7 +147,7 @@ def run(transport: str, api: str, compiled: bool, workers: int, forwards: int) -
     threading.Thread(target=collect, daemon=True).start()
     sends = (
         aiosync.run(send_async(scheme, model, over))
-        if api == "async"
+        if case.api == "async"
         else send(scheme, model, over)
     )
     for process in processes:
@@ -165,16 +187,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forwards", type=int, default=100_000, help="of all cases together")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--agent", action="store_true", help="of a model without a forward")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
-    cases = list(itertools.product(SCHEMES, ("async", "facade"), (False, True)))
+    kinds = itertools.product(SCHEMES, ("async", "facade"), (False, True), [given.agent])
+    cases = list(itertools.starmap(Case, kinds))
     each = -(-given.forwards // len(cases) // given.workers)
     wrong = 0
-    for transport, api, compiled in cases:
-        name = f"{transport}, {api}, {'compiled' if compiled else 'eager'}"
+    for case in cases:
+        name = f"{case.transport}, {case.api}, {'compiled' if case.compiled else 'eager'}"
         if given.only not in name:
             continue
-        found = run(transport, api, compiled, given.workers, each)
+        found = run(case, given.workers, each)
         wrong += found["mixed"] + found["older"] + found["mislabelled"] + (found["versions"] < 20)
         print(
             f"{name:>24}: {', '.join(f'{value} {key}' for key, value in found.items())}", flush=True
