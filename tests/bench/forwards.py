@@ -7,7 +7,9 @@ forward before it, is wrong; and so is one whose number is not the version of it
 if there was any, or if hardly anything was sent meanwhile.
 
 With ``--agent`` the model has no ``forward()``, and one of its methods is called, with no option
-set.
+set. With ``--keep 50`` each worker keeps what programs keep of that many versions: state dicts,
+assigned to another model too, detached TensorDicts, activations, and outputs that view buffers. All
+of that has to stay as it was.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import itertools
 import multiprocessing
 import sys
 import threading
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import aiosync
@@ -37,9 +41,16 @@ SCHEMES = {
 class Agent(nn.Module):
     """Layers that all hold one number, and no forward."""
 
+    level: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+        self.register_buffer("level", torch.zeros(16))
+
+    def peek(self) -> Any:
+        """Return a view of a buffer."""
+        return self.level.view(4, 4)[1:]
 
     def act(self, inputs: torch.Tensor) -> torch.Tensor:
         """One number a layer: sixteen weights by a sixteenth, and no bias."""
@@ -60,6 +71,7 @@ class Case(NamedTuple):
     api: str
     compiled: bool
     agent: bool
+    keep: int
 
     def model(self) -> nn.Module:
         """Make a model."""
@@ -74,22 +86,51 @@ class Case(NamedTuple):
 def fill(model: nn.Module, value: float) -> None:
     """An optimizer's step."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            tensor.fill_(value)
 
 
-def look(scheme: Any, model: Any, forwards: int) -> dict[str, int]:
+class Kept(NamedTuple):
+    """What a program keeps of one version."""
+
+    value: float
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, model: Any) -> Kept:
+        """Take it from a model, within one read."""
+        state, assigned = model.state_dict(), Agent()
+        assigned.load_state_dict(model.state_dict(), assign=True)
+        weights = TensorDict.from_module(model).detach()
+        with torch.enable_grad():
+            saved = model.act(torch.full((16,), 1 / 16))
+        tensors = [
+            *state.values(),
+            *assigned.state_dict().values(),
+            *weights.values(include_nested=True, leaves_only=True),
+            model.peek(),
+            saved,
+        ]
+        return cls(float(state["level"][0]), tensors)
+
+    def has_changed(self) -> bool:
+        """Look at all of it."""
+        return not all(bool((each == self.value).all()) for each in self.tensors)
+
+
+def look(scheme: Any, model: Any, computes: Any, forwards: int, keep: int) -> dict[str, int]:
     """Compute, and count what is wrong and how many versions there were."""
-    found = {"forwards": 0, "mixed": 0, "older": 0, "mislabelled": 0, "versions": 0}
+    found = dict.fromkeys(("forwards", "mixed", "older", "mislabelled", "versions", "changed"), 0)
     newest, inputs = 0.0, torch.full((16,), 1 / 16)
+    kept: deque[Kept] = deque()
     scheme.span()
     with torch.no_grad():
         for number in range(forwards):
             if number % 4:
-                numbers = model(inputs).tolist()
+                numbers = computes(inputs).tolist()
             else:
                 with scheme.reading() as read:
-                    numbers = model(inputs).tolist()
+                    numbers = computes(inputs).tolist()
                     found["mislabelled"] += numbers[0] != scheme.version
                 found["mislabelled"] += numbers[0] != read.span.last
             span = scheme.span()
@@ -98,7 +139,14 @@ def look(scheme: Any, model: Any, forwards: int) -> dict[str, int]:
             found["mixed"] += len(set(numbers)) > 1
             found["older"] += numbers[0] < newest
             found["versions"] += numbers[0] > newest
+            if keep and numbers[0] > newest:
+                with scheme.reading():
+                    kept.append(Kept.of(model))
+                scheme.span()
+                if len(kept) > keep:
+                    found["changed"] += kept.popleft().has_changed()
             newest = numbers[0]
+    found["changed"] += sum(each.has_changed() for each in kept)
     return found
 
 
@@ -112,7 +160,7 @@ def work(scheme: Any, case: Case, idx: int, forwards: int, said: Any) -> None:
     with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         scheme.connect(timeout=PATIENCE)
-        said.put(look(scheme, case.computes(model), forwards))
+        said.put(look(scheme, model, case.computes(model), forwards, case.keep))
 
 
 async def work_async(scheme: Any, case: Case, idx: int, forwards: int) -> dict[str, int]:
@@ -121,7 +169,8 @@ async def work_async(scheme: Any, case: Case, idx: int, forwards: int) -> dict[s
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect(timeout=PATIENCE)
-        return await asyncio.to_thread(look, scheme, case.computes(model), forwards)
+        computes = case.computes(model)
+        return await asyncio.to_thread(look, scheme, model, computes, forwards, case.keep)
 
 
 def run(case: Case, workers: int, forwards: int) -> dict[str, int]:
@@ -138,7 +187,8 @@ def run(case: Case, workers: int, forwards: int) -> dict[str, int]:
     ]
     for process in processes:
         process.start()
-    over, answers = threading.Event(), []
+    over = threading.Event()
+    answers: list[dict[str, int]] = []
 
     def collect() -> None:
         answers.extend(said.get(timeout=PATIENCE) for _ in range(workers))
@@ -188,9 +238,12 @@ def main() -> None:
     parser.add_argument("--forwards", type=int, default=100_000, help="of all cases together")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--agent", action="store_true", help="of a model without a forward")
+    parser.add_argument("--keep", type=int, default=0, help="versions of which workers keep all")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     given = parser.parse_args()
-    kinds = itertools.product(SCHEMES, ("async", "facade"), (False, True), [given.agent])
+    kinds = itertools.product(
+        SCHEMES, ("async", "facade"), (False, True), [given.agent], [given.keep]
+    )
     cases = list(itertools.starmap(Case, kinds))
     each = -(-given.forwards // len(cases) // given.workers)
     wrong = 0
@@ -199,7 +252,8 @@ def main() -> None:
         if given.only not in name:
             continue
         found = run(case, given.workers, each)
-        wrong += found["mixed"] + found["older"] + found["mislabelled"] + (found["versions"] < 20)
+        wrong += sum(found[each] for each in ("mixed", "older", "mislabelled", "changed"))
+        wrong += found["versions"] < 20
         print(
             f"{name:>24}: {', '.join(f'{value} {key}' for key, value in found.items())}", flush=True
         )
