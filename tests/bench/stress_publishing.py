@@ -9,6 +9,10 @@ the one of the version that the scheme tells, and none that is older than what w
 before it began. What workers keep of a version must stay. Memory is bounded, nobody computes while
 there is nothing to do, and nothing is left.
 
+Some trainers fork in between, and send the same weights in another order. Some workers compute on
+an event loop and end without closing their schemes, and in some foreign code closes descriptors,
+whose numbers other files get then.
+
 With ``--churn`` one trainer has workers that stay for a second or two: its memory and its
 descriptors must not grow. With ``--workers 100`` that many connect and get 200 sends.
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import copy
 import faulthandler
 import gc
 import json
@@ -100,6 +105,7 @@ class Watch:
         self.count: Counter[str] = Counter()
         self.missed: set[int] = set()  # versions that a forward beside another one did not see
         self.kept: list[tuple[float, list[torch.Tensor]]] = []
+        self.is_cut_off = False  # no update needs to come any more
         self._scheme, self._model, self._clock = scheme, model, clock
         self._open: dict[int, bool] = {}  # threads, whether in a forward
 
@@ -113,7 +119,7 @@ class Watch:
         try:
             seen, version = self._model(self._scheme)
         except aiosync.ApplyError:
-            self.count["refused"] += 1
+            self.count["refused"] += not self.is_cut_off
             return
         finally:
             self._open[me] = False
@@ -121,6 +127,8 @@ class Watch:
         self.count["mixed"] += len(seen) != 1
         self.count["mislabelled"] += version not in seen
         self.count["early"] += max(seen) > words[_BEGUN]
+        if self.is_cut_off:
+            return
         if min(seen) < before and alone:
             self.count["old"] += 1
         elif min(seen) < before:
@@ -270,6 +278,126 @@ def work(
     write(report, **watch.count, **{"max missed beside": len(watch.missed), "workers": 1})
 
 
+def replace_descriptors(chance: random.Random, folder: str) -> None:
+    """Close some descriptors of aiosync, as foreign code may; files without locks get the numbers.
+
+    Not pipes, by which multiprocessing knows that this process is alive.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        with contextlib.suppress(OSError):
+            kind = os.readlink(f"/proc/self/fd/{name}")
+            if fd > 2 and kind.startswith(("socket:", "anon_inode:", "/memfd:aiosync")):
+                if chance.random() < 0.5:
+                    with tempfile.TemporaryFile(dir=folder) as other:
+                        os.dup2(other.fileno(), fd)
+
+
+def work_carelessly(
+    scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
+) -> None:
+    """A worker in which foreign code closes descriptors; it computes until it is told."""
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    os.nice(9)
+    write(report, pid=os.getpid())
+    chance, clock, model = random.Random(seed), Clock(path), Stack(*shape)
+    watch = Watch(scheme, model, clock)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+    try:
+        scheme.connect(timeout=20)
+    except aiosync.AiosyncError:  # its trainer went before
+        scheme.shutdown()
+        return
+    closes = time.monotonic() + chance.uniform(0, 1)
+    until = closes + chance.uniform(0, 1)
+    with contextlib.suppress(aiosync.AiosyncError):
+        while not (clock.words[_REST] or clock.words[_OVER]) and time.monotonic() < until:
+            watch.look()
+            if not watch.is_cut_off and time.monotonic() > closes:
+                watch.is_cut_off = True
+                replace_descriptors(chance, os.path.dirname(path))
+    write(report, **watch.count, workers=1, careless=1)
+    os._exit(0)  # closing would close the descriptors of others
+
+
+def work_on_loop(
+    scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
+) -> None:
+    """A worker that computes on its event loop, and leaves without closing its scheme."""
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    os.nice(9)
+    write(report, pid=os.getpid())
+    count = asyncio.run(_compute_on_loop(scheme, idx, shape, path, random.Random(seed)))
+    if count is not None:
+        gc.collect()
+        count["left"] += len(shared_memory())
+        write(report, **count, workers=1)
+
+
+async def _compute_on_loop(
+    trainer: Any, idx: int, shape: tuple[int, int], path: str, chance: random.Random
+) -> Counter[str] | None:
+    scheme, clock, model = copy.copy(trainer), Clock(path), Stack(*shape)
+    watch = Watch(scheme, model, clock)
+    stay = chance.uniform(0.2, 3) if chance.random() < 0.5 else 3600.0
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+    try:
+        await scheme.connect(timeout=20)
+    except aiosync.AiosyncError:  # its trainer went before
+        await scheme.aclose()
+        return None
+    gone = asyncio.ensure_future(scheme.wait_for_version(2**62, timeout=stay))
+    while not (gone.done() or clock.words[_OVER]):
+        if clock.words[_REST]:
+            await asyncio.sleep(0.2)
+            continue
+        for _ in range(chance.randrange(200)):  # the loop has no turn meanwhile
+            watch.look()
+        await asyncio.sleep(0)
+        if chance.random() < 0.01:
+            watch.keep(chance.randrange(3))
+    if stay == 3600 and not gone.done():
+        await asyncio.wait([gone], timeout=20)
+        watch.count["silent"] += not gone.done()
+    gone.cancel()
+    await asyncio.wait([gone])
+    if not gone.cancelled():
+        gone.exception()
+    watch.kept.clear()
+    return watch.count
+
+
+class Runs:
+    """An async scheme that is called in the blocking way, on a loop that rests between calls."""
+
+    def __init__(self, scheme: aiosync.WeightSyncScheme) -> None:
+        self.scheme, self._runner = scheme, asyncio.Runner()
+
+    @property
+    def version(self) -> int:
+        """As the scheme says."""
+        return self.scheme.version
+
+    def connect(self) -> None:
+        """As the scheme does."""
+        self._runner.run(self.scheme.connect())
+
+    def send(self, weights: Any = None) -> aiosync.SendReport:
+        """As the scheme does."""
+        return self._runner.run(_send(self.scheme, weights))
+
+    def shutdown(self) -> None:
+        """Close the scheme and its loop."""
+        self._runner.run(self.scheme.aclose())
+        self._runner.close()
+
+
+async def _send(scheme: aiosync.WeightSyncScheme, weights: Any) -> aiosync.SendReport:
+    return await scheme.send(weights)
+
+
 def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> None:
     """One trainer, until its time is over or it is killed."""
     faulthandler.register(signal.SIGUSR1)
@@ -278,8 +406,11 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     shape = (20, 2**16) if churn else chance.choice(SIZES)
     model, context = Stack(*shape), multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "aiosync.sync"])
-    scheme = aiosync.sync.SharedMemWeightSyncScheme(timeout=60)
-    scheme.init_on_sender(model_id="policy", model=model)
+    on_loop = not churn and chance.random() < 0.3
+    of: Any = aiosync if on_loop else aiosync.sync
+    configured = of.SharedMemWeightSyncScheme(timeout=60)
+    configured.init_on_sender(model_id="policy", model=model)
+    scheme: Any = Runs(configured) if on_loop else configured
     model.fill(1.0)
     clock.words[_BEGUN] = 1
     scheme.connect()
@@ -287,8 +418,10 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     count: Counter[str] = Counter()
 
     def hire(idx: int) -> None:
-        args = (scheme, idx, shape, path, report, chance.random() * (0.3 if churn else 1))
-        crew[idx] = context.Process(target=work, args=args, daemon=True)
+        args = (configured, idx, shape, path, report, chance.random() * (0.3 if churn else 1))
+        careless = not churn and chance.random() < 0.1
+        target = work_on_loop if on_loop else work_carelessly if careless else work
+        crew[idx] = context.Process(target=target, args=args, daemon=True)
         crew[idx].start()
         count["hired"] += 1
 
@@ -317,10 +450,14 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
         model.fill(float(version))
         clock.words[_BEGUN] = version
         count["sends"] += 1
+        weights: dict[str, Any] | None = None
+        if reorders and chance.random() < 0.02:
+            weights = dict(sorted(model.state_dict().items(), key=lambda _: chance.random()))
+            count["reordered"] += 1
         try:
             armed = True
             try:
-                clock.words[_RETURNED] = scheme.send().version
+                clock.words[_RETURNED] = scheme.send(weights).version
             except aiosync.PartialSyncError as exc:
                 armed = False
                 assert not any(isinstance(e, aiosync.AckTimeout) for e in exc.failed.values()), exc
@@ -329,8 +466,25 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
         except KeyboardInterrupt:
             count["interrupts"] += 1
 
+    def fork() -> None:
+        nonlocal armed
+        count["forks"] += 1
+        try:
+            armed = True
+            try:
+                if not os.fork():
+                    os._exit(0)
+            finally:
+                armed = False
+        except KeyboardInterrupt:
+            if os.getpid() != me:
+                os._exit(0)
+            count["interrupted forks"] += 1
+
+    me = os.getpid()
+    reorders, forks = (not churn and chance.random() < 0.5 for _ in range(2))
     signal.signal(signal.SIGINT, on_interrupt)
-    if not churn and chance.random() < 0.5:
+    if not (churn or on_loop) and chance.random() < 0.5:
         threading.Thread(target=interrupt, daemon=True).start()
     pauses, events = not churn and chance.random() < 0.5, 0.05 if churn else 0.002
     for idx in range(WORKERS):
@@ -340,6 +494,8 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     first: list[int] = []
     while (now := time.monotonic()) < started + seconds:
         send()
+        if forks and chance.random() < 0.01:
+            fork()
         if churn or chance.random() < (0.3 if pauses else 0.005):
             time.sleep(chance.uniform(0, 0.01))
         if chance.random() < events:
