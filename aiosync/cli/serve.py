@@ -229,7 +229,7 @@ async def _watch(server: WeightServer, errors: Console) -> None:
                 lag = max((worker["lag"] for worker in model["workers"]), default=0)
                 errors.print(
                     f"{time.strftime('%H:%M:%S')} {plain(model['model_id'])}: version {now[1]} of "
-                    f"epoch {now[0]}, {show_nbytes(model['nbytes'])}, {len(model['workers'])} "
+                    f"epoch {now[0]:016x}, {show_nbytes(model['nbytes'])}, {len(model['workers'])} "
                     f"workers, lag {lag}",
                     markup=False,
                 )

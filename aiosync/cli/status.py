@@ -484,7 +484,7 @@ def _said(name: str, look: Look) -> dict[str, Any]:
         "models": [
             {
                 "name": plain(model.model),
-                "about": f"{model.role} over {plain(model.transport)}, epoch {model.epoch}",
+                "about": f"{model.role} over {plain(model.transport)}, epoch {model.epoch:016x}",
                 "facts": list(facts(look, model).items()),
                 "counts": list(counts(workers([model])).items()),
                 "workers": [

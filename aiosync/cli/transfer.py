@@ -201,7 +201,8 @@ def _say_done(
     """Say what was transferred, with ``again`` reconnects, in one line."""
     rate = nbytes / 1e6 / max(seconds, 1e-9)
     typer.echo(
-        f"{verb} {plain(model_id)}: version {version} of epoch {epoch}, {show_nbytes(nbytes)} "
+        f"{verb} {plain(model_id)}: version {version} of epoch {epoch:016x}, "
+        f"{show_nbytes(nbytes)} "
         f"({nbytes} bytes) in {seconds:.2f} s, {rate:.1f} MB/s"
         f"{f', {again} reconnects' if again else ''}"
     )

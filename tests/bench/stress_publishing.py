@@ -451,7 +451,7 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
         clock.words[_BEGUN] = version
         count["sends"] += 1
         weights: dict[str, Any] | None = None
-        if reorders and chance.random() < 0.02:
+        if reorders and chance.random() < 0.2:
             weights = dict(sorted(model.state_dict().items(), key=lambda _: chance.random()))
             count["reordered"] += 1
         try:
@@ -494,7 +494,7 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
     first: list[int] = []
     while (now := time.monotonic()) < started + seconds:
         send()
-        if forks and chance.random() < 0.01:
+        if forks and chance.random() < 0.1:
             fork()
         if churn or chance.random() < (0.3 if pauses else 0.005):
             time.sleep(chance.uniform(0, 0.01))

@@ -110,7 +110,7 @@ def test_push_pull_and_status_as_processes(
     pushed = run("push", path, url)
     assert (pushed.returncode, pushed.stderr) == (0, "")  # no bar where there is no terminal
     line = re.fullmatch(
-        r"Pushed policy: version 1 of epoch (\d+), 240\.\d kB \(240\d+ bytes\) in [\d.]+ s, "
+        r"Pushed policy: version 1 of epoch ([0-9a-f]{16}), 240\.\d kB \(240\d+ bytes\) in [\d.]+ s, "
         r"[\d.]+ MB/s\n",
         pushed.stdout,
     )
@@ -126,7 +126,7 @@ def test_push_pull_and_status_as_processes(
     values = json.loads(told.stdout)
     (model,) = values["models"]
     assert (model["model_id"], model["strategy"], model["version"]) == ("policy", "any", 1)
-    assert str(model["epoch"]) == line[1]
+    assert f"{model['epoch']:016x}" == line[1]
     assert model["tensors"] == 4  # the tied one once
     assert f"policy: version 1 of epoch {line[1]}" in servers["plain"].log.read_text()
 
