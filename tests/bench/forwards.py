@@ -30,7 +30,7 @@ from torch import nn
 import aiosync
 import aiosync.sync
 
-PATIENCE = 600.0
+PATIENCE = 3600.0
 SCHEMES = {
     "shm": lambda of: of.SharedMemWeightSyncScheme(),
     "pipe": lambda of: of.MultiProcessWeightSyncScheme(),
