@@ -98,6 +98,23 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         super().__init__(strategy, **options)
 
+    @classmethod
+    def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
+        """The scheme of this generation for a back-end name, such as ``"shared"`` or ``"none"``.
+
+        Raises:
+            ConfigError: There is none with that name.
+        """
+        from aiosync import legacy  # which imports this module
+
+        found = getattr(legacy, aio.scheme_class(backend).__name__, None)
+        if found is None:
+            raise ConfigError(
+                f"aiosync.legacy has no scheme for {backend!r}: aiosync.sync.WeightSyncScheme has"
+            )
+        made: WeightSyncScheme = found(**options)
+        return made
+
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         super()._adopt(scheme)
         # In a forked child the transports are the parent's.

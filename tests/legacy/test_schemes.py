@@ -40,6 +40,25 @@ def test_names_and_options_of_that_generation() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("shared", "SharedMemWeightSyncScheme"),
+        ("process", "MultiProcessWeightSyncScheme"),
+        ("distributed", "DistributedWeightSyncScheme"),
+        ("rpc", "RPCWeightSyncScheme"),
+        ("ray", "RayWeightSyncScheme"),
+        ("none", "NoWeightSyncScheme"),
+    ],
+)
+def test_a_name_makes_the_class_of_that_generation(backend: str, name: str) -> None:
+    scheme = legacy.WeightSyncScheme.from_backend(backend, strategy="state_dict")
+    assert type(scheme) is getattr(legacy, name)
+    assert scheme.strategy == "state_dict"
+    with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync"):
+        legacy.WeightSyncScheme.from_backend("tcp")
+
+
 # -- mistakes ---------------------------------------------------------------------------------
 
 
