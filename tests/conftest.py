@@ -17,6 +17,7 @@ import os
 import signal
 import weakref
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 pytest_plugins = ["pytester"]
+
+# Before any of their users is collected, which --last-failed takes in an order of its own.
+pytest.register_assert_rewrite(
+    *(
+        f"tests.contract.{path.stem}"
+        for path in Path(__file__).with_name("contract").glob("*.py")
+        if path.stem not in ("__init__", "conftest")
+    )
+)
 
 GRACE = 5.0
 """Seconds that threads and processes get to end after a test that has let go of them."""

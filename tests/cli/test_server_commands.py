@@ -110,8 +110,8 @@ def test_push_pull_and_status_as_processes(
     pushed = run("push", path, url)
     assert (pushed.returncode, pushed.stderr) == (0, "")  # no bar where there is no terminal
     line = re.fullmatch(
-        r"Pushed policy: version 1 of epoch ([0-9a-f]{16}), 240\.\d kB \(240\d+ bytes\) in [\d.]+ s, "
-        r"[\d.]+ MB/s\n",
+        r"Pushed policy: version 1 of epoch ([0-9a-f]{16}), "
+        r"240\.\d kB \(240\d+ bytes\) in [\d.]+ s, [\d.]+ MB/s\n",
         pushed.stdout,
     )
     assert line, pushed.stdout

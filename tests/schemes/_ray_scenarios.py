@@ -192,13 +192,16 @@ async def killed(shared_memory: bool) -> None:
     options = {"max_restarts": 1, "max_task_retries": -1}
     actors = [Worker.remote(), Worker.options(**options).remote()]
     async with crew(scheme, actors) as model:
+        await each(actors, "look")  # the promise rests on reads that happen
+        fill(model, 1.5)
+        assert (await scheme.send()).acked == {0, 1}
         pid = await actors[1].pid.remote()
         os.kill(pid, signal.SIGSTOP)
         fill(model, 2.0)
         if shared_memory:  # what it computes next would use it
             assert (await scheme.send()).acked == {0, 1}
         sending = None if shared_memory else asyncio.ensure_future(scheme.send())
-        await until(lambda: scheme.worker_versions[0] == 2)
+        await until(lambda: scheme.worker_versions[0] == 3)
         assert sending is None or not sending.done()
         pidfd = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
