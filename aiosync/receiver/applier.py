@@ -1,10 +1,10 @@
-"""Applying: which model there is, what it has, and having it take updates.
+"""The applier: which model a worker has, which version that model has, and the updates it takes.
 
-Here nothing is known of messages: what became of an update stands in its :class:`Staged`.
-Everything that belongs to the model changes only under the guard, on whatever thread. What a
-signal's handler raises in the middle is no refusal: the update stays noted, and is applied again
-before the next read. Whether an update fits is found out in ``tensors.apply``, and the trainer is
-told by ``receiver.receiver``. Must not import the sender.
+This module knows nothing of messages: the outcome of an update stands in its :class:`Staged`.
+Everything that belongs to the model changes only under the guard, on any thread. An exception that
+a signal's handler raises while an update is applied is no refusal: the update stays noted, and is
+applied again before the next read. ``tensors.apply`` finds out whether an update fits, and
+``receiver.receiver`` tells the trainer. Must not import the sender.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from aiosync.wire import NO_LIMITS
 
 __all__ = ["Applier", "Refusal", "not_applied"]
 
-_LOOK_SECONDS = (0.05, 1.0)  # first and last pause
+_LOOK_SECONDS = (0.05, 1.0)  # first and longest pause between two tries
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
 
 
@@ -52,10 +52,11 @@ class Refusal:
     """A version that the model refused.
 
     Attributes:
-        epoch: Its epoch.
-        version: Its number.
-        error: Why.
-        since: When, on ``time.monotonic()``'s clock; of several in a row the first.
+        epoch: Epoch of the version.
+        version: Number of the version.
+        error: The reason of the refusal.
+        since: Time of the refusal on ``time.monotonic()``'s clock; of several refusals in a row
+            that of the first.
     """
 
     epoch: int
@@ -65,52 +66,54 @@ class Refusal:
 
     @property
     def text(self) -> str:
-        """Why, in words."""
+        """The reason of the refusal as a text."""
         return str(self.error) or type(self.error).__name__
 
 
 class Applier:
-    """Has a model take updates: those that are offered, and those that the word of a link names.
+    """Gives a model the updates that are offered, and those that the word of a link names.
 
     Belongs to one event loop; :meth:`apply_pending` and the guard may be used from any thread.
 
     Args:
-        updates: Reads what a word names.
-        report: Called where there are results: on the loop, and not under the guard but for a
-            refusal.
-        log: Told in a sentence which methods are reads.
-        changed: Called on the loop when a thread has applied something, of which nobody may have
-            to be told.
-        hears_of: Whether it is to be told that an update of the manifest with this digest was
-            taken. Called on any thread.
-        withdraw_promise: Called on the loop: forwards are not sure to see what is new any more.
-        fail: Called on the loop with the reason for which nothing more can be read.
-        resolve: Returns the model to apply to as it is now, or ``None`` while there is none.
+        updates: Reads the update that the word names.
+        report: Called when there are results: on the loop, and not under the guard unless an update
+            was refused.
+        log: Called with a sentence that lists the methods whose calls are reads.
+        changed: Called on the loop after a thread has applied an update, also one that the trainer
+            is not told of.
+        hears_of: Returns True if the trainer has to be told that an update of the manifest with
+            this digest was taken. Called on any thread.
+        withdraw_promise: Called on the loop when forwards may no longer see every new version.
+        fail: Called on the loop with the reason for which no more updates can be read.
+        resolve: Returns the current model, or ``None`` while there is none.
         manual: Apply only in calls that ask for it.
         copy: Copy into the parameters instead of pointing them at the received memory.
         strict: Every name and dtype must match.
-        buffers: Which buffers of the model get weights.
+        buffers: Selects the buffers of the model that get weights.
         guard: Keeps reads and updates apart.
         install_hooks: Make the forwards of the model reads of the guard.
-        methods: Other methods of it, whose calls are to be reads; ``None`` for those of a model
-            without a forward.
-        reads_words: What a word names is taken as it is.
-        flipped: Called with epoch and version as the model gets them, under the guard, on
-            whatever thread; must not wait. What it raises is the error of a version that was taken.
-        meter: Counts what becomes of updates.
+        methods: Names of other methods of the model whose calls are reads; ``None`` for the public
+            methods of a model without a forward.
+        reads_words: Take the update that the word names without a transform.
+        flipped: Called with epoch and version as soon as the model has them, under the guard, on
+            any thread; must not wait. If it raises, its exception is the error of a version that
+            was taken.
+        meter: Counts the outcomes of updates.
 
     Attributes:
         resolve: As given.
         flipped: As given; may be assigned.
-        take: Calls :meth:`apply`, for the guard, which keeps this object alive by nothing.
-        inbox: The versions that are here, and the one that the model has.
-        results: Updates that were not reported yet, each with what the model needs no
-            more: what it had before, or the update itself.
-        current: What the model has, and views unless it was copied: then only the layout is valid.
-        waiting: Complete, and not applied.
-        owed: Version that a message asked for, and a word names; 0 for none.
-        askers: Calls under way that have what waits applied, also by hand. Nothing is applied on
-            behalf of one that has ended.
+        take: Calls :meth:`apply` for the guard, and holds no reference that keeps this object
+            alive.
+        inbox: The versions that have arrived, and the version that the model has.
+        results: Updates that were not reported yet, each with the update whose memory the model no
+            longer needs: the one before it, or itself.
+        current: The update that the model has. After a copy only its layout is valid.
+        waiting: The complete update that was not applied yet.
+        owed: The version that a message asked for and a word names; 0 for none.
+        askers: Number of open calls that want the waiting update applied, also with ``manual``.
+            Nothing is applied for a call that has ended.
     """
 
     def __init__(
@@ -162,26 +165,29 @@ class Applier:
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        # While forwards of a model become guarded; a signal's handler may close a scheme inside.
+        # Held while the forwards of a model become guarded. Re-entrant, because a signal's handler
+        # may close a scheme inside.
         self._choosing = threading.RLock()
-        self._taking: Staged | None = None  # is being applied, if by nobody then again
-        self._before: Staged | None = None  # what the model had before that
-        # The word that a read has to refuse yet, and why.
+        # The update that is being applied. After an interrupt it stays here, and is applied again.
+        self._taking: Staged | None = None
+        # The update that the model had before that one.
+        self._before: Staged | None = None
+        # The word whose update was refused, and the error, for the next read to raise.
         self._unread: tuple[int, BaseException] | None = None
         self._target: Target | LoadTarget | None = None
         self._target_of: Any = None
-        self._warned = False  # that compiled code has weights in it
-        self._dropped = False  # None was assigned during a read: the model has to be let go
+        self._warned = False  # it was warned that compiled code has weights in it
+        self._dropped = False  # None was assigned during a read: the model is still to be let go
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
         self._closed = False
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def has_staged(self) -> bool:
-        """Whether an update waits to be applied, or to be applied again."""
+        """True if an update waits to be applied, or to be applied again after an interrupt."""
         return (
             self.waiting is not None or self._taking is not None or self._updates.named_version > 0
         )
@@ -193,24 +199,25 @@ class Applier:
 
     @property
     def lag(self) -> int:
-        """How far the applied version is behind the newest one that is here."""
+        """Number of versions by which the applied version is behind the newest one that arrived."""
         inbox = self.inbox
         newest = max(inbox.newest, self._updates.named_version)
         return newest - inbox.version if inbox.newest_epoch == inbox.epoch else newest
 
     @property
     def is_quick(self) -> bool:
-        """Whether applying what waits is little more than a change of pointers."""
+        """True if applying the waiting update is little more than a change of pointers."""
         staged = self.waiting or (self.current if self._updates.named_version else None)
         return staged is not None and self._is_quick(staged)
 
     @property
     def may_follow(self) -> bool:
-        """Whether to take what a word names is nothing but what a forward may do on its way."""
+        """True if a forward that begins may take each named update by itself."""
         current = self.current
         return (
             not self.manual
-            and self._strict  # else updates may hold parts, and each has to be taken
+            # Without strict names an update may hold only a part, and each part has to be taken.
+            and self._strict
             and self._install_hooks
             and current is not None
             and self._is_quick(current)
@@ -225,19 +232,19 @@ class Applier:
             and target.is_quick(staged.layout, staged.values)
         )
 
-    # -- asking for it -------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
     def offer(self, staged: Staged | None) -> Staged | None:
-        """Have an update wait to be applied; returns what it takes the place of, and never was."""
+        """Make an update the waiting one; return the update that it replaces, if never applied."""
         with self._lock:
             old, self.waiting = self.waiting, staged
-            return None if old is self._taking else old  # an interrupt came in between
+            return None if old is self._taking else old  # an interrupt left it in both places
 
     def owe(self, version: int) -> int:
-        """A message asks for a version that a word names.
+        """Note that a message asks for a version that the word names.
 
         Returns:
-            The one that it asked for before, if that is not going to be taken; else 0.
+            The version that a message asked for before, if the model will not take it; else 0.
         """
         taking, older = self._taking, self.owed
         self.owed = version
@@ -245,16 +252,16 @@ class Applier:
         return 0 if begun else older
 
     def apply_soon(self) -> None:
-        """Apply what waits, or the word of the link names, where that is asked for. On the loop."""
+        """Apply the waiting or the named update if that is automatic or asked for. On the loop."""
         slots = self._updates.slots
         behind = slots is not None and slots.is_behind
         if (self.askers or not self.manual) and (behind or self.waiting or self._taking):
             self.submit()
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
-        """Apply what there is between two reads: now, or as soon as they end. On the loop.
+        """Apply the noted updates between two reads: now, or as soon as the reads end. On the loop.
 
-        In a thread where that waits for an accelerator.
+        If applying waits for an accelerator, a thread does it.
         """
         if self._in_thread is not None or (self._waits and not self._closed):
             self.guard.offer(self.take)  # a read that begins before the thread does applies it
@@ -269,7 +276,7 @@ class Applier:
             return
         try:
             waits = not self.guard.submit(self.take)
-        except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
+        except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
             waits = True
         self._submitted(waits, pause)
@@ -284,27 +291,30 @@ class Applier:
         return isinstance(target, Target) and target.waits
 
     def _end_apply(self, pause: float, had: tuple[int, int]) -> None:
-        """The thread has applied what there was, or left it to a read that is open. On the loop."""
+        """Take over the thread's result: applied, or left to an open read. On the loop."""
         done, self._in_thread = self._in_thread, None
         assert done is not None
         try:
             waits = not done.result()
-        except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
+        except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
             waits = True
         self._submitted(waits, pause)
         if (self.inbox.epoch, self.inbox.version) != had:
             self._changed()
-            self.apply_soon()  # what came meanwhile
+            self.apply_soon()  # another update may have come
 
     def _submitted(self, waits: bool, pause: float) -> None:
-        # A forward that Ctrl-C ended leaves no word: while an update waits, see now and then.
+        # A forward that Ctrl-C ended does not tell the guard, so the loop tries again now and then.
         if waits and self._timer is None and not self._closed:
             self._timer = self._loop.call_later(pause, self._look_again, pause)
         self._report()
 
     def interrupt_loop(self, error: BaseException) -> None:
-        """Have the loop raise what a signal's handler raised, which ends no link; raise others."""
+        """Have the loop raise the exception of a signal's handler, so that it ends no link.
+
+        Any other exception is raised here.
+        """
         if not _is_interrupt(error):
             raise error
         self._loop.call_soon(_raise, error)
@@ -315,23 +325,24 @@ class Applier:
             self.submit(min(2 * pause, _LOOK_SECONDS[1]))
 
     def apply_by_hand(self) -> None:
-        """From now on apply only on request. On the loop."""
+        """Apply only on request from now on. On the loop."""
         self.manual = True
         self._withdraw_promise()
 
     def apply_pending(self, *, patience: float = PATIENCE_SECONDS) -> int | None:
-        """Apply what waits now, on this thread, between two reads.
+        """Apply the waiting update now, on this thread, between two reads.
 
         Args:
             patience: Seconds to wait for the forward passes of other threads.
 
         Returns:
-            The version that was applied, or ``None`` when nothing waited.
+            The version that was applied, or ``None`` if no update waited.
 
         Raises:
-            ApplyError: The model could not take it; it kept the version it had.
+            ApplyError: The model could not take the update; it kept the version it had.
             LocalProtocolError: Called inside a read.
-            SyncTimeout: Another thread's forward pass did not end; a loop does not wait for it.
+            SyncTimeout: Another thread's forward pass did not end; on an event loop it is not
+                waited for.
         """
         self.guard.refuse_inside_read("apply_pending")
         if not self.has_staged:
@@ -344,7 +355,7 @@ class Applier:
                 patience=patience,
             )
         finally:
-            if self._taking is not None:  # it was cut short
+            if self._taking is not None:  # an interrupt cut the apply short
                 self.guard.submit(self.take)
             if asyncio._get_running_loop() is self._loop:
                 self._report()
@@ -355,26 +366,27 @@ class Applier:
             raise not_applied(staged.version, staged.error) from staged.error
         return staged.version if staged.taken else None
 
-    # -- applying ------------------------------------------------------------------------------
+    # -- applying ---------------------------------------------------------------------------------
 
     def apply(self, by_hand: bool = False) -> Staged | None:
-        """Have the model take what there is for it. Runs under the guard, on any thread.
+        """Have the model take the noted updates. Runs under the guard, on any thread.
 
-        What an interrupt cut short stays noted, and the next read applies it again before it
-        computes: the model has parts of two versions until then.
+        An update that an interrupt cut short stays noted, and the next read applies it again before
+        it computes: until then the model has parts of two versions.
 
         Args:
-            by_hand: This very call is asked for.
+            by_hand: This call asks for it, so that it applies also with ``manual``.
 
         Raises:
             ApplyError: The read that begins promised to see this version, and cannot have it.
-            BaseException: What the handler of a signal raised in this thread, or what a function
-                raised that is no :class:`Exception`.
+            BaseException: The exception that a signal's handler raised in this thread, or one that
+                a function raised and that is no :class:`Exception`.
         """
         if self._unread is not None and self.guard.at_read:
             (want, unread), self._unread = self._unread, None
             words, self.guard.seen = self.guard.words, want
-            if words is None or words[0] == want:  # else there is something newer
+            # A newer word replaces the one whose update was refused.
+            if words is None or words[0] == want:
                 raise ApplyError(f"the newest version could not be applied: {unread}") from unread
         result: Staged | None = None
         while True:
@@ -384,7 +396,7 @@ class Applier:
                 if model is not self._target_of and (model is not None or self._dropped):
                     if not self._closed:
                         self._take_over(model)
-            except Exception as exc:  # the trainer is told
+            except Exception as exc:  # the trainer gets it
                 if _is_interrupt(exc):
                     raise
                 error = exc
@@ -407,14 +419,14 @@ class Applier:
                 return result
 
     def _take(self, error: BaseException | None) -> Staged:
-        """Have the model take what is noted; may be cut short anywhere, and called again."""
+        """Have the model take the noted update, also again after an interrupt cut this short."""
         staged, inbox, guard, target = self._taking, self.inbox, self.guard, self._target
         assert staged is not None
         slot = staged.slot
         began = time.perf_counter() if self._meter.observers else 0.0
         same = staged.epoch == inbox.epoch
         if slot is None and same and staged.version < inbox.version:
-            self._tell(staged, None)  # overtaken by what a word named
+            self._tell(staged, None)  # the version that the word named has overtaken it
             self._taking = None
             return staged
         done = same and staged.version == inbox.version
@@ -424,17 +436,19 @@ class Applier:
                     raise error
                 assert target is not None
                 if not isinstance(target, Target):
-                    guard.held = 0, 0  # one that raises may have written a part
+                    # A load function that raises may have written a part of the weights.
+                    guard.held = 0, 0
                 elif not self._warned:
                     self._warned = warn_if_frozen(target.target)
-                # A process that another thread forks has one version, too.
+                # A fork by another thread must not give the child a model with parts of two
+                # versions.
                 with FORKING if isinstance(target, Target) else contextlib.nullcontext():
                     target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
-            except BaseException as exc:  # the trainer sees it, and wait_for_version() raises it
+            except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
                 if _is_interrupt(exc):
                     raise
                 error = exc
-        # Nobody waits for an answer: the read has to say it.
+        # No message asked for a version that a read found in the word: that read raises a refusal.
         looked = slot is not None and guard.words is not None and not self.owed
         taken = staged.taken = error is None
         if taken:
@@ -443,28 +457,33 @@ class Applier:
             try:
                 if self.flipped is not None:
                     self.flipped(staged.epoch, staged.version)
-            except Exception as exc:  # of the hook, and the trainer hears it
+            except Exception as exc:  # of the flipped hook; the trainer gets it
                 if _is_interrupt(exc):
                     raise
                 error = exc
-            # Readers see the version together with the weights, and not before all of them.
+            # Readers see the new version number only once the model has all its weights.
             inbox.applied(staged.epoch, staged.version)
             guard.held = staged.epoch, staged.version
         staged.error = error
-        # The model needs no more what it had before, or this if it was copied or refused.
+        # The model no longer needs the update it had before; or this one, if it was copied or
+        # refused.
         unused = self._before if taken and not self.copy else staged
         silent = False
         if slot is not None:
             silent = not self._took(staged, unused, looked and not guard.at_read)
         elif unused is not None and unused.slot is not None:
-            unused.give_back()  # now, and not without a copy of what still views it
-        if error is None:  # before anybody hears that it has come
+            # A slot is given back at once. give_back() copies the memory first if something still
+            # views it.
+            unused.give_back()
+        # An observer hears of the update before the trainer and the waiting calls do.
+        if error is None:
             self.note("ok", staged, began)
         if not silent or (taken and error is not None):
             self._tell(staged, unused)
         self._taking = self._before = None
         if self._closed and taken and isinstance(target, Target) and not self.copy:
-            target.detach_(staged.flat)  # the loop has closed meanwhile, and will not
+            # The loop has closed the applier meanwhile, and will not detach the model.
+            target.detach_(staged.flat)
             self.current = None
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -473,12 +492,12 @@ class Applier:
         return staged
 
     def note(self, outcome: SyncOutcome, staged: Staged, closed_at: float = 0.0) -> None:
-        """Count what became of an update, and have the loop tell who wants to know. Any thread.
+        """Count the outcome of an update, and have the loop tell the observers. On any thread.
 
         Args:
-            outcome: What.
+            outcome: How the update ended.
             staged: The update.
-            closed_at: Since when no read could begin, on ``time.perf_counter()``'s clock.
+            closed_at: Time since when no read could begin, on ``time.perf_counter()``'s clock.
         """
         meter, nbytes, wire_nbytes = self._meter, staged.layout.nbytes, staged.wire_nbytes
         meter.count(outcome, nbytes, wire_nbytes)
@@ -501,18 +520,18 @@ class Applier:
         )
 
     def _took(self, staged: Staged, unused: Staged | None, unread: bool) -> bool:
-        """What a word named was taken, or refused: leave the other slots.
+        """Note in the slot reader that an update from a slot was taken or refused.
 
         Args:
-            staged: That.
-            unused: What the model needs no more.
-            unread: If it was refused, the next read is to say so.
+            staged: The update.
+            unused: The update whose memory the model no longer needs.
+            unread: If the update was refused, the next read has to raise that.
 
         Returns:
-            Whether it has to be told.
+            True if the trainer has to be told.
         """
         slots, slot = self._updates.slots, staged.slot
-        if slots is None or slot is None or staged.slots is not slots:  # it was of a link before
+        if slots is None or slot is None or staged.slots is not slots:  # it is of an earlier link
             return True
         if staged.taken:
             slots.hold(slot)
@@ -526,14 +545,16 @@ class Applier:
             if unused is staged or unused.slot.key != slot.key:
                 unused.give_back()
         if staged.taken and (len(slot.view.locked) > 1 or len(slots.segments) > 1):
-            slots.leave_others()  # that an interrupt left
+            slots.leave_others()  # an interrupt may have left some locked
         return not staged.taken or self.owed > 0 or self._hears_of(staged.layout.digest)
 
     def look(self) -> Staged | None:
-        """What the word of the link names, if it is news; locked. Under the guard, any thread.
+        """Return the update that the word names, locked; ``None`` if it is not new.
+
+        Runs under the guard, on any thread.
 
         Raises:
-            ApplyError: The read that begins has to see it, and cannot.
+            ApplyError: The read that begins has to see the update, and cannot.
         """
         slots, until = self._updates.slots, 0.0
         while slots is not None:
@@ -541,7 +562,7 @@ class Applier:
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
-                if slots is not self._updates.slots:  # another link took its place meanwhile
+                if slots is not self._updates.slots:  # another link replaced it meanwhile
                     return None
                 error = exc if isinstance(exc, RemoteProtocolError) else None
                 call_soon(self._loop, self._fail, error or RemoteProtocolError(str(exc)))
@@ -550,7 +571,8 @@ class Applier:
                 return None
             if staged is not None or not (read_looks and slots.is_behind):
                 return staged
-            # Its manifest is on its way, and what was named before it is lost.
+            # The manifest of this version is on its way, and the version before it cannot be read
+            # any more.
             until = until or time.monotonic() + _MANIFEST_SECONDS
             if asyncio._get_running_loop() is self._loop or time.monotonic() > until:
                 raise ApplyError(
@@ -561,37 +583,42 @@ class Applier:
         return None
 
     def _tell(self, staged: Staged, unused: Staged | None) -> None:
-        # In the order in which they were applied, whichever threads did it.
+        # Results keep the order in which the updates were applied, whichever threads applied them.
         self.results.append((staged, unused))
         here = asyncio._get_running_loop() is self._loop
         if here and staged.error is not None:
-            self._report()  # at once: the next thing that runs here may be a send
-        elif not here or self.guard.at_read:  # else whoever called does it
+            # A refusal is reported at once, as the next callback of this loop may be a send.
+            self._report()
+        elif not here or self.guard.at_read:  # the caller reports otherwise
             call_soon(self._loop, self._report)
 
-    # -- the model -----------------------------------------------------------------------------
+    # -- the model --------------------------------------------------------------------------------
 
     def use_model(self, model: Any, chosen: Callable[[], object]) -> None:
         """Guard another model from now on, and give it the weights of this version.
 
-        On the loop. With a forward running in another thread, it gets them when that ends.
+        On the loop. While a forward runs in another thread, the model gets the weights when that
+        ends.
 
         Args:
             model: The model; ``None`` for none.
-            chosen: Called when that is certain; :attr:`resolve` returns the model from then on.
+            chosen: Called once the change is certain; :attr:`resolve` returns the model from then
+                on.
 
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
-        self._withdraw_promise()  # until the new one has taken an update
-        same = model is self._target_of  # as yet, if another one was to replace it
+        self._withdraw_promise()  # until the new model has taken an update
+        # True also if another model was chosen, and has not replaced this one yet.
+        same = model is self._target_of
         adopt = functools.partial(self._adopt, model, chosen)
         if same or not self.guard.exclusively(adopt, timeout=0.0):
             if not same:
                 self._check_fits(model)
             with self._choosing:
                 self._guard_forwards(model)
-                self._dropped = model is None and not same  # the rest follows: another one is found
+                # apply() does the rest when it finds that resolve() returns another model.
+                self._dropped = model is None and not same
                 chosen()
         self.submit()
 
@@ -603,12 +630,12 @@ class Applier:
     def _take_over(self, model: Any) -> None:
         try:
             self._adopt(model)
-        except ApplyError:  # the context has a model of another shape: it has no version yet
+        except ApplyError:  # the context has a model of another shape, which has no version yet
             self._let_go()
             self._use(model)
 
     def _adopt(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
-        """Put the version that the old model has into the new one. Runs under the guard."""
+        """Put the version of the old model into the new one. Runs under the guard."""
         if model is None:
             self._let_go(chosen)
             return
@@ -616,7 +643,9 @@ class Applier:
         target, current = self._target_for(model), self.current
         try:
             if current is None or isinstance(target, LoadTarget):
-                pass  # there is nothing yet; a function is no model, and none follows it
+                # There is no version yet, or the target is a load function, which no model
+                # replaces.
+                pass
             elif self.copy:
                 assert isinstance(self._target, Target)
                 leaves = collect(self._target.target)
@@ -624,9 +653,10 @@ class Applier:
                 layout = Layout.plan(leaves.leaves, NO_LIMITS)
                 target.apply_tensors(layout, tensors, leaves.values)
             else:
-                self._detach()  # first, as the two may have parameters in common
+                # Detach the old model first, as the two may have parameters in common.
+                self._detach()
                 target.apply_(current.layout, current.flat, current.values, copy=False)
-        except Exception as exc:  # whoever gave the model sees it
+        except Exception as exc:  # the caller, who gave the model, sees it
             raise _misfit(self.inbox.version, exc) from exc
         self._use(model, chosen)
 
@@ -635,12 +665,12 @@ class Applier:
         if model is not None and newest is not None:
             try:
                 self._target_for(model).check(newest.layout, newest.values)
-            except Exception as exc:  # whoever gave the model sees it
+            except Exception as exc:  # the caller, who gave the model, sees it
                 raise _misfit(newest.version, exc) from exc
 
     def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
         with self._choosing:
-            # Else another one was chosen meanwhile, and is guarded.
+            # Another model may have been chosen meanwhile, and then that one is guarded already.
             if chosen is not None or self.resolve() is model:
                 self._guard_forwards(model)
             if chosen is not None:
@@ -658,7 +688,7 @@ class Applier:
             self.guard.uninstall()
 
     def _let_go(self, chosen: Callable[[], object] | None = None) -> None:
-        """Nobody has the version any more."""
+        """Let the model go, with memory of its own, and forget the version that it had."""
         self._detach()
         current, self.current = self.current, None
         if current is not None and not self.copy:
@@ -670,35 +700,36 @@ class Applier:
     def _detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
         if self._copies.model_is_gone:
-            return  # whatever else views that memory keeps it
+            return  # other views keep that memory alive
         if isinstance(self._target, Target) and self.current is not None and not self.copy:
             self._target.detach_(self.current.flat)
 
-    # -- links and the end ---------------------------------------------------------------------
+    # -- links and the end ------------------------------------------------------------------------
 
     def keep_memory(self) -> None:
-        """The link goes: what the model views of its memory becomes this process's own."""
+        """Replace the link's memory below the model by memory of this process, as the link ends."""
         self._updates.keep(self.current)
         self._updates.keep(self._taking)
         self.owed = 0
 
     def leave_memory(self) -> None:
-        """Have the model keep the memory that it views, if that is this process's own.
+        """Let the model keep the memory that it views, if that belongs to this process.
 
-        Otherwise closing copies it. Call it right before.
+        Otherwise :meth:`close` copies it. Call this right before.
         """
         current = self.current
         if current is not None and current.slot is None and not current.lent:
             self.current = None
 
     def end(self) -> Staged | None:
-        """Take no more; returns what waits, and never will be applied."""
+        """Apply nothing more; return the waiting update, which will never be applied."""
         self._closed = True
-        self.guard.ignore_word()  # before the memory goes: no read takes another version
+        # Stop before the memory is given back, so that no read takes another version.
+        self.guard.ignore_word()
         self.owed = 0
         self.guard.withdraw()
         waiting = self.offer(None)
-        if self._taking is not None:  # was cut short: the model keeps one version, not two
+        if self._taking is not None:  # complete it: the model keeps one version, not two
             self.guard.exclusively(self.apply, timeout=0.0)
         return waiting
 
@@ -711,15 +742,17 @@ class Applier:
         current = self.current
         try:
             if current is not None and not self.copy:
-                # The memory goes back to the trainer, who writes the next version into it; but not
-                # below a forward that does not end. To that the values stay the same.
+                # The memory goes back to the trainer, who writes the next version into it. A
+                # forward that does not end must not see that: the memory below it stays, with the
+                # same values.
                 if self.guard.exclusively(self._detach, timeout=0.0):
                     current.give_back()
                 else:
                     with FORKING:  # a thread may be applying: one after the other
                         self._detach()
                     self._updates.keep(current)
-                    self.guard.submit([current].clear)  # once the reads that there are have ended
+                    # The list keeps the update alive until the open reads have ended.
+                    self.guard.submit([current].clear)
         finally:
             self.current = self._target = self._target_of = None
             self._methods.wrap(None)
@@ -728,7 +761,7 @@ class Applier:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether an exception is that of a signal's handler, not of the code that it came up in."""
+    """Return True if a signal's handler raised this exception, and not the code it interrupted."""
     if isinstance(error, KeyboardInterrupt):
         return True
     codes = set()
@@ -748,7 +781,7 @@ def _raise(error: BaseException) -> None:
 
 
 def not_applied(version: int, error: BaseException) -> ApplyError:
-    """What a caller is told of a version that the model refused."""
+    """Return the error that callers get for a version that the model refused."""
     kind = type(error).__name__
     text = f"version {version} could not be applied: {kind}: {error}"
     return ApplyError(text, version=version, remote_type=kind)

@@ -1,8 +1,8 @@
-"""Caches in which torch keeps what it made of weights, and which an update makes out of date.
+"""Caches in which torch keeps results made of weights, and which an update makes out of date.
 
-Inside of an ``autocast`` block torch casts each weight once, and inside of ``parametrize.cached()``
-it computes each parametrized one once. Neither notices that the weights change. Code that inductor
-compiled with ``freezing`` has the values of the weights in it, and no cache that could be cleared.
+Inside an ``autocast`` block torch casts each weight once, and inside ``parametrize.cached()`` it
+computes each parametrized weight once. Neither cache notices that the weights change. Code that
+inductor compiled with ``freezing`` contains the values of the weights, and no call can clear them.
 Must not import transports.
 """
 
@@ -21,14 +21,16 @@ __all__ = ["clear_caches", "warn_if_frozen"]
 
 
 def clear_caches() -> None:
-    """Forget what was cast or computed of weights, of every model and in every thread."""
+    """Clear torch's caches of cast and computed weights, of every model and in every thread."""
     torch.clear_autocast_cache()
-    getattr(parametrize, "_cache", {}).clear()  # private; without it a test fails
+    # Private to torch: without this name nothing is cleared, and a test fails.
+    getattr(parametrize, "_cache", {}).clear()
 
 
 def warn_if_frozen(target: Any) -> bool:
-    """Warn if compiled code has values of tensors of a target in it, and return True then."""
-    # Imported where something was compiled so; what it put into code is marked from torch 2.7 on.
+    """Warn if compiled code contains values of a target's tensors, and return True then."""
+    # torch imports this module when it compiles with freezing. From torch 2.7 on it marks the
+    # tensors whose values it put into code.
     if "torch._inductor.freezing" not in sys.modules:
         return False
     frozen = "torch._inductor.freezing_utils" not in sys.modules or any(

@@ -1,10 +1,10 @@
-"""What is done with a guarded module besides computing: it is copied, and it is changed.
+"""Guarded copies and changes of a module: calls other than forwards that touch its weights.
 
-Copies are reads, which take what is published first, as forwards do. Changes come between two
-reads. ``state_dict()``, ``copy.deepcopy()``, pickling, ``load_state_dict()``, ``to()``, and what
-walks over the parameters of an owner all call a method of the module itself. So the module gets a
-few attributes of its own, which stand before the methods of its class. A copy has none of them: it
-is not guarded. Used from any thread. Must not import transports.
+Copies are reads: they first take the published version, as forwards do. Changes come between two
+reads. ``state_dict()``, ``copy.deepcopy()``, pickling, ``load_state_dict()``, ``to()``, and code
+that walks over the parameters of an owner all call a method of the module itself. So the module
+gets a few attributes of its own, which hide the methods of its class. A copy has none of these
+attributes: it is not guarded. Used from any thread. Must not import transports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Copies:
     """Makes copies of a model reads of a guard.
 
     Args:
-        guard: Keeps updates out meanwhile.
+        guard: Keeps updates out during a copy.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -41,11 +41,11 @@ class Copies:
 
     @property
     def model_is_gone(self) -> bool:
-        """Return True if the garbage collector is at the model, and calls of it would fail."""
+        """Return True if the garbage collector is freeing the model, so that calls would fail."""
         return any(door.module() is None for door in self._doors)
 
     def wrap(self, model: nn.Module | None) -> None:
-        """Guard copies of this model, and no longer those of another one."""
+        """Guard copies of this model, and no longer those of the model before it."""
         while self._doors:
             self._doors.pop().remove(self._guard)
         if model is None:
@@ -55,7 +55,8 @@ class Copies:
             for name, kind in _KINDS.items():
                 door = vars(module).get(name)
                 if not isinstance(door, _Door) or door.module() is not module:
-                    # A copy of another module's attributes has the doors of that.
+                    # The attributes may be copied from another module, with the doors of that
+                    # module.
                     before = None if isinstance(door, _Door) else door
                     door = vars(module)[name] = kind(module, name, before)
                 door.guards = *door.guards, self._guard
@@ -67,8 +68,8 @@ class _Door:
 
     Args:
         module: The module; not kept alive.
-        name: Of the method.
-        before: What the module itself had under that name, if anything.
+        name: Name of the method.
+        before: The module's own attribute of that name, if it had one.
     """
 
     def __init__(self, module: nn.Module, name: str, before: Any) -> None:
@@ -78,14 +79,14 @@ class _Door:
         self._before = before
 
     def remove(self, guard: Guard) -> None:
-        """Do not get into this guard any more."""
+        """Stop entering this guard; restore the module's attribute if no guard is left."""
         self.guards = tuple(each for each in self.guards if each is not guard)
         module = self.module()
         if not self.guards and module is not None and vars(module).get(self._name) is self:
             self.restore(vars(module))
 
     def restore(self, table: dict[str, Any]) -> None:
-        """Put back what a module had before this."""
+        """Put back the attribute that a module had before this door."""
         if self._before is None:
             del table[self._name]
         else:
@@ -93,7 +94,7 @@ class _Door:
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method inside of a read."""
+        """Call the method inside a read."""
         module, frame = self.module(), sys._getframe()
         assert module is not None
         guards = self.guards
@@ -106,7 +107,7 @@ class _Door:
                 guard.leave(frame, computes=False)
 
     def method(self, module: nn.Module) -> Callable[..., Any] | None:
-        """What is called without this, if there is such a method."""
+        """Return the method behind this door, if there is one."""
         if self._before is not None:
             found: Callable[..., Any] = self._before
             return found
@@ -114,17 +115,17 @@ class _Door:
         return None if method is None else types.MethodType(method, module)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Do what the method does."""
+        """Call the method behind this door."""
         method = self.method(module)
         assert method is not None
         return method(*args, **kwargs)
 
 
 class _State(_Door):
-    """``__getstate__()``, of which every copy and every pickle of a module is made."""
+    """``__getstate__()``, which every copy and every pickle of a module calls."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Leave out what guards the module."""
+        """Return the state of the module without its doors."""
         state = super().call(module, *args, **kwargs)
         table, *slots = state if isinstance(state, tuple) else (state,)
         if isinstance(table, dict):
@@ -135,7 +136,7 @@ class _State(_Door):
 
 
 class _DeepCopy(_Door):
-    """``__deepcopy__()``, which most modules do not have: then this does what ``copy`` does."""
+    """``__deepcopy__()``; for a module without that method, it does what ``copy`` does."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Copy the module while its weights stay as they are."""
@@ -152,10 +153,11 @@ class _DeepCopy(_Door):
 
 
 class _Change(_Door):
-    """A method that writes to the module: no other thread reads meanwhile.
+    """A method that writes to the module while no other thread reads.
 
-    Inside of a read, on an event loop beside the read of another thread, and where such a read does
-    not end, it is a read: whoever waits for this call may be in that one.
+    Three calls run as a read instead: one inside a read; one on an event loop while another thread
+    reads; and one that has waited in vain for another thread's read. The reader may be waiting for
+    this very call.
     """
 
     @never_traced
@@ -172,14 +174,14 @@ class _Change(_Door):
 
 
 def _exclude(guard: Guard, change: Callable[[], object]) -> None:
-    """Make a change while no other thread reads, if that can be had."""
+    """Make a change while no other thread reads, or beside readers that do not end in time."""
     on_loop = asyncio._get_running_loop() is not None
     patience = 0.0 if on_loop or guard.reading_here else _PATIENCE_SECONDS
     if not guard.exclusively(change, timeout=patience):
         change()
 
 
-# What walks over the parameters of an owner asks each module in it for its modules.
+# Code that walks over the parameters of an owner calls named_modules() of each module in it.
 _KINDS: dict[str, type[_Door]] = {
     "state_dict": _Door,
     "named_modules": _Door,

@@ -1,4 +1,4 @@
-"""The forwards of a model as reads: hooks before and after, and where one gets into a model.
+"""The forwards of a model as reads: hooks before and after them, and the modules that get hooks.
 
 Must not import transports; used from any thread.
 """
@@ -36,42 +36,43 @@ _NO_FORWARD = nn.Module.forward
 class Forwards:
     """Makes every forward pass of a module a read of a guard, through its forward hooks.
 
-    Without a forward of its own, as a ``ModuleDict`` is, those of its parts.
+    If a module has no forward of its own, as a ``ModuleDict``, the forwards of its parts are reads.
 
     Args:
-        guard: Keeps updates out meanwhile.
+        guard: Keeps updates out during a forward.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._module: weakref.ref[nn.Module] | None = None
-        # Those that have its hooks.
+        # The modules that have hooks of this object.
         self._parts: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
         self._watch: _Watch | None = None
 
     def install(self, module: nn.Module, *, watch: bool = False) -> None:
-        """Guard the forwards of this module, and no longer those of another one.
+        """Guard the forwards of this module, and no longer those of the module before it.
 
         Args:
             module: The module.
-            watch: Warn once where a child of it computes outside of every read.
+            watch: Warn once if a child of the module computes outside every read.
         """
         if self._module is not None and self._module() is module:
             return
         self.uninstall()
         parts = {part: _hooks_of(part) for part in _entrances(module)}
         if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
-            # What was compiled before takes for granted that hooks never change.
+            # Code that was compiled before assumes that hooks never change.
             torch.compiler.reset()
         self._parts.update(parts)
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self._guard))
-        self._module = weakref.ref(module)  # now: whoever was interrupted has to begin anew
+        # Set last: an install() that an interrupt cut short has to begin anew.
+        self._module = weakref.ref(module)
         if watch:
             self._watch = _Watch(self._guard, module, parts.keys() - {module})
 
     def uninstall(self) -> None:
-        """Do not guard it any more. Idempotent."""
+        """Stop guarding the module. Idempotent."""
         for part, hooks in list(self._parts.items()):
             hooks.guard(part, tuple(each for each in hooks.guards if each is not self._guard))
         if self._watch is not None:
@@ -81,10 +82,10 @@ class Forwards:
 
 
 class _Hooks:
-    """Before and after the forwards of one module: gets into guards, and out of them.
+    """The hooks before and after the forwards of one module: they enter guards, and leave them.
 
-    Stays where compiled code may call it. Copies and pickles as hooks that do nothing: a copied
-    module is not guarded.
+    The hooks stay where compiled code may call them. In a copy or a pickle of the module they do
+    nothing: a copied module is not guarded.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,8 @@ class _Hooks:
         if frame.f_code.co_name not in _CALL_FRAMES:
             frame = _call_frame(frame)
         for guard in self.guards:
-            if output:  # or None, after a forward that raised
+            # The hook after a forward gets the output, which is None if the forward raised.
+            if output:
                 guard.leave(frame)
             else:
                 guard.enter(frame)
@@ -106,7 +108,7 @@ class _Hooks:
         return itself, (no_guard,)
 
     def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
-        """Have forwards of the module, whose hooks these are, get into these guards."""
+        """Let forwards of ``module``, which has these hooks, enter these guards."""
         self.guards = guards
         if guards and not self.handles:
             self.handles = [
@@ -118,7 +120,8 @@ class _Hooks:
                 self.handles.pop().remove()
 
 
-# The modules keep their hooks: from here a guard, and what it guards, would be kept for ever.
+# Weak references, because the modules keep their hooks alive: a strong one would keep each guard,
+# and the objects it guards, for ever.
 _hooks: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Hooks]] = weakref.WeakKeyDictionary()
 
 
@@ -134,7 +137,7 @@ def _hooks_of(module: nn.Module) -> _Hooks:
 
 @never_traced
 def _call_frame(caller: FrameType) -> FrameType:
-    """The frame that lives as long as the forward that a hook is called for."""
+    """Return the frame that lives as long as the forward for which a hook is called."""
     frame: FrameType | None = caller
     while frame is not None and (
         frame.f_code.co_name not in _CALL_FRAMES or frame.f_code.co_flags & _SUSPENDS
@@ -144,14 +147,17 @@ def _call_frame(caller: FrameType) -> FrameType:
 
 
 class _Watch:
-    """Before the forwards inside of a model: warns once of a method that calls one, and is no read.
+    """Hooks before the inner forwards of a model, which warn of a call outside every read.
 
-    Of a model without a forward the parts are guarded one by one, and the methods as a whole. There
-    only a method that was taken before it was guarded can call a part outside of them.
+    They warn once, and name the method of the model that calls the inner module.
 
-    It looks at the first thousand, and is gone then: no hook costs as much as a tenth of the
-    forward of a small model. Where something was compiled it stays and does nothing, as that would
-    have to be compiled anew without it.
+    If the model has no forward, its parts are guarded one by one, and its methods as a whole. Then
+    only a method that was taken from the model before it was guarded can call a part outside a
+    read.
+
+    The hooks look at the first thousand calls, and are removed then for their cost, up to a tenth
+    of the forward of a small model. After torch has compiled something they stay and do nothing,
+    because without them it would have to compile anew.
     """
 
     def __init__(self, guard: Guard, model: nn.Module, parts: Set[nn.Module]) -> None:
@@ -169,7 +175,8 @@ class _Watch:
         model = self._model()
         method = None if model is None else _calling_method(model)
         outside = not self._guard.is_read
-        if self._in_parts:  # the part itself is a read, and what called it is none
+        # The part itself is a read. A method that is a read, too, makes that read a nested one.
+        if self._in_parts:
             outside = method is not None and not self._guard.is_nested
         if outside or not self._left:
             self.end()
@@ -185,7 +192,7 @@ class _Watch:
             )
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching; remove the hooks unless torch has compiled something."""
         self._left, dynamo = 0, sys.modules.get("torch._dynamo.utils")
         while self._handles and not (dynamo and dynamo.counters["frames"]):
             self._handles.pop().remove()
@@ -205,7 +212,7 @@ def _calling_method(model: nn.Module) -> str | None:
 
 
 def why_unguarded(model: object) -> str | None:
-    """Why hooks would not tell of the forward passes of this; ``None`` if they do."""
+    """Return why hooks cannot guard the forward passes of a model; ``None`` if they can."""
     if not isinstance(model, nn.Module):
         return "has no forward pass to guard"
     scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same
@@ -232,9 +239,10 @@ def has_no_forward(module: nn.Module) -> bool:
 
 
 def _forward_parts(module: nn.Module) -> list[nn.Module]:
-    """The modules whose forwards are those of ``module``: itself, or its parts if it has none.
+    """Return the modules whose forwards make up that of ``module``: itself, or its parts.
 
-    A ``ModuleDict`` of an actor and a critic is never called, and they are.
+    A module without a forward, such as a ``ModuleDict`` of an actor and a critic, is never called,
+    but its parts are.
     """
     found: dict[nn.Module, None] = {}
     waiting = [module]
@@ -248,10 +256,11 @@ def _forward_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _entrances(module: nn.Module) -> list[nn.Module]:
-    """Where one gets into ``module``: its own forwards, and those that ``generate()`` calls.
+    """Return the modules that callers call: of the forward itself, and those behind ``generate()``.
 
-    That of a wrapper (PEFT, ``torch.compile``) runs that of the model inside, which calls itself
-    then, and that of an encoder-decoder calls the encoder on its own.
+    The ``generate()`` of a wrapper (PEFT, ``torch.compile``) runs that of the model inside, which
+    then calls its own forward. The ``generate()`` of an encoder-decoder also calls the encoder by
+    itself.
     """
     found = dict.fromkeys(_forward_parts(module))
     for each in module.modules():
@@ -260,7 +269,7 @@ def _entrances(module: nn.Module) -> list[nn.Module]:
             if getattr(getattr(each, "config", None), "is_encoder_decoder", False):
                 encoder: Any = None
                 with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
-                    encoder = each.get_encoder()  # type: ignore[operator]  # if it has one
+                    encoder = each.get_encoder()  # type: ignore[operator]  # not every model has it
                 if isinstance(encoder, nn.Module):
                     found[encoder] = None
     return list(found)

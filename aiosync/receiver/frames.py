@@ -17,10 +17,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def never_traced(function: _F) -> _F:
     """Have ``torch.compile`` call a function instead of tracing into it.
 
-    ``torch.compiler.disable`` does the same, but importing it takes seconds. Where torch keeps
-    this elsewhere, forwards of a compiled module are guarded all the same, with warnings.
+    ``torch.compiler.disable`` does the same, but importing it takes seconds. If a version of torch
+    keeps this elsewhere, forwards of a compiled module are still guarded, with warnings.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by torch.compile
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile reads it
     with contextlib.suppress(AttributeError):
         frames = torch._C._dynamo.eval_frame
         if hasattr(frames, "skip_code"):
@@ -33,7 +33,7 @@ def never_traced(function: _F) -> _F:
 
 
 def automatic(call: _F) -> _F:
-    """Mark a function whose frames are automatic reads: blocks that the user did not ask for."""
+    """Mark a function whose frames are automatic reads, for which the user did not ask."""
     _AUTOMATIC.add(call.__code__)
     return call
 
@@ -47,9 +47,9 @@ def is_automatic(read: object) -> bool:
 
 
 def itself(function: _F) -> _F:
-    """What a pickle of something guarded calls: copies are not guarded."""
+    """Return the function: the pickle of a guarded one calls this, as copies are not guarded."""
     return function
 
 
 def no_guard(*_args: object) -> None:
-    """Stand-in for the hooks in copies of a guarded module. May be traced: it does nothing."""
+    """Do nothing, in place of the hooks, in copies of a guarded module. A compiler may trace it."""

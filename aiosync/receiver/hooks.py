@@ -1,8 +1,8 @@
-"""What users have done with updates on their way into a model: hooks, and transforms.
+"""The user's functions on the way of an update into a model: hooks and transforms.
 
-A transform changes them: other names, other dtypes, fused tensors. It runs in a thread, so that the
-event loop goes on, and its result is copied into a flat buffer of its own: what is applied never
-shares memory with what was received. Must not import transports.
+A transform changes an update: it gives other names, other dtypes or fused tensors. It runs in a
+thread, so that the event loop goes on. Its result is copied into a flat buffer of its own: the
+applied update never shares memory with the received one. Must not import transports.
 """
 
 from __future__ import annotations
@@ -33,44 +33,46 @@ Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
 Transform: TypeAlias = Callable[
     [Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]
 ]
-"""Takes the names and tensors of one version and gives those that the model wants. It may give
-back the same tensors, views of them, or new ones; it must not write to those that it is given."""
+"""Takes the names and tensors of one version and gives those that the model wants. It may give back
+the same tensors, views of them, or new ones; it must not write to the tensors that it is given.
+"""
 
 _CLOSE_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SchemeHooks:
-    """What a receiver calls on the way of an update; given to ``init_on_receiver(hooks=...)``.
+    """Functions that a receiver calls on the way of an update, for ``init_on_receiver(hooks=...)``.
 
     Each may be a plain function or an ``async`` one, and is awaited before anything else happens.
-    What it raises is a refusal: the trainer's ``send()`` raises it in its ``PartialSyncError``, as
-    an :class:`~aiosync.ApplyError` with the type and the text. They are called with the epoch and
-    the version of the update, on the event loop of the scheme, except where it says otherwise.
+    If a hook raises, the worker refuses the update: the trainer's ``send()`` raises that in its
+    ``PartialSyncError``, as an :class:`~aiosync.ApplyError` with the type and the text. Hooks are
+    called with the epoch and the version of the update, on the event loop of the scheme, unless it
+    says otherwise below.
 
     Attributes:
         prepare_model: Called with the model, or the weights, that ``connect()`` finds (``None`` if
-            there is none yet), before anything is received. What it raises is raised by
-            ``connect()``, and the worker does not join.
-        before_apply: Called before the update is applied. One that is refused leaves the model as
-            it is. Each update is copied first, as by an own ``transform``, and forwards over
-            shared memory do not take versions by themselves.
+            there is none yet), before anything is received. If it raises, ``connect()`` raises the
+            same, and the worker does not join.
+        before_apply: Called before the update is applied. A refused update leaves the model as it
+            is. With this hook each update is copied first, as by a ``transform`` of yours, and
+            forwards over shared memory do not take versions by themselves.
         applied: Called when the model has the version, before the trainer is told. A plain function
-            is called in the very moment, in the thread that applies it, which may be that of a
-            forward pass: it must not wait, nor compute with the model. The model
-            keeps what it has, also if this raises.
+            is called at that very moment, in the thread that applies the version, which may be that
+            of a forward pass: it must not wait, nor compute with the model. The model keeps the
+            version also if this raises.
         relay: Called after that, to pass the version on to copies of the model elsewhere. The
-            trainer is told when it has ended; of versions that come meanwhile only the newest is
-            passed on.
+            trainer is told when the relay has ended; of the versions that arrive meanwhile only the
+            newest is passed on.
         connected: Called with nothing when there is a link to the trainer, before anything is
-            received over it: in ``connect()``, and again for each link that replaces a lost one.
-            What it raises ends the link, and is raised by the calls that wait for an update.
+            received over it: in ``connect()``, and again for each link that replaces a lost one. If
+            it raises, the link ends, and the calls that wait for an update raise the same.
         lost: Called with the error when the trainer is lost: it said no farewell, and no link
-            replaced the last one within ``reconnect`` seconds. What it raises is raised by the
-            calls that wait for an update, unless they raise that the trainer is lost.
+            replaced the last one within ``reconnect`` seconds. If it raises, the calls that wait
+            for an update raise the same, unless they raise that the trainer is lost.
 
     Raises:
-        ConfigError: One of them cannot be called.
+        ConfigError: A hook cannot be called.
     """
 
     applied: Callable[[int, int], object] | None = None
@@ -86,20 +88,20 @@ class SchemeHooks:
                 raise ConfigError(f"{name} must be callable, got {type(hook).__name__}")
 
     def given(self) -> dict[str, Any]:
-        """Those that there are, by name."""
+        """Return the hooks that were given, by name."""
         named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: hook for name, hook in named if hook is not None}
 
     @functools.cached_property
     def at_once(self) -> Callable[[int, int], object] | None:
-        """A plain ``applied``."""
-        called = getattr(type(self.applied), "__call__", None)  # noqa: B004 - perhaps async
+        """The ``applied`` hook if it is a plain function, else ``None``."""
+        called = getattr(type(self.applied), "__call__", None)  # noqa: B004 - __call__ may be async
         is_async = any(map(inspect.iscoroutinefunction, (self.applied, called)))
         return None if is_async else self.applied
 
     @functools.cached_property
     def after(self) -> Relay | None:
-        """What has to be over before the trainer is told; ``None`` for nothing."""
+        """The hooks to await before the trainer is told; ``None`` if there are none."""
         applied = None if self.at_once is self.applied else self.applied
         hooks = [hook for hook in (applied, self.relay) if hook is not None]
         if not hooks:
@@ -113,9 +115,9 @@ class SchemeHooks:
 
 
 async def in_thread(call: Callable[[], object]) -> None:
-    """Call what may block in a thread of its own, and wait for it.
+    """Run a call that may block in a thread of its own, and wait for it.
 
-    A thread of a pool would keep a process from ending whose workers do not answer.
+    A thread of a pool would keep the process from ending if its workers do not answer.
     """
     thread = WorkerThread("aiosync-cascade")
     try:
@@ -125,24 +127,24 @@ async def in_thread(call: Callable[[], object]) -> None:
 
 
 async def run_hook(hook: Callable[..., object], *args: object) -> None:
-    """Call one, and wait for it if it is to be awaited."""
+    """Call a hook, and await its result if that is awaitable."""
     result = hook(*args)
     if inspect.isawaitable(result):
         await result
 
 
 class Transformer:
-    """Transforms updates.
+    """Applies a transform to updates in a thread.
 
     Args:
-        transform: What to do with them; ``None`` to copy them as they are.
-        before: Called on the loop with epoch and version, before that.
-        tasks: Runs the waiting part.
-        done: Called on the loop with the update as the model wants it and ``None``; or as it came,
-            and why it cannot be had: the caller gives its memory back then.
+        transform: The function to apply; ``None`` to copy updates as they are.
+        before: Called on the loop with epoch and version before the transform.
+        tasks: Owner of the task that waits for the thread.
+        done: Called on the loop with the transformed update and ``None``; or, after a failure, with
+            the update as it arrived and the error: the caller then gives the memory back.
 
     Attributes:
-        updates: Those that are to be transformed.
+        updates: The updates that are to be transformed.
     """
 
     def __init__(
@@ -191,18 +193,19 @@ class Transformer:
             at=time.perf_counter(),
         )
         if not self._closed:
-            self._done(result, None)  # also with a newer one waiting
+            # A newer update may be waiting; this one is handed over all the same.
+            self._done(result, None)
 
-    # -- in the thread -------------------------------------------------------------------------
+    # -- in the thread --------------------------------------------------------------------------
 
     def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
-        """The result of the transform, in memory of its own."""
+        """Return the result of the transform, in memory of its own."""
         if self._transform is None:
             nbytes = staged.layout.nbytes
             flat = self._buffers.take(nbytes)
             copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
             return staged.layout, flat
-        # What is inside of extra states and other values is not the transform's business.
+        # The transform does not get the tensors inside extra states and other values.
         inside = inner_names(staged.values) if staged.values else frozenset[str]()
         outer: list[tuple[str, torch.Tensor]] = []
         inner: list[tuple[str, torch.Tensor]] = []
@@ -213,7 +216,7 @@ class Transformer:
             return self._place(chain(self._transform(iter(outer)), inner))
 
     def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
-        """Copy what a transform gave."""
+        """Copy the tensors that a transform gave into a flat buffer."""
         found: dict[str, torch.Tensor] = {}
         for each in given:
             try:
