@@ -1,12 +1,12 @@
-"""The guard between reads and updates: nobody ever computes on two versions.
+"""The guard between reads and updates: no read ever computes on two versions.
 
-Readers (forward passes, ``reading()`` blocks) share it; applying an update excludes them. An
-update that arrives while nobody reads is applied at once by whoever brings it; one that arrives
-during a forward is applied by the thread of that forward as soon as it ends. So nothing waits
-for a busy loop, and the loop never waits for a forward.
+Readers (forward passes, ``reading()`` blocks) share the guard; applying an update excludes them. If
+no thread reads, the thread that brings an update applies it at once. If an update arrives during a
+forward, the thread of that forward applies it as soon as the forward ends. So no update waits for a
+busy loop, and the loop never waits for a forward.
 
-A forward that Ctrl-C ended, or any exception under ``torch.compile``, never says that it is
-over: forward hooks do not see it. Such reads are known by their frames, which run no more.
+A forward that Ctrl-C ended, or under ``torch.compile`` any exception, never tells the guard that it
+is over: forward hooks do not see it. Such reads are known by their frames, which no longer run.
 
 Whole requests of a server have a gate: ``serving.gate``. Must not import transports; used from any
 thread.
@@ -40,24 +40,26 @@ from aiosync.spans import VersionSpan, epoch_text
 __all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]
 
 PATIENCE_SECONDS = 30.0
-"""How long a call in one thread waits for another one."""
+"""Seconds for which a call in one thread waits for another thread."""
 
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 0.001
 # A read that begins lets an update go first that waits for other reads: for so long at first, then
-# not for three times as long, and so on; the last turn takes 64 times as long.
+# not for twice as long, then for four times as long, and so on. The last turn takes 64 times as
+# long.
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
 _MOST_RUNS = 256
 
-# What makes torch operations of a thread do something else than they say: dispatch modes (tracers,
+# These make torch operations of a thread do something else than they say: dispatch modes (tracers,
 # fake tensors) and transforms of torch.func. Private API; without it torch refuses updates there.
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _interpreter: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
 )
 
-# Whose frame calls the hooks after a forward that raised; otherwise a frame inside it does.
+# After a forward that raised, the frame of this code calls the hooks; after other forwards a frame
+# inside it does.
 _CALL = nn.Module._call_impl.__code__
 _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
@@ -67,7 +69,7 @@ _Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
 
 
 def _is_plain() -> bool:
-    """Return True if the operations of this thread do what they say, with a model's own tensors."""
+    """Return True if operations of this thread do what they say, with a model's own tensors."""
     return not _num_modes() and _interpreter() is None and not _in_functional_call()
 
 
@@ -81,7 +83,7 @@ def _in_functional_call() -> bool:
 
 @contextlib.contextmanager
 def _outside_transform() -> Iterator[None]:
-    """Have torch operations of this thread do what they say meanwhile."""
+    """Let torch operations of this thread do what they say inside this block."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -90,9 +92,10 @@ def _outside_transform() -> Iterator[None]:
 
 
 def weakly(method: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that calls a bound method while the object of that is alive.
+    """Return a function that calls a bound method while its object is alive.
 
-    A model knows its guard: what the guard called would live as long as the model does.
+    A model keeps its guard alive: an object that the guard called directly would live as long as
+    the model does.
     """
     found = weakref.WeakMethod(method)
 
@@ -105,18 +108,18 @@ def weakly(method: Callable[[], object]) -> Callable[[], object]:
 
 
 class Guard:
-    """Many readers or one apply. Thread-safe; a reader may enter again in its own thread.
+    """Lets in many readers or one apply. Thread-safe; a reader may enter again in its own thread.
 
     Attributes:
-        at_read: What is applied now is applied by a read that begins or ends.
-        words: The first of these is the word that reads look at, see :meth:`watch_word`.
-        seen: The word that was dealt with.
+        at_read: True while an update is applied by a read that begins or ends.
+        words: Shared memory whose first word reads look at, see :meth:`watch_word`.
+        seen: The last word that was handled.
         before_next_read: Called under the lock when the next read starts, before it sees anything.
         check: Called under the lock when an outermost read that computes begins; the read raises
-            what this raises.
-        held: Epoch and version of what is read, (0, 0) for none: what applies sets it. Does not
-            change while anybody reads.
-        has_computed: A read that computes has begun since this was set to false.
+            the exception that this raises.
+        held: Epoch and version of the weights that reads see, (0, 0) for none; the applier sets it.
+            Does not change during a read.
+        has_computed: True if a read that computes has begun since this was set to false.
         on_compute: Called under the lock by the read that sets :attr:`has_computed`, in its thread.
     """
 
@@ -126,20 +129,21 @@ class Guard:
         _guards.add(self)
 
     def reset(self) -> None:
-        """Forget every read; also in a forked child, where the parent's threads are not."""
-        # Re-entrant: a destructor or a signal handler may close a scheme inside any call.
+        """Forget every read; also in a forked child, which has none of the parent's threads."""
+        # Re-entrant, because a destructor or a signal handler may close a scheme inside any call.
         self._lock = threading.RLock()
-        # Of threads that wait until something has changed. Not a condition: while one of those
-        # waits, Ctrl-C may come between giving its lock back and taking it again.
+        # One lock for each thread that waits for a change. A condition would not do: Ctrl-C may
+        # come after its wait() gave the lock back and before it took the lock again.
         self._waiters: list[threading.Lock] = []
-        # Open reads of each thread: the frame of a forward; of a block its task, or None.
+        # Open reads of each thread: a forward by its frame, a block by its task or None.
         self._open: dict[int, list[_Read]] = {}
-        # Thread and frame that apply, and whether to apply again if they are interrupted.
+        # Thread and frame that apply, and True if an interrupted apply has to run again.
         self._applying: tuple[int, FrameType, bool] | None = None
         self._pending = False
-        self._claims = 0  # calls that wait for the readers
-        self._waits_since = 0.0  # when a reader found out that something waits; 0: none has
-        # Of what waits and of a word; it keeps nobody alive, see weakly().
+        self._claims = 0  # number of calls that wait for the readers
+        self._waits_since = 0.0  # time when a reader found a waiting update; 0 if none has
+        # Applies the waiting update, and the one that the word names; keeps no object alive, see
+        # weakly().
         self._apply: Callable[[], object] = no_guard
         self.at_read: bool = False
         self.before_next_read: Callable[[], object] | None = None
@@ -150,11 +154,12 @@ class Guard:
         self.held: tuple[int, int] = (0, 0)
         self.has_computed: bool = False
         self.on_compute: Callable[[], object] | None = None
-        # Epoch and runs of (version, reads) of each thread or task in which reads ended, until it
-        # takes them; ``None`` until somebody has asked for spans.
+        # For each thread or task in which reads ended: the epoch, and runs of (version, reads),
+        # until span() takes them. ``None`` until the first call of span().
         self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
         self._runs = None
-        # What the last read of a thread without a task used, of each task, and of the last task.
+        # Epoch and version of the last read: of a thread without a task, of each task, and of the
+        # last task that read.
         self._last_read = threading.local()
         self._last_of: weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[int, int]]
         self._last_of = weakref.WeakKeyDictionary()
@@ -165,28 +170,29 @@ class Guard:
     def watch_word(
         self, words: memoryview, apply: Callable[[], object], on_overlap: Callable[[], object]
     ) -> None:
-        """Look at a word whenever an outermost read begins or ends while no other is open.
+        """Look at a word whenever an outermost read begins or ends while no other read is open.
 
         Args:
-            words: The first of these is the word, which others write.
-            apply: Runs, as what :meth:`submit` is given does, if the word is not :attr:`seen`; what
-                it raises ends the read that is about to begin.
-            on_overlap: Called when reads overlap, which then all use what the first one has.
+            words: Memory whose first word is watched; other processes write it.
+            apply: Runs, as the argument of :meth:`submit` does, if the word is not :attr:`seen`; if
+                it raises, the read that is about to begin raises the same.
+            on_overlap: Called when reads overlap: then all of them use the version of the first
+                one.
         """
         with self._lock:
             self._apply, self._on_overlap, self.words = apply, on_overlap, words
 
     def ignore_word(self) -> None:
-        """Do not look at a word any more. Idempotent."""
+        """Stop looking at the word. Idempotent."""
         with self._lock:
             self.words, self._on_overlap = None, no_guard
 
     def refuse_reads(self) -> None:
-        """Have every read that begins from now on raise: nobody brings updates any more."""
+        """Make every read that begins from now on raise, as no more updates can come."""
 
         def refuse() -> None:
             self.before_next_read = refuse
-            if self._applying is not None:  # what closes the scheme reads as well
+            if self._applying is not None:  # closing the scheme reads, too
                 return
             raise TransportClosed(
                 "the event loop of aiosync.sync has ended: other code of this process has closed "
@@ -196,21 +202,21 @@ class Guard:
         self.before_next_read = refuse
 
     def note_overlap(self) -> None:
-        """Another task of this thread is about to begin a read while one of them is in one."""
+        """Report an overlap if this thread reads: another of its tasks is about to read."""
         if self._open.get(threading.get_ident()):
             self._on_overlap()
 
     @never_traced
     def enter(self, read: _Read = None, *, computes: bool = True) -> None:
-        """Start reading.
+        """Begin a read.
 
-        The outermost read of a thread waits for an apply in progress and, outside an event
-        loop, lets an update go first that waits for other readers.
+        The outermost read of a thread waits for an apply in progress. Outside an event loop, it
+        also lets an update go first that waits for other readers.
 
         Args:
             read: The frame that lives as long as the read, if an exception could end the read
-                without :meth:`leave`. Where that is certain, the task that reads, if any.
-            computes: The model computes meanwhile, and is not only copied.
+                without :meth:`leave`. If :meth:`leave` is certain, the task that reads, if any.
+            computes: True if the model computes during the read, and is not only copied.
         """
         thread = threading.get_ident()
         while True:
@@ -245,7 +251,8 @@ class Guard:
                     if computes:
                         if not self.has_computed:
                             self._note_compute()
-                        # Now, as what is held stays until the read ends; then it may change.
+                        # The held version is noted at the beginning: it stays until the read ends,
+                        # and may change then.
                         loop = asyncio._get_running_loop()
                         task = None if loop is None else asyncio.current_task(loop)
                         if task is None:
@@ -262,12 +269,12 @@ class Guard:
     def leave(
         self, read: _Read = None, *, thread: int | None = None, computes: bool = True
     ) -> None:
-        """End a read of a thread, this one by default; applies what waited for it.
+        """End a read of a thread, by default of this one; apply the update that waited for it.
 
         Args:
-            read: What :meth:`enter` got.
-            thread: Where it was entered.
-            computes: As for :meth:`enter`: other reads are in no span.
+            read: The argument that :meth:`enter` got.
+            thread: The thread that entered the read.
+            computes: As for :meth:`enter`: spans count only reads that compute.
         """
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
@@ -277,10 +284,11 @@ class Guard:
             else:
                 self._end_read(thread, read)
             if computes and self._runs is not None and reads and not self._is_inside(thread):
-                self._count_read(*self.held)  # before something newer is applied
+                # The read is counted before a newer version is applied.
+                self._count_read(*self.held)
             if not self._open and self._applying is None:
                 if self._pending or (words is not None and words[0] != self.seen):
-                    # A transform may go on with what this forward computed with.
+                    # A transform of torch.func may go on with the weights that this forward used.
                     if _is_plain():
                         self._begin(sys._getframe(), at_read=True)
                         applies = True
@@ -290,21 +298,24 @@ class Guard:
             self._run()
 
     def _note_compute(self) -> None:
-        """Tell that the model computes with its own weights, unless torch does something else."""
+        """Note that the model computes with its own weights, unless torch does something else."""
         if _is_plain():
             self.has_computed = True
             if self.on_compute is not None:
                 self.on_compute()
 
     def _note_task(self, task: asyncio.Task[Any]) -> None:
-        """Keep what a read of this task uses; mostly the same task reads the same again."""
+        """Keep the version that a read of this task uses; quick if the same task reads it again."""
         last, held = self._last_task
         if held is not self.held or last() is not task:
             self._last_of[task] = self.held
             self._last_task = weakref.ref(task), self.held
 
     def last_read(self) -> tuple[int, int] | None:
-        """Epoch and version of the last read of this task, or else thread; ``None`` before any."""
+        """Return epoch and version of the last read of this task, or else of this thread.
+
+        ``None`` before any read.
+        """
         task = current_task()
         if task is None:
             return getattr(self._last_read, "held", None)
@@ -313,13 +324,13 @@ class Guard:
 
     @never_traced
     def take(self) -> None:
-        """Have what is published applied, as a read that begins does."""
+        """Have the published version applied, as by a read that begins."""
         frame = sys._getframe()
         self.enter(frame, computes=False)
         self.leave(frame, computes=False)
 
     def end_automatic(self) -> None:
-        """End the automatic reads of this thread: it is about to wait for an update."""
+        """End the automatic reads of this thread, which is about to wait for an update."""
         for read in self._open.get(threading.get_ident(), [])[::-1]:
             if read is not None and is_automatic(read):
                 self.leave(read)
@@ -329,8 +340,8 @@ class Guard:
         reads = self._drop_ended(thread)
         found = [index for index, each in enumerate(reads) if each is read]
         if not found and len(reads) == num_reads and isinstance(read, FrameType):
-            # torch calls the hook after a forward also where the one before it raised, and then
-            # there is no read to end; but compiled ones may name other frames.
+            # torch also calls the hook after a forward if the hook before it raised: then there is
+            # no read to end. But hooks of compiled forwards may name other frames.
             if read.f_code is not _CALL and not _is_block(read):
                 found = [i for i, each in enumerate(reads) if isinstance(each, FrameType)]
         if found:
@@ -339,16 +350,16 @@ class Guard:
             self._open.pop(thread, None)
 
     def _is_inside(self, thread: int) -> bool:
-        """Whether what runs in this thread is inside of a forward, or of a block of its task."""
+        """Return True if this thread runs code inside a forward, or inside a block of its task."""
         task = current_task()
         reads = self._open.get(thread, ())
         return any(read is task or isinstance(read, FrameType) for read in reads)
 
     def _count_read(self, epoch: int, version: int) -> None:
-        """A read of this thread or task has ended, which had this version.
+        """Count a read of this thread or task that has ended, with the version that it had.
 
-        Memory is bounded: where nobody asks, the two oldest of many runs become one of the older
-        version. What was read in another epoch before counts as version 0, which is no version.
+        Memory is bounded: if span() is never called, the two oldest of many runs become one of the
+        older version. Reads in an earlier epoch count as version 0, which is no version.
         """
         assert self._runs is not None
         here = current_task() or threading.current_thread()
@@ -362,7 +373,10 @@ class Guard:
         self._runs[here] = epoch, runs
 
     def span(self) -> VersionSpan | None:
-        """The versions of the reads that ended here since the last call; counts from the first."""
+        """Return the versions of the reads that ended here since the last call.
+
+        Counting begins with the first call. ``None`` if no read was counted.
+        """
         with self._lock:
             if self._runs is None:
                 self._runs = weakref.WeakKeyDictionary()
@@ -371,20 +385,20 @@ class Guard:
         return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
 
     def _pause_before(self, thread: int, *, forward: bool) -> float:
-        """Seconds for which an outermost read should wait now, and look again then; 0 for none."""
+        """Return the seconds that an outermost read should wait now, and then look again; or 0."""
         self._sweep()
         if self._applying is not None and self._applying[0] != thread:
             return _LOOK_SECONDS
         if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
         if forward and any(map(_is_block, chain.from_iterable(self._open.values()))):
-            # It may be what the reading() block of another thread waits for: holding it back would
-            # hold the update back. New blocks wait, so that those there are end.
+            # The reading() block of another thread may wait for this forward: holding the forward
+            # back would hold the update back. New blocks wait, so that the open blocks end.
             return 0.0
         return min(self._turn_left(), _LOOK_SECONDS)
 
     def _turn_left(self) -> float:
-        """Seconds that a new reader should let an update go first."""
+        """Return the seconds for which a new reader should let an update go first."""
         if not (self._pending or self._claims):
             return 0.0
         now = time.monotonic()
@@ -414,16 +428,16 @@ class Guard:
     # -- reads that ended without leave() ------------------------------------------------------
 
     def _drop_ended(self, thread: int) -> list[_Read]:
-        """The reads of a thread, without those whose frames have ended."""
+        """Return the open reads of a thread, without those whose frames have ended."""
         reads = [read for read in self._open.get(thread, ()) if not _has_ended(read)]
         if reads:
             self._open[thread] = reads
-        else:  # maybe an interrupt left it empty
+        else:  # an interrupt may have left it empty
             self._open.pop(thread, None)
         return reads
 
     def _sweep(self) -> None:
-        """Forget every read and apply whose frame has ended."""
+        """Forget every read and every apply whose frame has ended."""
         for thread in list(self._open):
             self._drop_ended(thread)
         if self._applying is not None:
@@ -434,25 +448,25 @@ class Guard:
     # -- applying ------------------------------------------------------------------------------
 
     def submit(self, apply: Callable[[], object]) -> bool:
-        """Run ``apply`` now if nobody reads, else as soon as the last reader leaves.
+        """Run ``apply`` now if no thread reads, else as soon as the last reader leaves.
 
-        A newer ``apply`` replaces one that still waits. ``apply`` must not raise; one that
-        a signal's handler interrupts runs again, at the latest before the next read.
+        A newer ``apply`` replaces one that still waits. ``apply`` must not raise; if a signal's
+        handler interrupts it, it runs again, at the latest before the next read.
 
         Returns:
-            Whether it has run. If not, submit it again now and then, as readers may have ended
-            without a word.
+            True if it has run. If not, submit it again now and then, as readers may have ended
+            without :meth:`leave`.
         """
         self.offer(apply)
         return self.apply_offered()
 
     def offer(self, apply: Callable[[], object]) -> None:
-        """Have the next read run ``apply`` before it begins, if nothing does earlier."""
+        """Have the next read run ``apply`` before it begins, unless it has run by then."""
         with self._lock:
             self._apply, self._pending = apply, True
 
     def apply_offered(self) -> bool:
-        """Run what waits, as :meth:`submit` does. On any thread."""
+        """Run the waiting apply, as :meth:`submit` does. On any thread."""
         with self._lock:
             if not self._pending:
                 return True
@@ -465,20 +479,20 @@ class Guard:
         return True
 
     def withdraw(self) -> None:
-        """Take back what waits, unless it is being applied already."""
+        """Take back the waiting apply, unless it runs already."""
         with self._lock:
             self._pending = False
             self._wake()
 
     def exclusively(self, action: Callable[[], object], *, timeout: float) -> bool:
-        """Run ``action`` while no other thread reads; waits for the readers to leave.
+        """Run ``action`` while no other thread reads, after waiting for the readers to leave.
 
         Args:
-            action: What to run; may raise.
+            action: The function to run; may raise.
             timeout: Seconds to wait for the readers.
 
         Returns:
-            False, without running it, when a reader stayed.
+            False, without running it, if a reader stayed.
         """
         thread, deadline = threading.get_ident(), time.monotonic() + timeout
         with self._lock:
@@ -507,15 +521,15 @@ class Guard:
     def between_reads(
         self, change: Callable[[], object], *, method: str, patience: float = PATIENCE_SECONDS
     ) -> None:
-        """Change the model on this thread, after the reads of others.
+        """Change the model on this thread, after the reads of other threads.
 
         Args:
-            change: What to do.
-            method: What the user called.
-            patience: Seconds to wait for them; on a loop, which is not held, none.
+            change: The function that changes it.
+            method: The method that the user called, for the error text.
+            patience: Seconds to wait for the reads; on a loop, which must not be held up, none.
 
         Raises:
-            SyncTimeout: They did not end.
+            SyncTimeout: The reads did not end.
         """
         on_loop = asyncio._get_running_loop() is not None
         if not self.exclusively(change, timeout=0.0 if on_loop else patience):
@@ -528,12 +542,12 @@ class Guard:
             raise SyncTimeout(text)
 
     async def wait_free(self, seconds: float) -> None:
-        """Let the reads of other threads end, for so long at most, while the loop goes on."""
+        """Wait for the reads of other threads to end, at most so long, while the loop goes on."""
         until = time.monotonic() + seconds
         with self._lock:
             self._claims += 1
         try:
-            # Threads tell no loop.
+            # Threads that end a read do not wake a loop.
             while not self.is_free() and time.monotonic() < until:  # noqa: ASYNC110
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
@@ -543,41 +557,43 @@ class Guard:
 
     @property
     def has_news(self) -> bool:
-        """Whether an update waits for reads to end."""
+        """True if an update waits for reads to end."""
         words = self.words
         return self._pending or (words is not None and words[0] != self.seen)
 
     @property
     def is_read(self) -> bool:
-        """Whether any thread reads, as far as is known."""
+        """True if any thread reads, as far as is known."""
         return bool(self._open)
 
     def is_free(self) -> bool:
-        """Whether no other thread reads or applies at this moment."""
+        """Return True if no other thread reads or applies at this moment."""
         with self._lock:
             self._sweep()
             return self._applying is None and not self._open.keys() - {threading.get_ident()}
 
     @property
     def reading_here(self) -> bool:
-        """Whether this thread is inside a read."""
+        """True if this thread is inside a read."""
         with self._lock:
             return bool(self._drop_ended(threading.get_ident()))
 
     @property
     def is_nested(self) -> bool:
-        """Whether this thread is inside of a read that is inside of another one."""
+        """True if this thread is inside a read that is inside another read."""
         return len(self._open.get(threading.get_ident(), ())) > 1
 
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether this very task is inside a block of this thread."""
+        """Return True if this very task is inside a block of this thread."""
         return task is not None and task in self._open.get(threading.get_ident(), ())
 
     def refuse_inside_read(self, method: str) -> None:
-        """Raise if this thread reads, which no call from it can wait for; end automatic reads.
+        """Raise if this thread reads, as a call inside a read cannot wait for it to end.
+
+        Automatic reads are ended first.
 
         Raises:
-            LocalProtocolError: It does.
+            LocalProtocolError: This thread reads.
         """
         self.end_automatic()
         if self.reading_here:
@@ -587,17 +603,19 @@ class Guard:
             )
 
     def _begin(self, frame: FrameType, *, at_read: bool = False) -> None:
-        """Claim what is to be applied, for the method of ``frame`` to run."""
+        """Claim the waiting apply for the method of ``frame`` to run."""
         self._waits_since, self.at_read = 0.0, at_read
         self._applying = (threading.get_ident(), frame, True)
-        self._pending = False  # an interrupt may come in between: so no earlier
+        # Last, because an interrupt may come between these statements.
+        self._pending = False
 
     def _run(self, *, done: bool = False) -> None:
-        """Apply what was claimed, unless that is done, and what waits then."""
+        """Run the claimed apply, unless ``done``, and then any apply that waits."""
         while True:
-            # First, so that no view in a cache keeps the memory of what the model has no more.
+            # Caches are cleared first, so that no view in them keeps memory that the model no
+            # longer has.
             clear_caches()
-            # Ctrl-C may end this anywhere: _sweep() then has it applied again.
+            # Ctrl-C may end this anywhere: _sweep() then lets the apply run again.
             if done:
                 done = False
             elif _num_modes() or _interpreter() is not None:
@@ -609,7 +627,8 @@ class Guard:
                 self._applying = None
                 if self._waiters:
                     self._wake()
-                if self._pending and not self._open:  # in no variable: it would be a cycle
+                # The frame is kept in no variable, as that would be a cycle.
+                if self._pending and not self._open:
                     self._begin(sys._getframe(), at_read=self.at_read)
                     continue
                 self.at_read = False
@@ -618,16 +637,16 @@ class Guard:
                 return
 
     def install(self, module: nn.Module, *, watch: bool = False) -> None:
-        """Make the forwards of this module reads, and no longer those of another one.
+        """Make the forwards of this module reads, and no longer those of the module before it.
 
         Args:
             module: The module.
-            watch: Warn once where something in it computes outside of every read.
+            watch: Warn once if a part of the module computes outside every read.
         """
         self._forwards.install(module, watch=watch)
 
     def uninstall(self) -> None:
-        """Do not guard forwards any more. Idempotent."""
+        """Stop guarding forwards. Idempotent."""
         self._forwards.uninstall()
 
 
@@ -647,15 +666,15 @@ def _is_block(read: _Read) -> bool:
 
 
 def _has_ended(read: _Read) -> bool:
-    """Whether a read is known by a frame, and that one runs no more.
+    """Return True if a read is known by a frame, and that frame no longer runs.
 
-    Only the frame itself is asked. Whoever walks the stack of another thread in CPython 3.11 may
-    collect garbage there, which lets that thread go on, and finds whatever is in its memory then.
+    Only the frame itself is asked. Walking the stack of another thread in CPython 3.11 may collect
+    garbage, which lets that thread run on, and then finds whatever that memory holds.
     """
     if not isinstance(read, FrameType):
         return False
     try:
-        read.clear()  # the variables of one that has ended, which nobody needs any more
+        read.clear()  # clears a frame that has ended, whose variables are no longer needed
     except RuntimeError:
         return False
     return True
