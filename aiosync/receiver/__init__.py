@@ -1,1 +1,1 @@
-"""The worker's runtime: what receives updates of one model, and puts them into it."""
+"""The worker's runtime: it receives updates of one model, and applies them."""

@@ -117,8 +117,8 @@ class Guard:
         before_next_read: Called under the lock when the next read starts, before it sees anything.
         check: Called under the lock when an outermost read that computes begins; the read raises
             the exception that this raises.
-        held: Epoch and version of the weights that reads see, (0, 0) for none; the applier sets it.
-            Does not change during a read.
+        held: Epoch and version of the weights that reads see, (0, 0) for none; set by
+            the code that applies updates. Does not change during a read.
         has_computed: True if a read that computes has begun since this was set to false.
         on_compute: Called under the lock by the read that sets :attr:`has_computed`, in its thread.
     """

@@ -1,14 +1,14 @@
-"""What a worker without a trainer may still do, and who is told.
+"""Outages: what a worker without a trainer may still do, and which hooks and reads learn of it.
 
 ==========  =====================================================  ============================
 state       begins when                                            reads and ``receive()`` raise
 ==========  =====================================================  ============================
 linked      a link is of use                                       never
 cut off     the link ends, or a new one brings nothing newer yet   after ``max_staleness``
-lost        no link replaced it in time, and nobody said farewell  with ``on_lost="raise"``
+lost        no link replaced it in time, and it had no farewell    with ``on_lost="raise"``
 ==========  =====================================================  ============================
 
-Belongs to the loop of its receiver, but for :meth:`Outage.check`. Must not import transports.
+Belongs to the loop of its receiver, except for :meth:`Outage.check`. Must not import transports.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from aiosync.receiver.hooks import SchemeHooks, run_hook
 __all__ = ["OnLost", "Outage"]
 
 OnLost = Literal["keep", "raise"]
-"""What a read does once the trainer is lost: compute with what the model has, or raise."""
+"""The effect of a lost trainer on a read: it computes with the model as it is, or raises."""
 
-_EARLY_SECONDS = 0.001  # timers fire so early at the most
+_EARLY_SECONDS = 0.001  # timers fire at most so early
 
 
 class Outage:
-    """Whether a worker still has a trainer, and what its reads do without one.
+    """The outage of one worker: since when it has no trainer, and what its reads do without one.
 
     Args:
         on_lost: ``"raise"`` to have reads raise once the trainer is lost.
-        max_staleness: Seconds without a link of use after which they do; ``None`` for never.
-        guard: Its reads ask.
-        hooks: Asked for ``connected`` and ``lost``.
-        log: Told what happened, in a word and a sentence, to which version, and at which level.
+        max_staleness: Seconds without a link of use after which reads raise; ``None`` for never.
+        guard: Its reads call :meth:`check`.
+        hooks: Returns the hooks, of which ``connected`` and ``lost`` are called.
+        log: Called with an event in a word, a sentence, the version and the level.
 
     Attributes:
-        cut_off: Since when, on ``time.monotonic()``'s clock, no link was of use, and why the last
-            one ended; ``None`` while one is.
-        farewell: The trainer closed the last link, and did not die.
+        cut_off: Time on ``time.monotonic()``'s clock since when no link was of use, and the error
+            that ended the last link; ``None`` while a link is of use.
+        farewell: True if the trainer closed the last link itself, and did not die.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Outage:
                 ) from error
 
     async def begin_link(self) -> None:
-        """There is a link: tell the hook."""
+        """Note that there is a link, and call the ``connected`` hook."""
         self.farewell = False
         if (connected := self._hooks().connected) is not None:
             await run_hook(connected)
@@ -89,12 +89,12 @@ class Outage:
     def end_link(
         self, error: AiosyncError, version: int, is_last: bool, wake: Callable[[], object]
     ) -> None:
-        """A link has ended.
+        """Note that a link has ended.
 
         Args:
-            error: Why.
-            version: What the model has.
-            is_last: No other one is looked for.
+            error: The error that ended it.
+            version: The version that the model has.
+            is_last: True if no other link is looked for.
             wake: Called when the model becomes stale.
         """
         self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), error)
@@ -119,14 +119,14 @@ class Outage:
             wake()
 
     async def give_up(self, error: AiosyncError) -> None:
-        """No link replaces the last one: tell the hook, unless the trainer said farewell."""
+        """Declare the trainer lost, and call the ``lost`` hook, unless it said farewell."""
         if not self.farewell:
             self._lost = error
             if (lost := self._hooks().lost) is not None:
                 await run_hook(lost, error)
 
     def close(self) -> None:
-        """Let reads go on, and look at the clock no more."""
+        """Let reads go on, and stop the timer."""
         self._guard.check = None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,17 +1,18 @@
-"""The promise of a worker that its reads take what a word of shared memory names.
+"""The promise of a worker that its reads take the versions that a word of shared memory names.
 
-Nobody answers to an update that is promised to be taken. So the promise may only rest on reads that
-happen: a transform has a forward, too, but an environment reads its parameters and never calls it.
+A worker does not answer an update that it promised to take. So the promise may only rest on reads
+that happen: a transform has a forward, too, but an environment reads its parameters and never
+calls it.
 
 ==========  ====================================================  ==============================
 state       ends with                                             an update is
 ==========  ====================================================  ==============================
 answering   a read that computes with a version of the word       sent by message, and answered
 promised    a refusal, another model, reads that overlap,         taken by the next read, and
-            several versions in a row that no read took           nobody is told
+            several versions in a row that no read took           not answered
 ==========  ====================================================  ==============================
 
-Belongs to the loop of its receiver, but for :meth:`ReadPromise.end_at_overlap`. Must not import
+Belongs to the loop of its receiver, except for :meth:`ReadPromise.end_at_overlap`. Must not import
 transports.
 """
 
@@ -30,16 +31,18 @@ _MOST_RUNG = 8
 
 
 class ReadPromise:
-    """Promises, and withdraws what was promised.
+    """Makes the promise of a worker to its trainer, and withdraws it.
 
     Args:
         guard: Sees the reads, and looks at the word for them.
         say: Sends a message to the trainer.
-        offer: Calls :meth:`make` if the model can follow; on the loop, as reads happen.
-        allowed: Whether anything may be promised at all.
+        offer: Calls :meth:`make` if the model can follow the word; called on the loop, when a read
+            computes.
+        allowed: False if this worker may promise nothing at all.
 
     Attributes:
-        digest: Of the manifest whose versions are promised to be taken; ``None`` for none.
+        digest: Digest of the manifest whose versions the worker promises to take; ``None`` for
+            none.
     """
 
     def __init__(
@@ -54,19 +57,20 @@ class ReadPromise:
         self._guard = guard
         self._say = say
         self._allowed = allowed
-        self._may = allowed  # on this link: reads have not overlapped yet
-        self._num_rung = 0  # versions in a row that no read took
+        # On this link a promise is allowed until reads overlap.
+        self._may = allowed
+        self._num_rung = 0  # number of versions in a row that no read took
         self._loop = asyncio.get_running_loop()
         self._offer = offer
         guard.on_compute = weakly(self._note_compute)
 
     def begin_link(self) -> None:
-        """Forget what was promised on the link before."""
+        """Forget the promise of the last link."""
         self.digest, self._may = None, self._allowed
         self._guard.ignore_word()
 
     def end(self) -> None:
-        """Promise nothing more, and say nothing more."""
+        """Promise nothing more, and send nothing more."""
         self.digest, self._may = None, False
         self._guard.on_compute = None
 
@@ -79,29 +83,29 @@ class ReadPromise:
 
     @property
     def is_due(self) -> bool:
-        """Whether reads happen and do not overlap, so that the next version may be promised."""
+        """True if reads happen and do not overlap, so that the next version may be promised."""
         return self._may and self._guard.has_computed
 
     def make(self, digest: bytes, words: memoryview, take: Callable[[], object]) -> None:
         """Promise to take the versions of a manifest.
 
         Args:
-            digest: Of the manifest.
-            words: The first of these names the version to take.
-            take: Takes it, under the guard; keeps nobody alive.
+            digest: Digest of the manifest.
+            words: Memory whose first word names the version to take.
+            take: Takes that version, under the guard; keeps no object alive.
         """
         self.digest, self._num_rung, self._guard.has_computed = digest, 0, False
         self._guard.watch_word(words, take, weakly(self.end_at_overlap))
         self._say(Promise(digest))
 
     def withdraw(self) -> None:
-        """Tell the trainer that reads are not sure to take versions any more. Idempotent."""
+        """Tell the trainer that reads may no longer take every version. Idempotent."""
         if self.digest is not None:
             self.digest = None
             self._say(Promise(b""))
 
     def note_ring(self) -> None:
-        """Withdraw where the trainer had to ring for several versions, and nothing computed."""
+        """Count a version that the trainer rang for; withdraw after several that no read took."""
         reads = self._guard.has_computed or self._guard.is_read
         self._num_rung, self._guard.has_computed = 0 if reads else self._num_rung + 1, False
         if self._num_rung >= _MOST_RUNG:

@@ -1,4 +1,4 @@
-"""Reads that are no forward pass: blocks, functions and methods that compute with one version.
+"""Reads other than forward passes: blocks, functions and methods that compute with one version.
 
 Must not import transports; used from any thread.
 """
@@ -38,36 +38,36 @@ __all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_r
 _PAUSE_SECONDS = 0.001
 _LONG_SECONDS = 1.0
 
-# Guards whose reads the task is in, or one is that started it: no update can go first.
+# Guards in whose reads this task is, or a task that started it: no update can go first.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
-# Guards whose reads hold the thread that waits for what runs here.
+# Guards whose reads are held by the thread that waits for this code.
 _waiting: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting", default=())
 
 
 class Reading:
-    """Context manager of ``scheme.reading()``: what is computed inside sees one version.
+    """Context manager of ``scheme.reading()``: code inside sees one version of the weights.
 
     Use ``with`` in threads and in code without awaits, ``async with`` in coroutines that await
-    inside the block; the latter also lets an update that waits go first. Both may be nested.
+    inside the block; ``async with`` also lets a waiting update go first. Both may be nested.
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._held: tuple[int, int] | None = None  # epoch and version of the last one
-        # Where and by which task it was entered: a generator may end elsewhere.
+        self._held: tuple[int, int] | None = None  # epoch and version of the last block
+        # Thread and task that entered each open block, because a generator may end in another one.
         self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
 
     @property
     def version(self) -> int:
-        """Inside: the version that is used. 0 for weights that have none, and outside."""
+        """Version that the block uses; 0 for weights without a version, and outside the block."""
         return self._guard.held[1] if self._entered else 0
 
     @property
     def span(self) -> VersionSpan | None:
-        """The version that was used, for whoever learns from what was computed.
+        """The version that the block used, for code that learns from its results.
 
-        ``None`` before the end of the block. Of several blocks of one object, that of the one that
-        ended last.
+        ``None`` before the end of the block. If one object had several blocks, that of the block
+        that ended last.
         """
         if self._held is None:
             return None
@@ -90,14 +90,16 @@ class Reading:
         if found not in self._entered:
             found = self._entered[-1]
         self._entered.remove(found)
-        self._held = self._guard.held  # now: leave() may apply something newer
+        # Noted now, as leave() may apply a newer version.
+        self._held = self._guard.held
         self._guard.leave(found[1], thread=found[0])
 
     async def __aenter__(self) -> Self:
         guard = self._guard
         if id(guard) not in _inside.get():
-            await asyncio.sleep(0)  # one forward after the other must leave the loop its turns
-            while guard.turn_left > 0:  # noqa: ASYNC110 - nor here
+            # A coroutine that runs one forward after the other must give the loop its turns.
+            await asyncio.sleep(0)
+            while guard.turn_left > 0:  # noqa: ASYNC110 - other threads do not wake a loop
                 await asyncio.sleep(_PAUSE_SECONDS)
             guard.note_overlap()
         self.__enter__()
@@ -111,24 +113,24 @@ class Reading:
         traceback: TracebackType | None,
     ) -> None:
         reads = list(_inside.get())
-        with contextlib.suppress(ValueError):  # left in another context than it was entered in
+        with contextlib.suppress(ValueError):  # it was entered in another context
             reads.remove(id(self._guard))
         _inside.set(tuple(reads))
         self.__exit__(exc_type, exc, traceback)
 
 
 def is_held_by_caller(guard: Guard) -> bool:
-    """Whether this very task holds a read, or the thread does that waits for this task.
+    """Return True if this very task holds a read, or the thread that waits for this task does.
 
-    Of two tasks on one loop, one may wait for an update that the read of the other holds back;
-    but a task that waits inside of its own read waits for ever.
+    Of two tasks on one loop, one may wait for an update that the read of the other holds back; but
+    a task that waits inside its own read waits for ever.
     """
     return id(guard) in _waiting.get() or guard.holds(current_task())
 
 
 @contextlib.contextmanager
 def on_behalf_of_reader(guard: Guard) -> Iterator[None]:
-    """What is started inside runs for this thread, which reads and waits for it to end."""
+    """Mark calls inside this block as run for this thread, which reads and waits for their end."""
     token = _waiting.set((*_waiting.get(), id(guard)))
     try:
         yield
@@ -140,12 +142,13 @@ class Guarded:
     """A function each call of which is a read. Copies and pickles as the function itself.
 
     Args:
-        guard: What keeps updates out meanwhile.
-        function: The function, or what makes a coroutine, which is then awaited within the read.
-        name: What an error calls it.
+        guard: Keeps updates out during a call.
+        function: The function, or a coroutine function, whose coroutine is awaited inside the read.
+        name: Name of the function in errors.
 
     Raises:
-        ConfigError: It is no function, or a generator; a call raises it that returns one.
+        ConfigError: ``function`` cannot be called, or is a generator function; a call that returns
+            a generator raises the same.
     """
 
     def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
@@ -169,17 +172,18 @@ class Guarded:
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it while no update is applied."""
+        """Call the function while no update is applied."""
         if self._is_async:
             return self._wait(self._function(*args, **kwargs))
         frame = sys._getframe()
-        self._guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
+        # The frame ends the read if Ctrl-C comes before leave().
+        self._guard.enter(frame)
         try:
             result = self._function(*args, **kwargs)
         finally:
             self._guard.leave(frame)
             del frame
-        if isinstance(result, Coroutine):  # of an `async def` below a decorator
+        if isinstance(result, Coroutine):  # an `async def` below a decorator gives one
             return self._wait(result)
         if isinstance(result, Generator | AsyncGenerator):
             raise _generates(self._name)
@@ -198,10 +202,10 @@ def _generates(name: str) -> ConfigError:
 
 
 class _Automatic(Guarded):
-    """A method that is a read although nobody asked for that: it stands in nobody's way.
+    """A method that is a read although the user did not ask for it, so that it must not disturb.
 
-    Generators and coroutines that it returns go on unguarded, and the read ends where the method
-    waits for an update.
+    Generators and coroutines that the method returns go on unguarded, and the read ends if the
+    method waits for an update.
     """
 
     def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
@@ -211,7 +215,7 @@ class _Automatic(Guarded):
     @automatic
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it while no update is applied."""
+        """Call the method while no update is applied."""
         frame, began = sys._getframe(), time.monotonic()
         self._guard.enter(frame)
         try:
@@ -261,19 +265,19 @@ def _automatic_names(model: nn.Module) -> list[str]:
 
 
 def _is_installed(kind: type) -> bool:
-    """Return True if a class is of Python or of a package that somebody installed."""
+    """Return True if a class is of Python or of an installed package."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     places = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     return kind.__module__ == "builtins" or bool(file and file.startswith(tuple(places)))
 
 
 class Methods:
-    """Methods of a model whose calls are reads as its forward passes are.
+    """The methods of a model whose calls are reads, as its forward passes are.
 
     Args:
-        guard: What keeps updates out meanwhile.
-        names: Their names; ``None`` for those of a model without a forward.
-        log: Told which those are.
+        guard: Keeps updates out during a call.
+        names: Names of the methods; ``None`` for the public methods of a model without a forward.
+        log: Called with a sentence that lists these public methods.
     """
 
     def __init__(
@@ -288,7 +292,7 @@ class Methods:
         self._wrapped: list[tuple[nn.Module, type]] = []
 
     def check(self, model: nn.Module) -> None:
-        """Raise :class:`~aiosync.ConfigError` if one of them cannot be guarded."""
+        """Raise :class:`~aiosync.ConfigError` if one of the methods cannot be guarded."""
         for name in self._names or ():
             method = getattr(model, name, None)
             if isinstance(method, nn.Module):
@@ -300,7 +304,7 @@ class Methods:
             _owner(model, name)
 
     def wrap(self, model: nn.Module | None) -> None:
-        """Guard those of this model, and no longer those of another one."""
+        """Guard the methods of this model, and no longer those of the model before it."""
         while self._wrapped:
             owner, kind = self._wrapped.pop()
             names = vars(kind)[_GUARDS]
@@ -334,12 +338,12 @@ class Methods:
             )
 
 
-# In a class that one module has for itself: which guards each method gets into.
+# Attribute of a class that belongs to one module: the guards that each method enters.
 _GUARDS = "_aiosync_guards"
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """Of what a wrapper (torch.compile) has inside it is the method of that."""
+    """Return the module that has a method: the model, or the module inside a wrapper."""
     try:
         inspect.getattr_static(model, name)
     except AttributeError:
@@ -354,12 +358,13 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def _own_class(module: nn.Module) -> type:
     """Give a module a class of its own, in which its methods are guarded.
 
-    What it has itself under such a name stays, and a copy computes with its own weights.
+    An attribute of the module itself under the name of such a method stays. A copy of the module
+    computes with its own weights.
     """
     base: Any = type(module)
 
     def reduce(self: object, protocol: int) -> Any:  # a copy is not guarded
-        found = base.__reduce_ex__(self, min(protocol, 1))  # later ones insist on the class
+        found = base.__reduce_ex__(self, min(protocol, 1))  # later protocols insist on the class
         if isinstance(found, str):
             return found
         make, args, *state = found
@@ -372,7 +377,7 @@ def _own_class(module: nn.Module) -> type:
 
 
 def _attribute(kind: type, name: str, guards: dict[Guard, type[Guarded]]) -> property:
-    """A method of the modules of a class, or what they have instead, as it is guarded now."""
+    """Return a property that gives a method, or the module's own attribute, with its guards."""
 
     def find(self: Any) -> Any:
         own = vars(self)

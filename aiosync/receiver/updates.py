@@ -1,9 +1,9 @@
-"""Updates as they arrive: their manifests, the buffers that they land in, and when those are free.
+"""Arriving updates: their manifests, their buffers, and when these buffers are free again.
 
-Links that carry bytes land in private buffers; shared memory is read in place. Either way a
-module may be flipped to views of the buffer, so it is used again only once no tensor of this
-process uses it any more. Whoever reads updates also has something to say to their sender. Must not
-import asyncio.
+Links that carry bytes write them into private buffers; shared memory is read in place. In both
+cases a module may be flipped to views of the buffer, so the buffer is reused only once no tensor of
+this process uses it any more. The reader of updates also sends messages to their sender: see
+:class:`Outgoing`. Must not import asyncio.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from aiosync.wire import Leave, ManifestMessage, Message, Refuse, RunningChecksu
 __all__ = ["Buffers", "Outgoing", "Staged", "UpdateReader"]
 
 _KNOWN_LAYOUTS = 4
-_MAX_WAITING = 1024  # messages that the peer does not read; it is owed few at a time
+# Messages that the peer has not read. It is owed only a few at a time.
+_MAX_WAITING = 1024
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -36,10 +37,10 @@ class Staged:
     """One complete update that waits to be applied, or that the module views.
 
     Attributes:
-        taken: The model has it, or had it. If not, and there is no error, something newer came
-            before it.
-        error: Why not; or what ``flipped`` raised.
-        reported: The receiver knows what became of it.
+        taken: True if the model has it, or had it. If it is false, and there is no error, a newer
+            update came before it.
+        error: The reason of a refusal; or the exception that ``flipped`` raised.
+        reported: True once the receiver knows the outcome.
     """
 
     epoch: int
@@ -48,36 +49,39 @@ class Staged:
     flat: FlatBuffer
     values: Mapping[str, Any]
     give_back: Callable[[], None]
-    trace: str | None = None  # of the sender's span; of a slot asked only where somebody listens
-    wire_nbytes: int = 0  # that travelled
-    slot: NamedSlot | None = None  # whose memory it is, if it is shared, and who read it
+    # The traceparent of the sender's span. That of a slot is only read if there is an observer.
+    trace: str | None = None
+    wire_nbytes: int = 0  # bytes that travelled
+    # The slot whose memory this is, and the reader of the slot, if the memory is shared.
+    slot: NamedSlot | None = None
     slots: SlotReader | None = None
-    lent: bool = False  # it is that of the link
+    lent: bool = False  # the memory is the link's
     taken: bool = False
     error: BaseException | None = None
     reported: bool = False
-    sent_at: int = 0  # of what came in a slot, in nanoseconds since the Unix epoch
-    # When its first byte came, 0.0 where nobody knows, and when all of it was here; on
+    # Time when an update in a slot was sent, in nanoseconds since the Unix epoch.
+    sent_at: int = 0
+    # Times when its first byte arrived, 0.0 if that is unknown, and when all of it was here, on
     # time.perf_counter()'s clock.
     began: float = 0.0
     at: float = field(default_factory=time.perf_counter)
 
     @property
     def age(self) -> float:
-        """Seconds since it was sent, or else since all of it was here."""
+        """Seconds since the update was sent; if that is unknown, since all of it was here."""
         if self.sent_at:
             return max(0.0, time.time() - self.sent_at * 1e-9)
         return time.perf_counter() - self.at
 
 
 class Buffers:
-    """Buffers that were used, to be used again."""
+    """Spare buffers, kept to be used again."""
 
     def __init__(self) -> None:
         self._spare: list[FlatBuffer] = []
 
     def take(self, nbytes: int) -> FlatBuffer:
-        """A buffer of so many bytes.
+        """Return a buffer of exactly so many bytes.
 
         Raises:
             TransportBroken: There is no memory.
@@ -94,38 +98,43 @@ class Buffers:
             ) from exc
 
     def put_back(self, flat: FlatBuffer) -> None:
-        """Its owner uses a buffer no more. One that a tensor views goes with the last of those."""
+        """Keep a buffer that its owner no longer uses, unless a tensor still views it.
+
+        The memory of a buffer that is not kept goes with its last view.
+        """
         if len(self._spare) < 2 and flat.exclusive():
             self._spare.append(flat)
 
 
 class UpdateReader:
-    """Reads the updates that come over a link, and over the next one after it.
+    """Reads the updates that arrive over a link, and over each link that replaces it.
 
     Give it a link with :meth:`use_link`, pass it to ``recv(into=...)`` as :attr:`lender`, and every
     manifest and update to :meth:`read`.
 
     Attributes:
-        slots: Reads what the word of the link names; ``None`` where none does.
-        epoch: Epoch of that, once it is known.
+        slots: Reads the slot that the link's word names; ``None`` if the link has no word.
+        epoch: Epoch of the versions in slots, once it is known.
+        lender: The argument of ``recv(into=...)``: this object, or ``None`` if the link lends its
+            own memory.
     """
 
     def __init__(self) -> None:
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
-        self._assembly: Assembly | None = None  # of the update that comes in parts
-        self._part = memoryview(b"")  # what is landing
-        self._running: RunningChecksum | None = None  # over what has landed of that
+        self._assembly: Assembly | None = None  # the update that arrives in parts
+        self._part = memoryview(b"")  # the part that is landing
+        self._running: RunningChecksum | None = None  # over the bytes of that part
         self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
-        self._in_parts = False  # each has a checksum
-        self._began = 0.0  # when the first byte of what is on its way came
+        self._in_parts = False  # each part has a checksum
+        self._began = 0.0  # time when the first byte of the arriving update came
         self.slots: SlotReader | None = None
         self.epoch: int | None = None
-        self.lender: UpdateReader | None = self  # None where the link lends its own memory
+        self.lender: UpdateReader | None = self
 
     def use_link(self, transport: Transport) -> None:
-        """Go on with this link: what was verified of an update stays."""
+        """Go on with this link; verified parts of an update stay."""
         capabilities = transport.capabilities
         self._in_parts = capabilities.cross_host and not capabilities.whole_payloads
         self.lender = None if capabilities.zero_copy_recv else self
@@ -136,12 +145,12 @@ class UpdateReader:
             self.slots.close()
         self.slots, self.epoch = transport.slots, None
         if self.slots is not None:
-            # What was named last before the link ended is still to be read.
+            # The last slot that the word named before the link ended is still to be read.
             self.slots.outlives_link = True
 
     @property
     def partial(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update that is here in part."""
+        """Epoch, version and verified bytes of an update of which a part is here."""
         assembly = self._assembly
         if assembly is None or not assembly.good_nbytes:
             return None
@@ -159,32 +168,32 @@ class UpdateReader:
         return [self._landing.memoryview()]
 
     def landed(self, nbytes: int) -> None:
-        """So many bytes of the part that is on its way are in place: look while they are hot."""
+        """Add landed bytes of the part to its checksum, while the CPU's caches still hold them."""
         running = self._running
         if running is not None and nbytes > running.nbytes:
             running.update(self._part[running.nbytes : nbytes])
 
     def refuse(self, message: Message) -> NoReturn:
-        """Raise what a message means that brings no update.
+        """Raise the error for a message that brings no update.
 
         Raises:
             TransportBroken: The trainer cannot keep the link, and says why.
-            RemoteProtocolError: It does not belong there.
+            RemoteProtocolError: The message does not belong there.
         """
         if isinstance(message, Refuse):
             raise TransportBroken(f"the trainer ended the link: {message.error_text}")
         raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
     def read(self, received: Received) -> Staged | None:
-        """Take over a manifest, an update or a part of one.
+        """Take over a manifest, an update or a part of an update.
 
         Returns:
-            The update that is complete now, as tensors can see it, if one is.
+            The update that this message completes, as tensors can view it, if it completes one.
 
         Raises:
             PeerClosed: The message is a farewell.
             RemoteProtocolError: The message is none of these, or does not belong there.
-            TransportBroken: It was damaged on its way, or there is no memory for it.
+            TransportBroken: The update was damaged on its way, or there is no memory for it.
         """
         message = received.message
         if isinstance(message, Leave):
@@ -203,7 +212,7 @@ class UpdateReader:
             landing = self._assemble(update, layout, received)
             if landing is None:
                 return None
-        elif isinstance(received.key, tuple):  # the link's own memory, which it lends
+        elif isinstance(received.key, tuple):  # the link lends its own memory
             lent = self._map(received.key, received.payload[0])
             return Staged(epoch, version, layout, lent, values, _nothing, *more, lent=True)
         else:
@@ -229,14 +238,14 @@ class UpdateReader:
             )
         return message, layout
 
-    # -- updates in checked parts --------------------------------------------------------------
+    # -- updates in checked parts ---------------------------------------------------------------
 
     def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
-        """What an update is a part of, and where that lands; a newer one takes the place."""
+        """Return the assembly and the buffer of a part's update; a newer one replaces an older."""
         named = (update.epoch, update.version, update.digest)
         current, landing = self._assembly, self._landing
         if landing is None or landing.nbytes != layout.nbytes:
-            current = self._landing = self._assembly = None  # before another one is allocated
+            current = self._landing = self._assembly = None  # frees the old buffer first
             landing = self._landing = self._buffers.take(layout.nbytes)
         if current is None or (current.epoch, current.version, current.digest) != named:
             self._began = time.perf_counter()
@@ -246,7 +255,7 @@ class UpdateReader:
         return current, landing
 
     def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
-        """A part of an update arrived: all of that, if it was the last one."""
+        """Verify a part that arrived; return the whole update if this was the last part."""
         assembly, landing = self._assembly_of(update, layout)
         start, stop = assembly.place(update, received.nbytes)
         running = self._running if self._running and received.nbytes else RunningChecksum()
@@ -257,31 +266,33 @@ class UpdateReader:
         self._assembly = self._landing = None
         return landing
 
-    # -- memory of others ----------------------------------------------------------------------
+    # -- memory of other processes --------------------------------------------------------------
 
     def _map(self, key: tuple[Any, ...], payload: memoryview) -> FlatBuffer:
-        """A link's own memory as tensors can see it; the same object for the same memory."""
+        """Return a link's own memory as a flat buffer; the same object for the same memory."""
         flat = self._mapped.get(key)
         if flat is None or flat.nbytes < payload.nbytes:
             for old in [old for old in self._mapped if old[0] != key[0]]:
-                del self._mapped[old]  # what the sender replaced
+                del self._mapped[old]  # the sender replaced that memory
             flat = self._mapped[key] = FlatBuffer(payload.obj)
         return flat
 
     @property
     def named_version(self) -> int:
-        """Version that the word of the link names, if that is news and can be read; else 0."""
+        """Version that the link's word names, if it is new and can be read; else 0."""
         if self.slots is None or self.epoch is None:
             return 0
         version, digest = self.slots.named
         return version if digest in self._layouts else 0
 
     def open_named(self) -> Staged | None:
-        """What the word of the link names, if that is news, where it lies. On any thread.
+        """Return the update in the slot that the link's word names, read in place, if it is new.
+
+        On any thread.
 
         Raises:
             ApplyError: The sender was stopped while it wrote.
-            RemoteProtocolError: The word names nothing that was announced.
+            RemoteProtocolError: The word names no announced slot.
         """
         slots, epoch = self.slots, self.epoch
         slot = None if slots is None or epoch is None else slots.open()
@@ -290,14 +301,16 @@ class UpdateReader:
         layout = self._layouts.get(slot.digest)
         if layout is None or layout.nbytes != slot.nbytes:
             slots.leave(slot, keep=False)
-            return None  # its manifest is on its way, and a message behind it
+            # Its manifest is on its way, and a message about this version follows it.
+            return None
         flat = self._mapped.get(slot.key)
         if flat is None:
             flat = self._mapped[slot.key] = FlatBuffer(slot.memory, share=slot.share)
 
         def give_back() -> None:
             kept = not flat.exclusive()
-            if kept:  # a state_dict() that somebody kept, a graph: their memory stays as it is
+            # Something, such as a kept state_dict() or a graph, uses the memory: it stays as it is.
+            if kept:
                 self._mapped.pop(slot.key, None)
             slots.leave(slot, keep=kept)
 
@@ -305,14 +318,14 @@ class UpdateReader:
         return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, **more)
 
     def keep(self, staged: Staged | None) -> None:
-        """Give what is in a slot memory of this process: nobody keeps the sender from it now."""
+        """Give an update in a slot memory of this process, as the sender may soon write there."""
         if self.slots is not None and staged is not None and staged.slot is not None:
             self._mapped.pop(staged.slot.key, None)
             self.slots.leave(staged.slot, keep=True)
 
     def close(self) -> None:
         """Forget every buffer."""
-        self._buffers = Buffers()  # what is given back after this is kept by nobody
+        self._buffers = Buffers()  # buffers that are put back after this are not kept
         self._assembly = self._landing = self._running = None
         self._part = memoryview(b"")
         self._mapped.clear()
@@ -323,13 +336,13 @@ class UpdateReader:
 
 
 class Outgoing:
-    """What one end has to say on its link, and on the next one after it: in order, never waiting.
+    """Sends the messages of one end over its link, and over later links: in order, never waiting.
 
-    A link that has ended loses what was to be said; whoever reads from it reports the end.
+    A link that has ended loses its unsent messages; the code that reads from it reports the end.
 
     Args:
         transport: The link.
-        tasks: Owner of the task that writes where the link is busy.
+        tasks: Owner of the task that writes if the link is busy.
     """
 
     def __init__(self, transport: Transport, tasks: TaskOwner) -> None:
@@ -339,15 +352,15 @@ class Outgoing:
         self._writing = False
 
     def use_link(self, transport: Transport) -> None:
-        """Go on with another link."""
+        """Go on with another link; unsent messages are dropped."""
         self._waiting.clear()
         self._transport = transport
 
     def check(self) -> None:
-        """Refuse a peer that makes answers necessary and does not read them.
+        """Refuse a peer that causes answers and does not read them.
 
         Raises:
-            RemoteProtocolError: Too many wait.
+            RemoteProtocolError: Too many messages wait.
         """
         if len(self._waiting) > _MAX_WAITING:
             raise RemoteProtocolError(
@@ -359,7 +372,7 @@ class Outgoing:
         waiting = self._waiting
         waiting.append(message)
         if self._writing:
-            return  # it goes with the others
+            return  # the writing task sends it, too
         try:
             while waiting and self._transport.send_batch_nowait(list(waiting)):
                 waiting.clear()
@@ -367,7 +380,8 @@ class Outgoing:
             waiting.clear()
             return
         if waiting:
-            self._writing = True  # from now on: more may come before the task begins
+            # Set before the task begins, because more messages may come first.
+            self._writing = True
             self._tasks.start(self._write(), "aiosync answers")
 
     async def _write(self) -> None:
@@ -377,14 +391,14 @@ class Outgoing:
                 try:
                     await transport.send(self._waiting.popleft())
                 except TransportError:
-                    if transport is self._transport:  # else what came meanwhile is for the next
+                    if transport is self._transport:  # later messages are for the next link
                         self._waiting.clear()
         finally:
             self._writing = False
 
 
 def _nothing() -> None:
-    """Memory of a link goes with its last view."""
+    """Do nothing, as memory of a link goes with its last view."""
 
 
 def _fill(flat: FlatBuffer, received: Received) -> None:
