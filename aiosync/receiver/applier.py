@@ -183,7 +183,7 @@ class Applier:
         self._in_thread: Future[bool] | None = None
         self._closed = False
 
-    # -- state ------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def has_staged(self) -> bool:
@@ -232,7 +232,7 @@ class Applier:
             and target.is_quick(staged.layout, staged.values)
         )
 
-    # -- requests ---------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     def offer(self, staged: Staged | None) -> Staged | None:
         """Make an update the waiting one; return the update that it replaces, if never applied."""
@@ -366,7 +366,7 @@ class Applier:
             raise not_applied(staged.version, staged.error) from staged.error
         return staged.version if staged.taken else None
 
-    # -- applying ---------------------------------------------------------------------------------
+    # -- applying ------------------------------------------------------------------------------
 
     def apply(self, by_hand: bool = False) -> Staged | None:
         """Have the model take the noted updates. Runs under the guard, on any thread.
@@ -592,7 +592,7 @@ class Applier:
         elif not here or self.guard.at_read:  # the caller reports otherwise
             call_soon(self._loop, self._report)
 
-    # -- the model --------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------
 
     def use_model(self, model: Any, chosen: Callable[[], object]) -> None:
         """Guard another model from now on, and give it the weights of this version.
@@ -704,7 +704,7 @@ class Applier:
         if isinstance(self._target, Target) and self.current is not None and not self.copy:
             self._target.detach_(self.current.flat)
 
-    # -- links and the end ------------------------------------------------------------------------
+    # -- links and the end ---------------------------------------------------------------------
 
     def keep_memory(self) -> None:
         """Replace the link's memory below the model by memory of this process, as the link ends."""

@@ -196,7 +196,7 @@ class Transformer:
             # A newer update may be waiting; this one is handed over all the same.
             self._done(result, None)
 
-    # -- in the thread --------------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------
 
     def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         """Return the result of the transform, in memory of its own."""

@@ -1,16 +1,16 @@
-"""The worker's runtime: a link, what reads the updates that come over it, and what applies them.
+"""The worker's runtime: a link, the reader of the updates that arrive over it, and the applier.
 
 A background task stages updates; they are applied under the guard, on the loop or the thread of a
-forward, or by ``apply_pending()``. What the trainer was told last of an update is its state:
+forward, or by ``apply_pending()``. The last answer to the trainer about an update is its state:
 
 =========  ===================================================================================
 RECEIVED   every byte is here: it is transformed, waits for the model, or is passed on
-APPLIED    the model has it, and whoever else has to
-NACK       the transform, the model or who passes on refused it; that is final
+APPLIED    the model has it, and the relay has passed it on
+NACK       the transform, the model or the relay refused it; that is final
 SKIPPED    a newer one took its place while it waited; that is final, too
 =========  ===================================================================================
 
-What a word of shared memory names is taken without a word, see ``receiver.promise``. Must not
+A version that a word of shared memory names may need no answer, see ``receiver.promise``. Must not
 import the sender.
 """
 
@@ -74,23 +74,23 @@ class WeightReceiver:
         transport: The link; owned from now on.
         resolve: As for :class:`Applier`, like what follows up to ``flipped``, and ``meter``.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
-        relay: Passes on what was applied before the trainer is told; asked for at each update.
-        before_apply: Called on the loop before an update is applied; refuses it by what it raises.
-        transform: Makes of an update, in a thread, what the model wants.
-        trainer: What the link is of, and the next one; ``None`` where a lost one is the end.
+        relay: Asked at each update for the function that passes it on before the trainer is told.
+        before_apply: Called on the loop before an update is applied; refuses it if it raises.
+        transform: Turns an update, in a thread, into the weights that the model wants.
+        trainer: Dials the next link after a lost one; ``None`` if a lost link is the end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
-        outage: Says what reads do without a trainer.
-        log: Told what happened, in a word and a sentence, to which version, and at which level.
+        outage: Decides what reads do without a trainer.
+        log: Called with an event in a word, a sentence, the version and the level.
 
     Attributes:
-        updates, applier: Read what comes over the link, and have the model.
+        updates, applier: The reader of arriving updates, and the applier, which has the model.
         meter, outage: As given.
-        lost: Why there is no link, while one is looked for.
-        error: Why nothing more will come.
-        refused: What the model refused last, of this trainer.
-        progress: Parts of updates that arrived, and answers.
-        reported: Epoch and version that :meth:`receive` told of last.
+        lost: The error that ended the last link, while another one is looked for.
+        error: The error after which nothing more will arrive.
+        refused: The model's last refusal of a version of this trainer.
+        progress: Number of parts of updates, and of answers, that arrived.
+        reported: Epoch and version that :meth:`receive` reported last.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class WeightReceiver:
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         self._told: _Answer = (0, 0, AckStatus.SKIPPED, None)  # last, of the newest version
-        self._wanted: list[int] = []  # least versions that pull() asked for and that have not come
-        self._coming: tuple[int, int] | None = None  # epoch and version that the trainer promised
-        self._num_answers = 0  # to pull()
+        self._wanted: list[int] = []  # least versions that pull() wants and that have not come
+        self._coming: tuple[int, int] | None = None  # announced epoch and version
+        self._num_answers = 0  # number of answers to pull()
         self._transformer: Transformer | None = None
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
@@ -183,7 +183,7 @@ class WeightReceiver:
         self._tasks.start(self._run(), "aiosync receiver")
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come, for this reason; whoever waits raises it."""
+        """Receive nothing more, for this reason; the calls that wait raise it."""
         if self.error is None and not self._closed:
             self.error = without_frames(error)
             self._error_traceback = error.__traceback__
@@ -224,10 +224,10 @@ class WeightReceiver:
             told = ("reconnected", "the trainer is reached again") if same else ("restarted", begun)
             self._log(*told)
             if not welcome.version or (same and welcome.version <= self.inbox.newest):
-                self.outage.cut_off = None  # nothing newer has to come before this link is of use
+                self.outage.cut_off = None  # this link is of use without a newer version
             slots = self.updates.slots
             if slots is not None and slots.is_behind and self.guard.words is not None:
-                # What the last link named before it was lost: its trainer counts on that.
+                # The trainer of the last link counts on the version that it named before the loss.
                 await self.guard.wait_free(_CLOSE_SECONDS)
                 self.applier.submit()
             self.lost = self._coming = None
@@ -240,7 +240,7 @@ class WeightReceiver:
             self._fetch()
 
     def _on_message(self, received: Received) -> None:
-        if self._closed:  # and the link is about to be
+        if self._closed:  # the link is about to be closed
             return
         message = received.message
         self._outgoing.check()
@@ -248,13 +248,13 @@ class WeightReceiver:
             self.progress += isinstance(message, Update)
             staged = self.updates.read(received)
             if isinstance(message, ManifestMessage):
-                self._promise.withdraw()  # the trainer waits for that with a word of this manifest
+                self._promise.withdraw()  # the trainer names its versions only after this
             if staged is not None:
                 self._stage(staged)
         elif isinstance(message, Take):
             self._on_take(message)
         elif isinstance(message, Promise):
-            self.applier.apply_soon()  # for what was named before the trainer heard of it
+            self.applier.apply_soon()  # the word's last version before the trainer heard of it
             if self._promise.digest is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
@@ -263,10 +263,10 @@ class WeightReceiver:
             if self.guard.words is not None:
                 self.applier.apply_soon()
             if newest[1] and (newest[0] != inbox.newest_epoch or newest[1] > inbox.newest):
-                # The word overtook the update, which pull() waits for; a lost link may swallow it.
+                # The message overtook the update that pull() wants, and that may go with the link.
                 self._coming = newest
             else:
-                self._coming = self.outage.cut_off = None  # the latest word counts
+                self._coming = self.outage.cut_off = None  # the newest message counts
                 self._has_come(*newest)
         elif isinstance(message, Leave):
             self.outage.farewell = True
@@ -274,7 +274,7 @@ class WeightReceiver:
             self.updates.refuse(message)
 
     def _on_take(self, message: Take) -> None:
-        """The trainer has named a slot, and waits for an answer unless the version is 0."""
+        """Handle a slot that the trainer named; it waits for an answer unless the version is 0."""
         self.outage.cut_off = None
         epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
@@ -284,7 +284,7 @@ class WeightReceiver:
             return
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
-        # Before anything of this epoch can be read, and be newer than what is offered.
+        # Registered first: with the epoch set, a read may take a newer version than this one.
         news = self._transformer is None and self._is_news(epoch, version)
         self.updates.epoch = epoch
         if self._transformer is not None:
@@ -304,9 +304,9 @@ class WeightReceiver:
             self._apply_and_answer(epoch, version)
 
     def _is_news(self, epoch: int, version: int) -> bool:
-        """Register a version that came; one that is not news is answered as it was before."""
+        """Register a version that arrived; repeat the answer to one that is not new."""
         if epoch != self.inbox.newest_epoch:
-            self.refused = None  # of a trainer before
+            self.refused = None  # it was of an earlier trainer
         try:
             self.inbox.offer(epoch, version)
         except StaleVersion as exc:
@@ -329,21 +329,21 @@ class WeightReceiver:
             self._take(staged)
 
     def _take(self, staged: Staged) -> None:
-        """Have the model get this update, now or as soon as it can."""
+        """Have the model take this update, now or as soon as it can."""
         old = self.applier.offer(staged)
-        if old is not None:  # else another thread has taken it, and applies it
+        if old is not None:  # otherwise another thread is applying it, if there is one
             self._skip(old)
         self._apply_and_answer(staged.epoch, staged.version)
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
         self.applier.apply_soon()
         if self._told[:2] != (epoch, version):
-            # It has to wait; APPLIED or NACK at once would have said that it was received.
+            # The update has to wait. APPLIED or NACK at once would have implied RECEIVED.
             self._answer(epoch, version, AckStatus.RECEIVED)
         self._changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
-        if staged.epoch != self.inbox.newest_epoch:  # its trainer has gone
+        if staged.epoch != self.inbox.newest_epoch:  # its trainer is gone
             staged.give_back()
         elif error is None:
             self._take(staged)
@@ -371,11 +371,11 @@ class WeightReceiver:
         if self._told[:2] == (epoch, version):
             self._answer(*self._told)
         elif self.held == (epoch, version) or (
-            # its word named something newer
+            # the word named a newer version, which the model has
             epoch == inbox.epoch and version < inbox.version and self.updates.slots is not None
         ):
             self._answer(epoch, version, AckStatus.APPLIED)
-        elif self._transformer is not None and newest == (epoch, version):  # it works at that
+        elif self._transformer is not None and newest == (epoch, version):  # in the transform
             self._answer(epoch, version, AckStatus.RECEIVED)
         else:
             self._answer(epoch, version, AckStatus.NACK, error)
@@ -383,8 +383,8 @@ class WeightReceiver:
     def _skip(self, staged: Staged) -> None:
         staged.give_back()
         self.applier.note("skipped", staged)
-        # Before anything is said of the newer one. The trainer would keep it otherwise until
-        # something is applied, which may be never.
+        # This answer precedes those about the newer update. Without it the trainer would keep this
+        # one until a version is applied, which may be never.
         self._answer(staged.epoch, staged.version, AckStatus.SKIPPED)
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
@@ -396,7 +396,7 @@ class WeightReceiver:
         self._answer(epoch, version, AckStatus.NACK, error)
 
     def report(self) -> None:
-        """Tell the trainer and whoever waits what became of updates. On the loop."""
+        """Tell the trainer and the calls that wait what became of updates. On the loop."""
         results = self.applier.results
         while results:
             staged, unused = results.popleft()
@@ -405,8 +405,8 @@ class WeightReceiver:
             staged.reported = True
             if staged.taken or staged.error is not None:
                 self._report(staged)
-                # What loads may have kept it, and Ctrl-C may have come once the model had changed.
-                # The trainer does not wait while memory is looked at and unmapped.
+                # A load function may have kept views; Ctrl-C may have come after the model changed.
+                # Called later: the trainer does not wait while memory is looked at and unmapped.
                 if unused is not None and unused.slot is None:
                     self._loop.call_soon(unused.give_back)
             else:
@@ -452,13 +452,13 @@ class WeightReceiver:
 
     @property
     def held(self) -> tuple[int | None, int]:
-        """Epoch and version that the trainer may count on: applied, and passed on if need be."""
+        """Epoch and version on which the trainer may count: applied, and passed on by any relay."""
         if self._relay() is None:
             return self.inbox.epoch, self.inbox.version
         return self._passed_on
 
     def _promise_next(self) -> None:
-        """Promise that reads take the versions after this one, if the model follows by itself."""
+        """Promise that reads take the next versions, if the model follows the word by itself."""
         slots, staged, promise = self.updates.slots, self.applier.current, self._promise
         if (
             promise.is_due
@@ -473,11 +473,11 @@ class WeightReceiver:
             promise.make(staged.layout.digest, slots.words, self.applier.take)
 
     def _hears_of(self, digest: bytes) -> bool:
-        """Whether it has to be told that an update of this manifest was taken. On any thread."""
+        """Return True if the trainer must hear of this manifest's updates. On any thread."""
         asked = self._num_waiting or self._wanted or self._coming
         return bool(self._promise.digest != digest or asked)
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -486,24 +486,24 @@ class WeightReceiver:
 
     @property
     def refusing(self) -> Refusal | None:
-        """What the model refused last, while it has nothing newer."""
+        """The model's last refusal, while it has no newer version."""
         refused, inbox = self.refused, self.inbox
         newer = refused and inbox.epoch == refused.epoch and inbox.version > refused.version
         return None if newer else refused
 
     def is_ready(self) -> bool:
-        """Whether the model has a version, or one waits for a model."""
+        """Return True if the model has a version, or a version waits for a model."""
         return self.inbox.version > 0 or (
             self.applier.has_staged and self.applier.resolve() is None
         )
 
     @property
     def lag(self) -> int:
-        """How far the applied version is behind the newest one that is here."""
+        """Number of versions by which the applied version is behind the newest one that arrived."""
         return self.applier.lag
 
     def stats(self) -> SyncStats:
-        """How it stands, on any thread."""
+        """Return the numbers of this worker's syncs. On any thread."""
         inbox, lag, current = self.inbox, self.lag, self.applier.current
         version, worker = inbox.version, self._transformer
         return self.meter.stats(
@@ -521,40 +521,40 @@ class WeightReceiver:
     # -- waiting -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what ended the link, if it has ended."""
+        """Raise the error that ended the link, if it has ended."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         self.outage.check()
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
                 closed = "the trainer closed the link, or its process ended"
-                looked_for = str(self.error)  # says for how long
+                looked_for = str(self.error)  # it says for how long
                 raise PeerClosed(closed if self._trainer is None else looked_for) from self.error
-            raise self.error.with_traceback(self._error_traceback)  # it would grow at each raise
+            raise self.error.with_traceback(self._error_traceback)  # else it grows at each raise
 
     def check_refused(self, at_least: int = 0, *, beside: Refusal | None = None) -> None:
-        """Raise what the model refused last, if it did.
+        """Raise the model's last refusal, if there is one.
 
         Args:
-            at_least: Only a version from this one on counts.
-            beside: This one does not: it was known before.
+            at_least: Only the refusal of a version from this one on counts.
+            beside: A refusal that does not count, because it was known before.
 
         Raises:
-            ApplyError: It did.
+            ApplyError: The model refused the version.
         """
         refused = self.refused
         if refused is not None and refused is not beside and refused.version >= at_least:
             raise not_applied(refused.version, refused.error) from refused.error
 
     def _fetch(self) -> None:
-        """Ask for what :meth:`pull` wants; the trainer knows of one request at a time."""
+        """Ask for the versions that :meth:`pull` wants; the trainer keeps one request at a time."""
         if self._wanted:
             self._outgoing.say(Fetch(min(self._wanted)))
 
     def _has_come(self, epoch: int, version: int) -> None:
-        """What pull() may have asked for is here, or the model refused it before."""
+        """Note that a version is here, or was refused before, for which pull() may have asked."""
         refused, coming, wanted = self.refused, self._coming, self._wanted
-        # Else it is not the newest, or a part of what was asked for.
+        # A version before the announced one is not the newest, or only a part of the answer.
         if coming is None or epoch != coming[0] or version >= coming[1]:
             self._coming = None
             self._num_answers += 1
@@ -562,7 +562,7 @@ class WeightReceiver:
             if len(self._wanted) < len(wanted):
                 self._fetch()
         if refused is not None and (refused.epoch, refused.version) == (epoch, version):
-            self.refused = dataclasses.replace(refused)  # news to who asked
+            self.refused = dataclasses.replace(refused)  # a new object: news to the callers
         self._changed.notify()
 
     async def wait_until(
@@ -574,14 +574,14 @@ class WeightReceiver:
         waiting: Context = _SILENT,
         applied: bool = False,
     ) -> None:
-        """Wait for something that updates change, inside of ``waiting``.
+        """Wait for a condition that updates change, inside of ``waiting``.
 
         Args:
-            condition: What to wait for.
+            condition: Returns True when the wait is over.
             timeout: Seconds; ``None`` for ever, and with 0 it only looks.
-            late: What is raised when they are over.
+            late: The error to raise after the timeout.
             waiting: Entered if it has to wait.
-            applied: Have what is staged applied for this, also where that is by hand.
+            applied: Have the staged update applied for this, also with ``apply="manual"``.
 
         Raises:
             SyncTimeout: ``late``.
@@ -592,8 +592,8 @@ class WeightReceiver:
         def rung() -> bool:
             slots = self.updates.slots
             if slots is not None and self.guard.words is not None:
-                slots.ring_me(True)  # have the trainer tell of a new version at once
-                # It may have named one in between, and neither side have seen it of the other.
+                slots.ring_me(True)  # the trainer tells of a new version at once
+                # It may have named one just before, when neither side saw the other's change.
                 self._loop.call_later(_BELL_SECONDS, applier.apply_soon)
             applier.apply_soon()
             return condition()
@@ -602,16 +602,16 @@ class WeightReceiver:
         try:
             applier.apply_soon()
             if condition():
-                await asyncio.sleep(0)  # updates come on this loop, also where nobody has to wait
+                await asyncio.sleep(0)  # updates arrive on this loop, and need a turn of it
                 return
-            self._num_waiting += 1  # and not before: the trainer is told of what they wait for
+            self._num_waiting += 1  # now, not before: it has the trainer told of each update
             try:
                 with waiting:
                     async with asyncio.timeout(timeout):
                         await asyncio.sleep(0)
                         while not condition():
                             self.check()
-                            # Another thread may have taken it in between, and told nobody.
+                            # Another thread may have taken it without waking this call.
                             await self._changed.wait(unless=rung)
             except TimeoutError as exc:
                 if isinstance(exc, SyncTimeout):
@@ -642,15 +642,15 @@ class WeightReceiver:
     async def wait_for_first(
         self, welcome: Welcome, *, timeout: float | None, late: SyncTimeout
     ) -> None:
-        """Wait for the initial weights, or for a place to put them."""
+        """Wait until the model has the initial weights, or they wait for a model."""
         inbox = self.inbox
 
         def arrived() -> bool:
-            # What comes before the newest may be a mistake that all workers have refused.
+            # A version before the newest may be a mistake that all workers have refused.
             self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
             if self.applier.resolve() is None:
                 return self.applier.has_staged
-            if inbox.epoch == welcome.epoch:  # the newest of each name, one after the other
+            if inbox.epoch == welcome.epoch:  # parts with the newest of each name arrive one by one
                 return inbox.version >= welcome.version
             return inbox.version > 0
 
@@ -658,7 +658,7 @@ class WeightReceiver:
         self.reported = (inbox.epoch, inbox.version)
 
     async def receive(self, timeout: float | None) -> bool:
-        """Wait for an update that is applied and was not told of; whether there is one."""
+        """Wait for an applied update that was not reported yet; return True if there is one."""
         inbox, refused = self.inbox, self.refused
 
         def arrived() -> bool:
@@ -684,13 +684,13 @@ class WeightReceiver:
         late: SyncTimeout,
         waiting: Context = _SILENT,
     ) -> int:
-        """Wait until the model has at least ``version``; or, with ``staged``, it is here.
+        """Wait until the model has at least ``version``; or, with ``staged``, until it is here.
 
         Returns:
-            The version that it has, or that is here.
+            The version that the model has, or that is here.
 
         Raises:
-            ApplyError: It was refused.
+            ApplyError: The model refused the version.
         """
         inbox = self.inbox
 
@@ -713,13 +713,13 @@ class WeightReceiver:
     async def wait_lag_below(
         self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
     ) -> int:
-        """Wait until the model is less than ``limit`` versions behind what is here.
+        """Wait until the model is less than ``limit`` versions behind the newest that is here.
 
         Returns:
-            How far it is behind.
+            The number of versions by which it is behind.
 
         Raises:
-            ApplyError: The newest one was refused.
+            ApplyError: The model refused the newest version.
         """
 
         def reached() -> bool:
@@ -738,7 +738,7 @@ class WeightReceiver:
         """Ask for the newest version, from ``least`` on, and wait until the model has it.
 
         Raises:
-            ApplyError: It was refused.
+            ApplyError: The model refused the version.
         """
         inbox, refused = self.inbox, self.refused
         before = inbox.epoch, inbox.version, self._num_answers
@@ -775,7 +775,7 @@ class WeightReceiver:
         self.transport.abort()
 
     def abort(self) -> None:
-        """The same from synchronous code, without waiting for the tasks. Idempotent."""
+        """Close from synchronous code, without waiting for the tasks. Idempotent."""
         try:
             self._end()
         finally:
@@ -784,8 +784,8 @@ class WeightReceiver:
 
     def _end(self) -> None:
         if self._closed:
-            return  # meanwhile, by another call
-        with contextlib.ExitStack() as last:  # each, whatever those before it raise
+            return  # another call did it meanwhile
+        with contextlib.ExitStack() as last:  # each runs, even if others raise
             last.callback(self._changed.notify)
             last.callback(self.updates.close)
             last.callback(self.applier.close)
@@ -794,7 +794,7 @@ class WeightReceiver:
             waiting = self.applier.end()
             if waiting is not None:
                 waiting.give_back()
-            self.report()  # another thread may have applied something meanwhile
+            self.report()  # another thread may have applied an update meanwhile
             self._closed = True
             self._promise.end()
             self.outage.close()

@@ -238,7 +238,7 @@ class UpdateReader:
             )
         return message, layout
 
-    # -- updates in checked parts ---------------------------------------------------------------
+    # -- updates in checked parts --------------------------------------------------------------
 
     def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
         """Return the assembly and the buffer of a part's update; a newer one replaces an older."""
@@ -266,7 +266,7 @@ class UpdateReader:
         self._assembly = self._landing = None
         return landing
 
-    # -- memory of other processes --------------------------------------------------------------
+    # -- memory of other processes -------------------------------------------------------------
 
     def _map(self, key: tuple[Any, ...], payload: memoryview) -> FlatBuffer:
         """Return a link's own memory as a flat buffer; the same object for the same memory."""
