@@ -1,4 +1,4 @@
-"""How copies reach accelerators; tests have one of their own, whose copies are deferred.
+"""Access to accelerators; tests use one of their own, whose copies are deferred.
 
 This module must never import asyncio or a transport.
 """
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
 
 PINNED_NBYTES = 2**18
-"""From here on it pays to pin memory."""
+"""Number of bytes from which pinning memory pays."""
 
-_PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister...
+_PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister()
 
 
 class Accelerator(Protocol):
-    """What is asked of accelerators. Copies may end later than their calls."""
+    """The calls that copies make of accelerators. Copies may end later than their calls."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is on one."""
+        """Return True if the memory of a tensor is on an accelerator."""
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for all that is queued there, on whatever stream."""
+        """Wait for all work that is queued on a device, on any stream."""
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy tensors on one device into others there, after what was begun here before."""
+        """Copy tensors on one device into others there, after all work that was begun here."""
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a block between a device and the host, after what was begun here before."""
+        """Copy a block between a device and the host, after all work that was begun here."""
 
     def mark(self, device: torch.device) -> Callable[[], object]:
-        """Return what waits for all that was begun here so far."""
+        """Return a function that waits for all work that was begun here so far."""
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return memory of the device."""
@@ -51,11 +51,11 @@ class Accelerator(Protocol):
         """Return memory of the host that the device reads directly."""
 
     def pin(self, flat: FlatBuffer, device: torch.device) -> None:
-        """Have the device reach a flat buffer directly, if it can: then that is ``pinned``."""
+        """Let the device reach a flat buffer directly, if it can: then the buffer is ``pinned``."""
 
 
 class _Torch:
-    """Those that torch knows, on their current streams."""
+    """The accelerators that torch knows, on their current streams."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         return not (tensor.is_cpu or tensor.is_meta)
@@ -91,7 +91,8 @@ class _Torch:
         with torch.cuda.device(device):
             status = torch.cuda.cudart().cudaHostRegister(flat.address, flat.nbytes, flags)  # type: ignore[no-untyped-call]
             if int(status):
-                # It stays as slow as it was. The next call reports the error once more.
+                # The memory is not pinned, and copies stay slow. CUDA reports the error once more
+                # at the next call, so that one is made here.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=device).add_(1)
                 return
@@ -100,7 +101,7 @@ class _Torch:
 
 
 def _unpin(address: int, device: torch.device, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no part in it
+    if os.getpid() == pid:  # a forked child has no pinned memory to release
         with torch.cuda.device(device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
@@ -109,11 +110,11 @@ _chosen: Accelerator = _Torch()
 
 
 def accelerator() -> Accelerator:
-    """Return how accelerators are reached."""
+    """Return the object through which accelerators are reached."""
     return _chosen
 
 
 def use_accelerator(other: Accelerator) -> None:
-    """Reach them in another way, in this process: for tests."""
+    """Replace that object in this process, for tests."""
     global _chosen
     _chosen = other

@@ -1,8 +1,8 @@
 """Applying: from the bytes of a flat buffer into a model, all of it or none of it.
 
-A plan says what was sent, what the target has, and how each tensor gets its value; making one
-changes nothing. What can be a target is said here, in one place: plain strided tensors and
-parameters. This module must never import asyncio or a transport.
+A plan holds the weights that were sent, the tensors of the target, and the step by which each
+tensor gets its value; making a plan changes nothing. Only plain strided tensors and parameters can
+be targets. This module must never import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["BufferChoice", "LoadTarget", "Loader", "Strict", "Target"]
 
 Mode: TypeAlias = Literal["flip", "copy", "replace"]
-"""How tensors get their new values.
+"""The way in which tensors get their new values.
 
 ``"flip"``: parameters become views of the buffer, where possible; the rest is copied in place.
 ``"copy"``: everything is copied in place. ``"replace"``: new objects with memory of their own take
@@ -65,17 +65,19 @@ the places of the old ones.
 """
 
 Strict: TypeAlias = bool | Literal["warn"]
-"""``"warn"`` is strict, but extra state that was not sent is only warned of."""
+"""``"warn"`` is strict, but missing extra state only causes a warning."""
 
 BufferChoice: TypeAlias = Literal["all", "persistent"]
-"""Which buffers of a module get weights: with ``"persistent"`` others only if they lack memory."""
+"""The buffers of a module that get weights: with ``"persistent"`` others only without memory."""
 
 Loader: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """Takes the names and tensors of one version. The tensors are views of received memory, which is
-valid and unchanged until it returns: copy what is kept, write to none. Its result is ignored."""
+valid and unchanged until the loader returns: it copies what it keeps, and writes to no tensor.
+Its result is ignored.
+"""
 
 _QUICK_NBYTES = 2**18
-_SMALL_NUMEL = 2**15  # from here on torch shares a copy out to threads, which takes longer
+_SMALL_NUMEL = 2**15  # for more, torch shares a copy out to threads, which is slower
 _is_cpu = attrgetter("is_cpu")
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -84,8 +86,8 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class Spot:
     """One tensor of the target, with every place where it is found, and the leaves that it gets.
 
-    What was sent separately for names that are one tensor here must have the same bytes: of such
-    leaves the first counts.
+    Leaves that were sent separately, for names that are one tensor here, must have the same bytes:
+    the first of them counts.
     """
 
     tensor: torch.Tensor
@@ -99,42 +101,42 @@ class Spot:
 
     @property
     def is_optional(self) -> bool:
-        """Whether it is no part of ``state_dict()``: it may be missing."""
+        """True if the tensor is no part of ``state_dict()``: then its weights may be missing."""
         return not any(place.persistent for place in self.places)
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is nothing but a buffer of modules: it may be rounded."""
+        """True if the tensor is only a buffer of modules: then its values may be rounded."""
         return all(
             place.kind == "buffer" and isinstance(place.owner, nn.Module) for place in self.places
         )
 
 
 class Plan:
-    """How weights get into a target as it is now; ints are leaf indices.
+    """The steps by which weights get into a target as it is now; ints are leaf indices.
 
     Attributes:
-        found: All tensors of the target, with their places, and where values are.
-        tree: Of a module; ``None`` otherwise.
+        found: All tensors of the target with their places, and the places of its values.
+        tree: The walk of a module; ``None`` for other targets.
         spots: The tensors of the target, each object once.
-        assigned: Those of them that get weights.
-        equal: Those that get leaves which were sent separately.
-        values: Where the values go; those of modules may be bare tensors.
+        assigned: The spots that get weights.
+        equal: The spots that get several leaves, which were sent separately.
+        values: Places that get values; the values of modules may be bare tensors.
         stateless: Extra state that was not sent, and stays.
-        transient: Buffers that were sent and that are not persistent, by name; without those that
+        transient: Buffers that were sent and are not persistent, by name; without those that
             ``buffers`` leaves out.
-        moves: Tensors that get other memory, which are ``moved``: the flag says that it is that of
-            the leaf, else they get some of their own.
-        puts: Other tensors take the places of these; the flag says the same.
-        copies: What is copied in place: the tensors are ``copied``, and ``addresses`` where they
-            are. Few of them, and small ones, are ``quick`` to copy. From a flat buffer those
+        moves: Tensors that get other memory, which are ``moved``: with the flag that of the leaf,
+            without it memory of their own.
+        puts: Spots whose tensors are replaced by others; the flag means the same.
+        copies: Tensors that are copied in place: these are ``copied``, and ``addresses`` are
+            theirs. If they are few and small, they are ``quick`` to copy. From a flat buffer those
             ``on_devices`` are copied together, by device, and those ``on_host`` as everywhere.
-        keeps_views: On the CPU they get new memory where something else views theirs.
-        viewed: Finds those; ``None`` where there can be none.
+        keeps_views: Tensors on the CPU get new memory if something else views theirs.
+        viewed: Finds these tensors; ``None`` if there can be none.
         once: The target is another one afterwards, for which there is no plan yet.
-        pick: Of tensors in the order of the leaves, those that ``moved`` become views of; only if
-            that changes all there is to change, and cannot fail.
-        digest: Of the layout.
+        pick: Picks, of tensors in the order of the leaves, those that ``moved`` become views of;
+            ``None`` unless that is all there is to change, and cannot fail.
+        digest: Digest of the layout.
     """
 
     def __init__(
@@ -151,16 +153,16 @@ class Plan:
 
         Args:
             target: A module, a TensorDict or a dict.
-            layout: What was sent.
+            layout: Layout of the weights that were sent.
             values: Non-tensor values that were sent, packed.
-            mode: How tensors get their values.
+            mode: The way in which tensors get their values.
             strict: Refuse names that only one side has, and other dtypes. Buffers of a module may
                 be rounded, and either side may lack those that are no part of ``state_dict()``.
                 ``"warn"`` lets extra state be missing.
-            buffers: Which buffers get weights.
+            buffers: The buffers that get weights.
 
         Raises:
-            ManifestMismatch: They do not fit; all names are listed.
+            ManifestMismatch: The weights do not fit; all names are listed.
             ConfigError: The target is of an unsupported type, or has parameters that are not
                 initialised yet.
         """
@@ -201,16 +203,16 @@ class Plan:
         self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
         if self.moves and not (self.once or self.values or self.equal or self.copies):
             leaves = [leaf for _, leaf, _ in self.moves]
-            self.pick = itemgetter(*leaves, leaves[-1])  # of one it would give no sequence
+            self.pick = itemgetter(*leaves, leaves[-1])  # of one index it gives no sequence
 
     def note_memory(self) -> None:
-        """Note where the tensors are that are copied in place."""
+        """Note the addresses of the tensors that are copied in place."""
         self.addresses: list[int] = list(map(torch.Tensor.data_ptr, self.copied))
         own = [each for each in self.copied if self.keeps_views and each.is_cpu and each.numel()]
         self.viewed: Viewed | None = Viewed(own) if own else None
 
     def _refuse_kinds(self) -> None:
-        """Raise if a tensor cannot get weights for what it is, or for what holds it."""
+        """Raise if a tensor, or its container, is of a kind that cannot get weights."""
         lazy = [spot.name for spot in self.spots if is_lazy(spot.tensor)]
         if lazy:
             raise ConfigError(
@@ -229,7 +231,7 @@ class Plan:
             )
 
     def is_valid(self, target: Any) -> bool:
-        """Whether the target is still what it was when the plan was made. Cheap for a module."""
+        """Return True if the target is still as it was for the plan. Cheap for a module."""
         tree = self.tree
         same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
         return same and self._signature.same(self.tensors)
@@ -237,7 +239,7 @@ class Plan:
     def _match(
         self, layout: Layout, values: Mapping[str, Any], *, strict: Strict, buffers: BufferChoice
     ) -> None:
-        """Decide what gets which leaf and which value."""
+        """Decide which tensor gets which leaf, and which place which value."""
         leaves, index = layout.manifest.leaves, layout.index
         inner = inner_names(values)
         missing: list[str] = []
@@ -265,7 +267,8 @@ class Plan:
                 if buffers == "persistent":
                     continue
                 self.transient[spot.name] = spot.tensor
-                # Such a tensor is state of this process, which has made it anew.
+                # A tensor of another shape, or in inference mode, is state that this process made
+                # anew.
                 fits = all(spot.tensor.shape == leaves[leaf].shape for leaf in sent)
                 if spot.tensor.is_inference() or not fits:
                     continue
@@ -306,8 +309,8 @@ class Plan:
     def _leading(self, sent: Set[str]) -> str:
         """Return the ``module.`` in front of all names that were sent, if they fit without it.
 
-        A ``state_dict()`` of a data-parallel model has it. Not for parts of weights: the same
-        tensor would have two names in what is put together of them.
+        A ``state_dict()`` of a data-parallel model has this prefix. It is not removed from parts of
+        weights: once parts are put together, the same tensor would have two names.
         """
         needed = {place.name for place in self.found.places if place.persistent}
         needed |= self.found.values.keys()
@@ -319,7 +322,7 @@ class Plan:
         return ""
 
     def _refuse_overlapping(self) -> None:
-        """Raise if a tensor that gets weights has memory in common with one that gets others."""
+        """Raise if a tensor that gets weights shares memory with one that gets other weights."""
         extents = []
         for spot in self.spots:
             tensor = spot.tensor
@@ -341,13 +344,13 @@ class Plan:
             raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
 
     def _sort(self, layout: Layout, mode: Mode) -> None:
-        """Decide how each tensor gets its value."""
+        """Decide the step by which each tensor gets its value."""
         views: dict[int, Any] = {}  # leaf -> the tensor that becomes a view of it
         for spot in self.assigned:
             tensor, leaf = spot.tensor, spot.leaves[0]
             shared = mode == "flip" and _is_shared(tensor)
             memory = memory_key(tensor)
-            split = any(  # only one of the tables of a TensorDictParams has it
+            split = any(  # only one table of a TensorDictParams has it
                 is_tensordict_params(owner)
                 and tensor is not owner._parameters.get(key, owner._buffers.get(key))
                 for _, owner, key, *_ in spot.places
@@ -358,18 +361,18 @@ class Plan:
                 and type(tensor) is nn.Parameter
                 and tensor.dtype is layout.dtypes[leaf]
                 and (other or (is_plain_cpu(tensor) and (self.tree is not None or not shared)))
-                # A second one that is not tied here copies.
+                # If a leaf goes to two tensors that are not tied here, the second one copies.
                 and views.setdefault(leaf, memory) == memory
             )
             if other:
                 self.puts.append((spot, leaf, is_view))
             elif is_view or (shared and self.tree is not None) or in_flat_memory(tensor):
-                self.moves.append((tensor, leaf, is_view))  # or its memory is not its alone
+                self.moves.append((tensor, leaf, is_view))  # also if it shares its memory
             else:
                 self.copies.append((tensor, leaf))
 
     def _sort_copies(self, layout: Layout) -> None:
-        """Take what copies to accelerators need: once something has changed, nothing may fail."""
+        """Allocate what copies to accelerators need: after the first change, nothing may fail."""
         first: dict[int, torch.Tensor] = {}
         for tensor, leaf in self.copies:
             first.setdefault(leaf, tensor)
@@ -379,7 +382,7 @@ class Plan:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain strided tensor or parameter with memory to write to."""
+    """Return True if a tensor is a plain strided tensor or parameter with memory to write to."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -388,16 +391,16 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def _is_shared(tensor: Any) -> bool:
-    """Whether a CPU tensor is in memory that torch shares between processes."""
+    """Return True if a CPU tensor is in memory that torch shares between processes."""
     return tensor.is_cpu and bool(tensor.is_shared())
 
 
 class Target:
-    """Something that weights are applied to.
+    """An object that weights are applied to.
 
     The tensors are resolved at every call: the module may be moved, cast, or have parameters and
-    submodules replaced between two calls. Not thread-safe: the caller holds whatever lock a
-    reader holds as well.
+    submodules replaced between two calls. Not thread-safe: the caller holds the lock that readers
+    hold, too.
     """
 
     def __init__(
@@ -411,20 +414,19 @@ class Target:
 
         Args:
             target: A module, a TensorDict, or a dict of tensors, nested or with dotted keys.
-            strict: Weights must have exactly the target's names and dtypes, but for the buffers of
-                a module: they are rounded if the target has them in less precision, and either
-                side may lack those that are not persistent. Otherwise names that only one side
-                has are left alone, and floating-point values are cast; shapes must be the same
-                in any case. ``"warn"`` warns once where extra state is missing, and keeps what
-                the target has.
-            buffers: ``"persistent"`` leaves buffers that are not persistent alone, unless they
-                are on the meta device. ``"all"`` warns once of those that somebody else writes
-                to, or replaces. Those whose shape is another one are left alone in any case, as
-                are inference tensors.
+            strict: Weights must have exactly the target's names and dtypes, except for the buffers
+                of a module: they are rounded if the target has them in less precision, and either
+                side may lack those that are not persistent. Otherwise names that only one side has
+                are left alone, and floating-point values are cast; shapes must be the same in any
+                case. ``"warn"`` warns once if extra state is missing, and keeps the target's.
+            buffers: ``"persistent"`` leaves buffers that are not persistent alone, unless they are
+                on the meta device. ``"all"`` warns once of those that other code writes to, or
+                replaces. Buffers of another shape are left alone in any case, as are inference
+                tensors.
         """
         self.target = target
-        self._stateless: list[str] = []  # was warned of
-        self._told = False  # that views of buffers do not follow them
+        self._stateless: list[str] = []  # extra state of which was warned
+        self._told = False  # it was said that views do not follow their buffers
         self.strict = strict
         self.buffers: BufferChoice = buffers
         self._transient = TransientBuffers(type(target).__name__)
@@ -441,7 +443,7 @@ class Target:
             values: Non-tensor values by name, packed.
 
         Raises:
-            ManifestMismatch: They do not fit; all names are listed.
+            ManifestMismatch: The weights do not fit; all names are listed.
             ConfigError: The target cannot be a target.
         """
         self._resolve(layout, values, self._key[0] if self._key else "copy")
@@ -454,26 +456,26 @@ class Target:
         *,
         copy: bool,
     ) -> None:
-        """Put the weights into the target. All of it, or nothing when something raises.
+        """Put the weights into the target. All of them, or none if something raises.
 
-        Parameter objects stay the same, so that optimizers and references keep working; only
-        those on the meta device are replaced. Gradients and optimizer state are untouched.
+        Parameter objects stay the same, so that optimizers and references keep working; only those
+        on the meta device are replaced. Gradients and optimizer state are untouched.
 
         Args:
             layout: Layout of the weights.
             flat: Buffer that holds them.
             values: Non-tensor values by name, packed.
-            copy: ``False`` flips plain contiguous CPU parameters of the same dtype to views of
-                the buffer: it must not be written to while :meth:`FlatBuffer.exclusive` is
-                false. Buffers, and parameters of any other kind, are copied in place; but those
-                of a module on the CPU get new memory where something else views theirs, or torch
-                shares it between processes. ``True`` copies everything in place.
+            copy: ``False`` flips plain contiguous CPU parameters of the same dtype to views of the
+                buffer: it must not be written to while :meth:`FlatBuffer.exclusive` is false.
+                Buffers, and parameters of any other kind, are copied in place; but those of a
+                module on the CPU get new memory if something else views theirs, or torch shares it
+                between processes. ``True`` copies everything in place.
 
         Raises:
-            ManifestMismatch: The weights do not fit, or a tensor is none that can be a target.
+            ManifestMismatch: The weights do not fit, or a tensor cannot be a target.
             ConfigError: The target cannot be a target, or the buffer is too small.
-            Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value
-                again, and extra states are what it has made of them.
+            Exception: Whatever ``set_extra_state()`` raised; every tensor has its old value again,
+                and extra states are as ``set_extra_state()`` left them.
         """
         plan = self._plan
         if (
@@ -484,7 +486,7 @@ class Target:
             and not torch.is_inference_mode_enabled()
             and plan.is_valid(self.target)
         ):
-            # The usual case: nothing but flips, which cannot fail once the plan is valid.
+            # The usual case: only flips, which cannot fail once the plan is valid.
             _flip(plan.moved, plan.pick(flat.views(layout)))
             return
         mode: Mode = "copy" if copy else "flip"
@@ -498,17 +500,18 @@ class Target:
         mode: Mode = "copy",
         flat: FlatBuffer | None = None,
     ) -> None:
-        """Like :meth:`apply_`, from tensors anywhere.
+        """Put weights into the target like :meth:`apply_`, from tensors anywhere.
 
         Args:
             layout: Layout of the tensors.
-            sources: One for each leaf, in order. The target shares their memory only by ``"flip"``.
+            sources: One for each leaf, in order. The target shares their memory only with
+                ``"flip"``.
             values: Non-tensor values by name, packed.
-            mode: How tensors get their values.
-            flat: The buffer that they are views of, if they are.
+            mode: The way in which tensors get their values.
+            flat: The buffer that the sources are views of, if they are.
 
         Raises:
-            ManifestMismatch: They do not fit; nothing was changed.
+            ManifestMismatch: The weights do not fit; nothing was changed.
             ConfigError: The target cannot be a target.
         """
         plan = self._resolve(layout, values, mode)
@@ -516,13 +519,13 @@ class Target:
         undo: Undo = []
         with torch.inference_mode(False), torch.no_grad():
             _check_equal(plan, layout, sources)
-            # An earlier copy may write where a later one reads; none writes to a flat buffer.
+            # A copy may write to memory that a later one reads, but none writes to a flat buffer.
             if mode != "flip" and flat is None:
                 written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
                 self._change(plan, layout, sources, values, undo, flat)
-            except BaseException:  # goes on to the caller, once all is as it was
+            except BaseException:  # the caller gets it after the undo
                 self._plan = None
                 for step in reversed(undo):
                     step()
@@ -539,9 +542,9 @@ class Target:
         return any(map(accelerator().has, tensors))
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
-        """Whether :meth:`apply_` would change pointers, copy next to nothing, and not wait.
+        """Return True if :meth:`apply_` would flip pointers, copy next to nothing, and not wait.
 
-        Never before the first time, which plans.
+        Never before the first :meth:`apply_`, which makes the plan.
 
         Args:
             layout: Names, dtypes and shapes of the weights.
@@ -559,7 +562,7 @@ class Target:
     def detach_(self, flat: FlatBuffer) -> None:
         """Give every tensor that is still a view of a buffer memory of its own.
 
-        Also in a target that cannot be one any more, as some module in it is lazy now.
+        Works also if the target cannot be a target any more, because a module in it is lazy now.
 
         Args:
             flat: The buffer. Afterwards nothing of the target refers to it.
@@ -574,7 +577,7 @@ class Target:
                         tensor.data = tensor.data.clone()
 
     def _tell_of(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
-        """Say once that views of buffers do not follow them."""
+        """Log once that views of buffers do not follow them."""
         if not self._told:
             self._told = True
             ids = set(map(id, viewed))
@@ -584,7 +587,7 @@ class Target:
             log(logging.INFO, "applied", text, model=None)
 
     def _facts(self, layout: Layout, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All that decides what goes where, apart from the target."""
+        """Return the facts that decide what goes where, apart from the target."""
         return (layout.digest, self.strict, *values, inner_names(values))
 
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
@@ -619,10 +622,11 @@ class Target:
         undo: Undo,
         flat: FlatBuffer | None,
     ) -> None:
-        # What can fail comes before what cannot, so that the usual case needs no backup. Extra
-        # states come last, as set_extra_state() may look at the weights: then all is backed up.
+        # Steps that can fail come before those that cannot, so that the usual case needs no backup.
+        # Extra states come last, as set_extra_state() may look at the weights: then all is backed
+        # up.
         new = _replacements(plan, sources)
-        # Before a backup views them as well.
+        # They are found before a backup views the tensors, too.
         viewed = [] if plan.viewed is None else plan.viewed.find()
         memory = [
             sources[leaf]
@@ -672,16 +676,16 @@ class Target:
 def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
     """Give each tensor the memory of its view.
 
-    The loop runs in C: no other Python thread, and no signal handler, sees some of the tensors
-    flipped and others not. Autograd is told as of any change in place: some operations keep the
-    parameter itself for their backward pass, which would silently be that of other weights.
+    The loop runs in C: no other Python thread, and no signal handler, sees only some of the tensors
+    flipped. Autograd is told as of any change in place: some operations keep the parameter itself
+    for their backward pass, which would silently use other weights.
     """
     deque(map(_set_data, tensors, views), maxlen=0)
     torch.autograd.graph.increment_version(tensors)
 
 
 def _back_up(plan: Plan, undo: Undo) -> None:
-    """Remember all memory and elements of a target."""
+    """Add steps to ``undo`` that restore all memory and elements of a target."""
     moved = set(map(id, plan.moved))
     for tensor in filter(is_ordinary, plan.tensors):
         if id(tensor) not in moved:
@@ -690,10 +694,10 @@ def _back_up(plan: Plan, undo: Undo) -> None:
 
 
 def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """What takes the places of tensors that are replaced.
+    """Return the tensors that replace others, each with its place.
 
-    Whoever puts a module on the meta device mostly makes every parameter anew there, and with
-    that unties what was tied; where the sender has one tensor, the module gets one again.
+    Code that puts a module on the meta device mostly makes every parameter anew there, and so
+    unties tied ones; if the sender has one tensor, the module gets one again.
     """
     new: list[tuple[Place, torch.Tensor]] = []
     first: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -736,7 +740,7 @@ def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast.view(torch.uint8) if cast.numel() else cast
 
 
-# -- functions in the place of a model --------------------------------------------------------
+# -- functions in place of a model ------------------------------------------------------------
 
 
 class LoadTarget:
@@ -759,7 +763,7 @@ class LoadTarget:
         self.load = load
 
     def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
-        """Raise unless the weights can be handed over. What fits is the function's to say.
+        """Raise unless the weights can be handed over. The function decides whether they fit.
 
         Raises:
             ConfigError: There are values that are not tensors.
@@ -789,7 +793,7 @@ class LoadTarget:
 
         Raises:
             ConfigError: There are values that are not tensors.
-            Exception: Whatever the function raised. It has to put back what it changed.
+            Exception: Whatever the function raised. The function has to undo its changes itself.
         """
         self.check(layout, values)
         self.load(flat.named_views(layout))

@@ -1,8 +1,8 @@
-"""Flat buffers: one block of bytes with the weights of one version, and where each of them lies.
+"""Flat buffers: one block of bytes with the weights of one version, and their places in it.
 
-A flat buffer is filled by a transport or by a snapshot, and models are flipped to views of it.
-Several updates of a part of the names can be put together into one. This module must never import
-asyncio or a transport.
+A transport or a snapshot fills a flat buffer, and models are flipped to views of it. Several
+updates of a part of the names can be merged into one. This module must never import asyncio or a
+transport.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ DTYPES = _BY_DTYPE.keys()
 """The dtypes that can travel."""
 
 use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors refer to a storage. Private API of torch since 2.1."""
+"""Returns the number of tensors that refer to a storage. Private API of torch since 2.1."""
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The memory of every flat buffer that is alive, or of which a view is."""
+"""The memory of every flat buffer that is alive, or that has a living view."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -83,20 +83,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Layout:
-    """Where each leaf lies in a flat buffer.
+    """The place of each leaf in a flat buffer.
 
     Attributes:
         manifest: The manifest, checked when it was planned or decoded.
         dtypes: The torch dtype of each leaf.
         nbytes: Bytes of the payload, a multiple of 64.
         digest: 16 bytes that identify the layout.
-        index: Which leaf each name stands for, also those of tied tensors.
+        index: The leaf of each name, also of the names of tied tensors.
     """
 
     __slots__ = ("digest", "dtypes", "index", "manifest", "nbytes")
 
     def __init__(self, manifest: Manifest) -> None:
-        """Prepare for a manifest.
+        """Prepare the layout of a manifest.
 
         Args:
             manifest: The manifest.
@@ -117,7 +117,7 @@ class Layout:
         """Lay the leaves out one after the other, each on a multiple of 64 bytes.
 
         Args:
-            leaves: What to lay out.
+            leaves: The leaves to lay out.
             limits: Bounds that the receivers are expected to have.
 
         Raises:
@@ -145,8 +145,8 @@ class Layout:
 def _map_pages(nbytes: int) -> mmap.mmap:
     """Allocate pages that go back to the system with their last view.
 
-    What ``malloc`` is given back it may keep for the process: tens of megabytes for each buffer
-    that was in use at the same time.
+    ``malloc`` may keep freed memory for the process: tens of megabytes for each buffer that was in
+    use at the same time.
 
     Raises:
         MemoryError: There is no memory.
@@ -155,7 +155,8 @@ def _map_pages(nbytes: int) -> mmap.mmap:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as exc:
         raise MemoryError(f"no memory for {nbytes} bytes") from exc
-    with contextlib.suppress(OSError):  # as NumPy does; not every kernel has them
+    # NumPy asks for huge pages, too; not every kernel has them.
+    with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -163,7 +164,7 @@ def _map_pages(nbytes: int) -> mmap.mmap:
 class FlatBuffer:
     """A block of bytes on the CPU, aligned to 64 bytes, reused from version to version.
 
-    The memory is not zeroed. Views stay valid for as long as somebody holds them, even when the
+    The memory is not zeroed. Views stay valid for as long as other code holds them, even when the
     buffer itself is gone: each keeps the memory alive.
 
     Attributes:
@@ -171,12 +172,12 @@ class FlatBuffer:
         array: The bytes as a 1-D uint8 array; read-only if the memory is.
         address: Address of the first byte.
         padded_for: Digest of the layout whose padding was zeroed here.
-        block: What keeps the memory alive; ``None`` where there is none.
-        pinnable: An accelerator may be told to reach the memory directly.
-        read_only: Nothing may write to the memory.
-        is_shareable: :meth:`shared` may be another buffer.
-        was_transferred: It was copied from or to an accelerator before.
-        pinned: Ends what an accelerator was told of the memory.
+        block: The object that keeps the memory alive; ``None`` if there is no memory.
+        pinnable: True if an accelerator may be told to reach the memory directly.
+        read_only: True if nothing may write to the memory.
+        is_shareable: True if :meth:`shared` may return another buffer.
+        was_transferred: True if the buffer was copied from or to an accelerator before.
+        pinned: Undoes the pinning of the memory for an accelerator.
     """
 
     def __init__(
@@ -186,20 +187,20 @@ class FlatBuffer:
         pinnable: bool = False,
         share: Callable[[], memoryview] | None = None,
     ) -> None:
-        """Allocate so many bytes, or use memory that somebody else allocated.
+        """Allocate so many bytes, or use memory that other code allocated.
 
-        Such memory is kept alive (an ``mmap`` cannot be closed) until the buffer and all views
-        are gone; see :meth:`release`. It may be read-only: then nothing may write through the
-        views either, a write ends the process.
+        Memory of other code is kept alive (an ``mmap`` cannot be closed) until the buffer and all
+        views are gone; see :meth:`release`. It may be read-only: then nothing may write through the
+        views either, as a write ends the process.
 
         Args:
             memory: A number of bytes, at least 0. Or C-contiguous memory that starts on a multiple
                 of 64 bytes, for example a mapping of a shared segment.
-            pinnable: Of such memory: it is this process's own or mapped shared, and :meth:`unpin`
-                is called before pages are taken from it. A private mapping would get a copy of
-                each page, and not see what others write.
-            share: Maps memory of others once more, shared with them, to be read by an accelerator.
-                Raises :class:`OSError` where that cannot be.
+            pinnable: For memory of other code: it is this process's own or mapped shared, and
+                :meth:`unpin` is called before pages are taken from it. A private mapping would get
+                a copy of each page, and not see what others write.
+            share: Maps the same memory once more, shared with its owners, to be read by an
+                accelerator. Raises :class:`OSError` if that is impossible.
 
         Raises:
             ConfigError: The memory is not aligned.
@@ -230,9 +231,11 @@ class FlatBuffer:
         if array.size:
             if self.address % ALIGNMENT:
                 raise ConfigError(f"the memory does not start on a multiple of {ALIGNMENT} bytes")
-            # torch warns about read-only memory that it is given; nothing is written here.
+            # torch warns about read-only memory that it is given, so it gets a ctypes array, which
+            # has no such mark. Nothing is written here.
             self.block = (ctypes.c_ubyte * array.size).from_address(self.address)
-            self.block._owner = array  # lives as long as any view
+            # The array has to live as long as any view.
+            self.block._owner = array
             _blocks[self.address] = self.block
         self._lock = threading.Lock()
         self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
@@ -249,7 +252,10 @@ class FlatBuffer:
         return torch.frombuffer(self.block, dtype=torch.uint8)
 
     def shared(self) -> FlatBuffer | None:
-        """The same memory as others see it, always the same object; ``None`` where it is not."""
+        """Return the same memory as its owners see it, always the same object.
+
+        ``None`` if there is no such memory.
+        """
         if self._shared is None and self._share is not None:
             try:
                 self._shared = FlatBuffer(self._share(), pinnable=True)
@@ -258,7 +264,7 @@ class FlatBuffer:
         return self._shared
 
     def unpin(self) -> None:
-        """Have no accelerator reach the memory directly any more."""
+        """End the direct access of accelerators to the memory."""
         if self.pinned is not None:
             self.pinned()
             self.pinned, self.was_transferred = None, False
@@ -291,9 +297,10 @@ class FlatBuffer:
         return views
 
     def named_views(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors in the order of a layout; a tied one under each of its names."""
+        """Yield names and tensors in the order of a layout; a tied one under each of its names."""
         for leaf, view in zip(layout.manifest.leaves, self.views(layout), strict=True):
-            tensor = view.detach()  # whoever keeps it is seen by exclusive()
+            # If other code keeps a detached tensor, exclusive() sees that.
+            tensor = view.detach()
             for name in (leaf.name, *leaf.aliases):
                 yield name, tensor
 
@@ -309,15 +316,15 @@ class FlatBuffer:
         return tensor
 
     def exclusive(self) -> bool:
-        """Whether no tensor outside this object refers to the memory.
+        """Return True if no tensor outside this object refers to the memory.
 
-        Parameters that were flipped to a view, a ``state_dict()`` or a ``.data`` that somebody
-        kept, and autograd graphs that hold views all count as references; they stop counting
-        when they die. Only then may the memory be given new content. Memoryviews, arrays made
-        by :attr:`array` and storage objects are not counted.
+        Parameters that were flipped to a view, a ``state_dict()`` or a ``.data`` that other code
+        kept, and autograd graphs that hold views all count as references; they stop counting when
+        they die. Only if there are none may the memory be given new content. Memoryviews, arrays
+        made by :attr:`array` and storage objects are not counted.
 
-        Without the counter in torch (private API since torch 2.1), a buffer that gave out views
-        is never exclusive, and callers use new memory instead.
+        Without the counter in torch (private API since torch 2.1), a buffer that gave out views is
+        never exclusive, and callers use new memory instead.
         """
         if not self._views:
             return True
@@ -325,7 +332,8 @@ class FlatBuffer:
             return False
         for views, addresses in self._views.values():
             if list(map(torch.Tensor.data_ptr, views)) != addresses:
-                # share_memory() moved a storage elsewhere: these views are not ours any more.
+                # share_memory() has moved a storage elsewhere: these views are not on this memory
+                # any more.
                 self.release()
                 break
         return True
@@ -333,9 +341,9 @@ class FlatBuffer:
     def release(self) -> None:
         """Forget all views; the next call of :meth:`views` makes new ones.
 
-        Views that are in use stay valid, and are no longer seen by :meth:`exclusive`. After
-        this, and once all views are gone, wrapped memory can be closed by its owner as soon as
-        the buffer itself is dropped.
+        Views that are in use stay valid, and are no longer seen by :meth:`exclusive`. After this,
+        and once all views are gone, wrapped memory can be closed by its owner as soon as the buffer
+        itself is dropped.
         """
         self._views.clear()
         self._storages: list[int] = []
@@ -343,7 +351,7 @@ class FlatBuffer:
 
 
 def in_flat_memory(tensor: torch.Tensor) -> bool:
-    """Whether a CPU tensor is a view of some flat buffer: then it must not be written to."""
+    """Return True if a CPU tensor is a view of some flat buffer: it must not be written to."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return False
     address = tensor.data_ptr()
@@ -356,7 +364,7 @@ def in_flat_memory(tensor: torch.Tensor) -> bool:
 
 
 class Part(Protocol):
-    """What an update holds."""
+    """The weights of one update of a part of the names."""
 
     layout: Layout
     buffer: FlatBuffer
@@ -364,10 +372,10 @@ class Part(Protocol):
 
 
 def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
-    """The newest of each name, in memory of its own.
+    """Merge updates into the newest tensor or value of each name, in memory of its own.
 
-    Names that an older part ties stay tied, and get what is newest under any of them: so would
-    a worker that applies one part after the other.
+    Names that an older part ties stay tied, and get the newest weights of any of them: a worker
+    that applies one part after the other would get the same.
 
     Args:
         parts: Oldest first; at least one.
@@ -377,8 +385,9 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
         ConfigError: Together they are beyond the limits.
     """
     leaves = list[tuple[Part, LeafSpec, list[str]]]()
-    names_of: dict[str, list[str]] = {}  # for each name all that its tensor has, one list
-    gone: set[str] = set()  # what something newer holds
+    # For each name the list of all names of its tensor, one list object for each tensor.
+    names_of: dict[str, list[str]] = {}
+    gone: set[str] = set()  # names that a newer part holds
     values: dict[str, Any] = {}
     for part in reversed(parts):
         dropped = part.values.keys() & gone
@@ -389,7 +398,7 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
             names = (spec.name, *spec.aliases)
             rest = [name for name in names if name not in unwanted]
             known = next((names_of[name] for name in names if name in names_of), rest)
-            if known is not rest:  # it is tied to what something newer holds
+            if known is not rest:  # tied to a tensor that a newer part holds
                 known += rest
             elif rest:
                 kept.append((part, spec, rest))

@@ -38,11 +38,11 @@ _Batch: TypeAlias = "tuple[_Tensors, _Tensors]"
 # Elements of a piece. From 32,768 on torch shares a copy out to its own threads, whose barrier
 # costs milliseconds on a machine that computes all the time.
 _PIECE = 32_704
-# Pieces of a batch, of which each thread takes one after the other.
+# Pieces of a batch. Each thread copies one batch after the other.
 _PIECES = 64
 
 LARGE_NBYTES = 256 * 2**10
-"""Tensors from here on are copied one by one without the GIL; smaller ones in one go, with it."""
+"""Bytes from which a tensor is copied alone, without the GIL; smaller ones in batches, with it."""
 
 _MIN_CHUNK_NBYTES = 4 * 2**20
 _MAX_CHUNK_NBYTES = 64 * 2**20
@@ -52,11 +52,12 @@ class CopyPool:
     """A few threads that copy large blocks. Threads start with the first large copy.
 
     The thread that asks for a copy takes part in it, so that ``num_threads - 1`` threads named
-    ``aiosync-copy_<n>`` are started. Where they are busy with the copy of another thread, or did
-    not survive a fork, the caller copies alone.
+    ``aiosync-copy_<n>`` are started. If they are busy with the copy of another thread, or did not
+    survive a fork, the caller copies alone.
 
     Args:
-        num_threads: Threads that copy at the same time, the caller's included; at least 1.
+        num_threads: Number of threads that copy at the same time, the caller's included; at least
+            1.
 
     Attributes:
         num_threads: As given.
@@ -67,7 +68,7 @@ class CopyPool:
         self._executor = ThreadPoolExecutor(max(1, num_threads - 1), "aiosync-copy")
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
-        """Copy every (destination, source) pair of 1-D uint8 arrays; returns when all is done."""
+        """Copy every (destination, source) pair of 1-D uint8 arrays; return when all are copied."""
         total = sum(target.size for target, _ in pairs)
         if total < 2 * _MIN_CHUNK_NBYTES:
             self.run(copy_blocks, [pairs])
@@ -84,8 +85,9 @@ class CopyPool:
         )
 
     def run(self, function: Callable[[Any], object], items: Sequence[Any]) -> None:
-        """Call a function for each item; returns when all is done."""
-        left = iter(items)  # next() of a list iterator is atomic
+        """Call a function for each item; return when all calls have returned."""
+        # The threads share one iterator, as next() of a list iterator is atomic.
+        left = iter(items)
         helpers = [
             self._executor.submit(_take, function, left)
             for _ in range(min(self.num_threads, len(items)) - 1)
@@ -119,7 +121,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are one block of bytes on the CPU, in C order."""
+    """Return True if the elements of a tensor are one block of bytes on the CPU, in C order."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.is_cpu
@@ -143,8 +145,8 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     """Copy tensors into others, casting if need be, without torch's thread pool.
 
     Large ones that are not contiguous, or not on the CPU, are left to torch. Autograd is not told.
-    What another device has to do yet with the tensors is done before, whatever the stream, and
-    the copies are done after.
+    Work that another device still has to do with the tensors, on any stream, ends before the copies
+    begin, and the copies end before this returns.
 
     Args:
         pairs: Targets, and sources of the same shapes, which are only read.
@@ -174,7 +176,7 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
         elif target.dtype is source.dtype:
             blocks.append((as_bytes(target), as_bytes(source)))
         else:
-            # The "unsafe" one knows nothing of autograd, and takes a third of the time.
+            # unsafe_split() tells autograd nothing, and takes a third of the time of split().
             to = torch.unsafe_split(target.view(-1), _PIECE)
             of = torch.unsafe_split(source.view(-1), _PIECE)
             starts = range(0, len(to), _PIECES)
@@ -193,5 +195,5 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
 
 @torch.no_grad()
 def _copy_batch(batch: _Batch) -> None:
-    """Copy some milliseconds' worth in one call: it releases the GIL once for all of it."""
+    """Copy some milliseconds' worth in one call, which releases the GIL once for all of it."""
     torch._foreach_copy_(*batch)
