@@ -1,9 +1,9 @@
 """Tensors: from models to flat buffers and back.
 
-``collect`` and :class:`Flattener` read a model; :class:`Layout` and :class:`FlatBuffer` hold
-what travels; :class:`Target` puts it into another model. :func:`gather_weights` puts sharded
-tensors together, and a :class:`WeightMap` gives a model the names that it has. This package must
-never import asyncio or a transport.
+``collect`` and :class:`Flattener` read a model; :class:`Layout` and :class:`FlatBuffer` hold the
+weights that travel; :class:`Target` puts them into another model. :func:`gather_weights` puts
+sharded tensors together, and a :class:`WeightMap` turns weights into those of another model, with
+its names. This package must never import asyncio or a transport.
 """
 
 from aiosync.tensors.apply import Target

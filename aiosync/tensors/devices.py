@@ -1,8 +1,9 @@
 """Copies between tensors on an accelerator and a flat buffer: few transfers, from pinned memory.
 
 Small tensors are gathered on the device into one block, which is an image of a part of the flat
-buffer, and the block is transferred at once; the other way it is transferred and then scattered.
-Memory of the device for it is bounded. This module must never import asyncio or a transport.
+buffer, and the block is transferred at once; in the other direction the block is transferred and
+then scattered. The blocks take bounded memory of the device. This module must never import asyncio
+or a transport.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device"]
 BLOCK_NBYTES = 32 * 2**20
 """Bytes of a device's memory that the copies of one model take at most; of pinned memory twice."""
 
-_SHARE_NBYTES = 4 * 2**20  # for a thread, at least
+_SHARE_NBYTES = 4 * 2**20  # least share of a thread
 _MAX_THREADS = 8
 
 
@@ -40,11 +41,11 @@ class _Block:
 
     Attributes:
         start: Its first byte in the flat buffer.
-        stop: Where it ends.
-        leaves: Those in it.
-        images: Their places in the block on the device; empty if the only leaf is transferred
-            from and to its own memory.
-        at: Where the range is in the bytes of that leaf.
+        stop: The end of the range.
+        leaves: Indices of the leaves in it.
+        images: The places of these leaves in the block on the device; empty if the only leaf is
+            transferred from and to its own memory.
+        at: Offset of the range in the bytes of that leaf.
         gaps: Ranges of the flat buffer in it that belong to no leaf.
     """
 
@@ -57,15 +58,15 @@ class _Block:
 
 
 class DeviceCopies:
-    """How tensors on one device get into flat buffers of a layout, and out of them.
+    """The copies between tensors on one device and flat buffers of a layout, in both directions.
 
     Takes memory of the device, at most :data:`BLOCK_NBYTES`, for as long as it lives. One call at a
     time.
 
     Args:
-        layout: Where each leaf lies.
-        tensors: Those of the leaves that are copied here, by index; looked at, not kept.
-        device: Theirs.
+        layout: Layout of the flat buffers.
+        tensors: The tensors to copy, by the indices of their leaves; looked at, not kept.
+        device: Their device.
 
     Raises:
         ConfigError: The device has no memory left.
@@ -104,7 +105,7 @@ class DeviceCopies:
                         self._blocks.append(_Block(spec.offset + at, stop, [leaf], [], at))
                 else:
                     self.rest.append(leaf)
-            elif (  # nothing lies between but padding
+            elif (  # only padding lies between
                 runs
                 and runs[-1][-1] == leaf - 1
                 and spec.offset + spec.nbytes - specs[runs[-1][0]].offset <= BLOCK_NBYTES
@@ -131,11 +132,11 @@ class DeviceCopies:
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
-        """Copy tensors into a flat buffer; what was queued for them on any stream is done before.
+        """Copy tensors into a flat buffer, after all work that was queued for them on any stream.
 
         Args:
             tensors: One for each leaf of the layout; only those of :attr:`leaves` are copied.
-            flat: Where to; the padding between them becomes zero.
+            flat: The flat buffer; the padding between them becomes zero.
         """
         api, host = self._api, self._seen(flat).tensor()
         api.synchronize(self.device)
@@ -150,22 +151,23 @@ class DeviceCopies:
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])
-        for block in self._blocks:  # what was in the gaps of the block before
+        # The memory of a block is reused: its gaps hold bytes of the block before.
+        for block in self._blocks:
             for start, stop in block.gaps:
                 flat.array[start:stop] = 0
 
     @torch.no_grad()
     def scatter(self, flat: FlatBuffer, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Copy a flat buffer into tensors; what was queued on any stream is done before.
+        """Copy a flat buffer into tensors, after all work that was queued on any stream.
 
         Args:
-            flat: What to copy.
-            tensors: Those of the leaves.
+            flat: The flat buffer.
+            tensors: The tensors of the leaves.
         """
         api, nbytes = self._api, self._largest
         seen, ring = self._seen(flat), None
         if not (seen.pinnable or flat.is_shareable) and nbytes >= PINNED_NBYTES:
-            with contextlib.suppress(RuntimeError):  # no memory to pin: it goes slower
+            with contextlib.suppress(RuntimeError):  # without memory to pin it is slower
                 self._ring = self._ring or _Ring(api, self.device, nbytes, len(self._blocks))
             ring = self._ring
         host = seen.tensor()
@@ -193,7 +195,7 @@ class DeviceCopies:
             api.synchronize(self.device)
 
     def _seen(self, flat: FlatBuffer) -> FlatBuffer:
-        """The memory of a flat buffer; from its second transfer on as the device has it pinned."""
+        """Return the memory of a flat buffer; from its second transfer on pinned, if that works."""
         again, flat.was_transferred = flat.was_transferred, True
         if not again or flat.nbytes < PINNED_NBYTES:
             return flat
@@ -215,14 +217,14 @@ class _Ring:
         self._turn = 0
 
     def fill(self, source: NDArray[np.uint8], pool: CopyPool) -> torch.Tensor:
-        """Copy bytes into the next block, and return that; :meth:`used` has to follow."""
+        """Copy bytes into the next block and return it; a call of :meth:`used` has to follow."""
         self._waits[self._turn]()
         block = self._blocks[self._turn][: source.size]
         pool.copy([(block.numpy(), source)])
         return block
 
     def used(self) -> None:
-        """The transfer from the block has begun."""
+        """Note that the transfer from the block has begun."""
         self._waits[self._turn] = self._api.mark(self._device)
         self._turn = (self._turn + 1) % len(self._blocks)
 
@@ -232,7 +234,7 @@ def _nothing() -> None:
 
 
 def _part(tensor: torch.Tensor, block: _Block) -> torch.Tensor:
-    """The bytes of a large tensor that are in a block."""
+    """Return the bytes of a large tensor that are in a block."""
     data = tensor.detach().view(-1).view(torch.uint8)
     return data[block.at : block.at + block.stop - block.start]
 
@@ -240,10 +242,10 @@ def _part(tensor: torch.Tensor, block: _Block) -> torch.Tensor:
 def copies_by_device(
     layout: Layout, tensors: Iterable[tuple[int, torch.Tensor]]
 ) -> Iterator[tuple[DeviceCopies, dict[int, torch.Tensor]]]:
-    """What copies the tensors that are on accelerators, for each of these, and which they are.
+    """Yield, for each accelerator, the copies of the tensors that it has, and these tensors.
 
     Args:
-        layout: Where each leaf lies.
+        layout: Layout of the flat buffers.
         tensors: Indices of leaves, each once, and their tensors; those on the CPU are left out.
     """
     found: dict[torch.device, dict[int, torch.Tensor]] = {}

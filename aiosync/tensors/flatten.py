@@ -58,7 +58,8 @@ __all__ = [
     "Signature",
 ]
 
-try:  # C++ comparison of type, dtype, shape, strides and device: 0.1 us a tensor. Private API.
+# This compares type, dtype, shape, strides and device in C++: 0.1 us a tensor. Private API.
+try:
     from torch._C._dynamo.guards import TensorGuards as _new_guards
 except ImportError:  # pragma: no cover - depends on the version of torch
     _new_guards = None  # type: ignore[assignment,misc]
@@ -69,9 +70,9 @@ _look = attrgetter("dtype", "device", "layout", "shape")
 
 
 class Signature:
-    """How some tensors look, apart from where they are; to be compared again.
+    """The properties of some tensors other than their addresses; to be compared later.
 
-    Type, dtype, device, shape and strides of each, and whether it is a conjugate or negative view,
+    Type, dtype, device, shape and strides of each, and its flags as a conjugate or negative view,
     whose memory holds other numbers.
     """
 
@@ -80,15 +81,15 @@ class Signature:
         self._guards = _guards(tensors)
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether other (or the same) tensor objects still look the same. Cheap.
+        """Return True if other (or the same) tensor objects still have these properties. Cheap.
 
         Args:
-            tensors: The objects that this was made of, or others. None of the others may be
-                nested: torch would end the process.
+            tensors: The objects that this was made of, or others. None of the others may be nested:
+                torch would end the process.
         """
         if self._guards is not None and self._guards.check(*tensors):
             return True
-        # The guards also look at things that do not matter here (requires_grad, autocast).
+        # The guards also look at properties that do not matter here (requires_grad, autocast).
         if _facts(tensors) != self._facts:
             return False
         self._guards = _guards(tensors)
@@ -96,7 +97,7 @@ class Signature:
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    # A conjugate view differs from its base in nothing but its flag, not even in its address.
+    # A conjugate view differs from its base only in a flag, not even in its address.
     return [
         (type(t), _look(t), t.stride(), t.is_conj(), t.is_neg())
         if t.layout is torch.strided and not t.is_nested
@@ -107,7 +108,7 @@ def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     if _new_guards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
-        return None  # torch ends the process for some that have no strides
+        return None  # torch ends the process for some tensors without strides
     try:
         return _new_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (RuntimeError, TypeError, ValueError):  # pragma: no cover - private API, may change
@@ -116,15 +117,15 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What :meth:`Flattener.prepare` found, ready to be copied.
+    """The tensors that :meth:`Flattener.prepare` found, ready to be copied.
 
     Attributes:
-        plan: How it is copied.
-        layout: Where each leaf goes. The same object for as long as nothing changes.
+        plan: The plan of the copies.
+        layout: Layout of the flat buffer. The same object for as long as nothing changes.
         tensors: The live tensors, one for each leaf, in order.
         values: Non-tensor values by dotted name, of plain msgpack types.
-        signature: How the tensors look, apart from where they are. Kept as ``layout`` is. ``None``
-            where some have another dtype than the layout says.
+        signature: Properties of the tensors other than their addresses. The same object as long as
+            ``layout`` is. ``None`` if some have another dtype than the layout says.
     """
 
     plan: _Plan
@@ -141,8 +142,8 @@ class Prepared:
     def copy_into(self, flat: FlatBuffer, *, pool: CopyPool | None = None) -> None:
         """Copy every tensor to its place in a flat buffer.
 
-        Does not run torch kernels for plain tensors on the CPU, so that it never waits for
-        torch's thread pool. Padding between tensors is zeroed once for each buffer and layout.
+        Does not run torch kernels for plain tensors on the CPU, so that it never waits for torch's
+        thread pool. Padding between tensors is zeroed once for each buffer and layout.
 
         Args:
             flat: At least ``layout.nbytes`` long, writable, and exclusive.
@@ -166,11 +167,11 @@ class Prepared:
             return
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if program is None or program.addresses != addresses:
-            # Preparing pays only for tensors that stay where they are.
+            # Preparing a program pays only for tensors that stay where they are.
             is_new = program is not None and plan.addresses != addresses
             plan.addresses = addresses
             if is_new or self.signature is None:
-                # They may never be seen again, or are cast on the way.
+                # The tensors may never be seen again, or are cast on the way.
                 views = flat.views(layout)
                 copy_tensors(((views[at], self.tensors[at]) for at in plan.on_host), pool)
                 return
@@ -179,7 +180,7 @@ class Prepared:
 
 
 class _Plan:
-    """How one source was laid out, and what must hold for that to be still true."""
+    """The layout of one source, and the conditions under which it is still right."""
 
     def __init__(self, found: Found, layout: Layout) -> None:
         self.layout: Layout = layout
@@ -188,7 +189,7 @@ class _Plan:
         groups = group_tied(tensors)
         self.firsts: list[int] = [group[0] for group in groups]
         self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
-        self.in_all_places: Sequence[torch.Tensor] = tensors  # of the last source
+        self.in_all_places: Sequence[torch.Tensor] = tensors  # those of the last source
         self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
         self.on_devices: list[DeviceCopies] = [
@@ -199,23 +200,23 @@ class _Plan:
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
-        self.addresses: list[int] = []  # of what was copied last
+        self.addresses: list[int] = []  # addresses of the last tensors that were copied
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
-        """What is copied by this plan: the first of each group of tied tensors, and values."""
+        """Return what this plan copies: the first of each group of tied tensors, and the values."""
         self.in_all_places, self.tensors = tensors, [tensors[first] for first in self.firsts]
         signature = None if self.is_cast else self.signature
         return Prepared(self, self.layout, self.tensors, values, signature)
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether other tensors under the same names have the same shapes, dtypes and ties."""
+        """Return True if other tensors of the same names have the same shapes, dtypes and ties."""
         unique = [tensors[first] for first in self.firsts]
         if not all(map(is_, unique, self.tensors)) and any(each.is_nested for each in unique):
             return False
         return self.signature.same(unique) and (not self.tied or self.still_tied(tensors))
 
     def still_tied(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether tensors that were the same memory still are."""
+        """Return True if tensors that were the same memory still are."""
         return all(
             tensors[other] is tensors[first]
             or memory_key(tensors[other]) == memory_key(tensors[first])
@@ -229,21 +230,21 @@ def _names(found: Found) -> list[tuple[str, str, bool]]:
 
 
 class Flattener:
-    """Turns a source into a layout, and into what copies its tensors into flat buffers.
+    """Turns a source into a layout, and into the copies of its tensors into flat buffers.
 
     Keeps the plan of the last source, so that a second snapshot of the same source costs a
     comparison. It holds references to that source's tensors until another source is prepared.
 
     With a dtype, layouts and buffers have other floating-point dtypes than the source, which is
     only read. Integers, complex numbers, values that are not tensors, and the tensors inside values
-    and extra states keep what they have. A single dtype does not round two kinds of buffers of a
+    and extra states keep their dtypes. A single dtype does not round two kinds of buffers of a
     module either: those that are not persistent, which are computed, not learned, so that a model
     in another dtype may still have them in this one; and those in float64, which are statistics.
 
     Args:
-        extract_as: What of a module is sent; see :func:`~aiosync.tensors.collect`.
+        extract_as: The weights of a module that are sent; see :func:`~aiosync.tensors.collect`.
         limits: Bounds that the receivers are expected to have.
-        dtype: What :func:`~aiosync.tensors.check_dtypes` returned.
+        dtype: The result of :func:`~aiosync.tensors.check_dtypes`.
     """
 
     def __init__(
@@ -257,14 +258,15 @@ class Flattener:
         self._rule = None if dtype is None else DtypeRule(dtype)
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
-        self._told: list[str] = []  # of these buffers it was said that they are not rounded
-        self._steady: Prepared | None = None  # of the tree; nothing has to be asked for anew
+        self._told: list[str] = []  # buffers of which it was logged that they are not rounded
+        # The last result for the tree, if a new one needs no walk.
+        self._steady: Prepared | None = None
 
     def prepare(self, source: Source) -> Prepared:
-        """Find what there is to send; nothing is copied yet.
+        """Find the weights to send; nothing is copied yet.
 
-        The tensors are resolved now: parameters that were re-created, moved, cast or replaced
-        since the last call are seen.
+        The tensors are resolved now: parameters that were re-created, moved, cast or replaced since
+        the last call are seen.
 
         Args:
             source: A module, a TensorDict or a mapping; see :func:`~aiosync.tensors.collect`.
@@ -313,7 +315,7 @@ class Flattener:
         return prepared
 
     def _cast(self, found: Found, leaves: Leaves) -> Sequence[Leaf]:
-        """The leaves, with others in the place of those that have another dtype on the way."""
+        """Return the leaves, those with another dtype on the way replaced by meta tensors of it."""
         rule, used, cast = self._rule, set[Pattern](), list[Leaf]()
         if rule is None:
             return leaves.leaves
@@ -372,7 +374,7 @@ class _Program:
                 self._batches[-1][1].append(as_bytes(tensor).data)
 
     def run(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer, pool: CopyPool | None) -> None:
-        # Each batch runs in C with the GIL held, half a millisecond at most. Releasing it for
+        # Each batch runs in C with the GIL held, half a millisecond at most. Releasing the GIL for
         # every small copy would cost a switch interval (5 ms) each, next to a busy thread.
         store = flat.array.data.__setitem__
         for slices, sources in self._batches:
@@ -391,11 +393,11 @@ class _Program:
 class LiveBytes:
     """A payload made of views of tensors, and of the zeros between them.
 
-    The bytes of a payload where they lie now, for links that carry bytes, while the tensors are
-    not allowed to change.
+    For links that carry bytes: they read the payload at the addresses of the tensors, which must
+    not change meanwhile.
 
     Args:
-        layout: Where each leaf goes.
+        layout: Layout of the payload.
         tensors: The leaves, in order: contiguous and on the CPU.
     """
 
@@ -407,23 +409,23 @@ class LiveBytes:
                 pieces += (at, _PADDING[: leaf.offset - at]), (leaf.offset, as_bytes(tensor).data)
                 at = leaf.offset + leaf.nbytes
         pieces.append((at, _PADDING[: layout.nbytes - at]))
-        self._pieces = [piece for piece in pieces if piece[1].nbytes]  # and where each starts
+        self._pieces = [piece for piece in pieces if piece[1].nbytes]  # offsets and bytes
 
     @classmethod
     def of(cls, layout: Layout, tensors: Sequence[torch.Tensor]) -> LiveBytes | None:
-        """The same, or ``None`` where a copy is better.
+        """Return the live bytes of tensors, or ``None`` if a copy is better.
 
-        That is for tensors that are not one block of memory of this process, and for many small
-        ones, as each piece costs a little of every write.
+        A copy is better for tensors that are not one block of memory of this process, and for many
+        small ones, as each piece costs a little of every write.
         """
         small = layout.nbytes < LARGE_NBYTES * max(1, len(tensors))
         return None if small or not all(map(is_plain_cpu, tensors)) else cls(layout, tensors)
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """The bytes from ``start`` to ``stop``, as pieces in order."""
+        """Return the bytes from ``start`` to ``stop``, as pieces in order."""
         found = []
         first = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
-        for index in range(first, len(self._pieces)):  # islice() would pass all those before
+        for index in range(first, len(self._pieces)):  # islice() would walk over the pieces before
             at, piece = self._pieces[index]
             if at >= stop:
                 break

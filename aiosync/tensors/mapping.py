@@ -1,8 +1,8 @@
-"""Other names, fused and split tensors, other dtypes: what a receiver does to fit its model.
+"""Weight maps: other names, fused and split tensors, and other dtypes for a receiver's model.
 
 A language model has one projection for each of query, key and value in a checkpoint, and a single
-fused one in an inference engine. See ``docs/topics/mapping.md``. What comes out is matched with the
-names of a model in ``tensors.apply``. This module must never import asyncio or a transport.
+fused one in an inference engine. See ``docs/topics/mapping.md``. ``tensors.apply`` matches the
+results with the names of a model. This module must never import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Pattern:
         self._regex = re.compile("(.*?)".join(map(re.escape, self._pieces)), re.DOTALL)
 
     def match(self, name: str, used: set[Pattern]) -> tuple[str, ...] | None:
-        """What the stars stand for if the whole name fits; otherwise ``None``.
+        """Return the characters for each star if the whole name fits; otherwise ``None``.
 
-        From the left on each stands for as little as possible. A pattern that fits joins ``used``.
+        From the left on each star stands for as few characters as possible. A pattern that fits
+        joins ``used``.
         """
         found = self._regex.fullmatch(name)
         if found is None:
@@ -62,12 +63,12 @@ class Pattern:
         return found.groups()
 
     def fill(self, captured: Sequence[str]) -> str:
-        """The name with something for each star."""
+        """Return the name with the given characters for each star."""
         return "".join(map("".join, zip_longest(self._pieces, captured, fillvalue="")))
 
 
 _ANY = Pattern("*", "")
-"""Fits each name that comes: where it is not used there was none, and no other can be."""
+"""Fits every name that arrives: if it was not used, no name arrived, and no other can be used."""
 
 
 def _all_names(values: Any) -> bool:
@@ -75,10 +76,10 @@ def _all_names(values: Any) -> bool:
 
 
 def check_dtypes(value: object, option: str) -> Dtypes | None:
-    """Check what somebody gave for dtypes, and copy it if it is a mapping.
+    """Check a user's dtypes, and copy them if they are a mapping.
 
     Raises:
-        ConfigError: It is something else, or names a dtype that is none of floating point or
+        ConfigError: The value is something else, or has a dtype that is none of floating point or
             cannot travel.
     """
     if value is None:
@@ -97,14 +98,14 @@ def check_dtypes(value: object, option: str) -> Dtypes | None:
 
 
 class DtypeRule:
-    """Which dtype each floating-point tensor gets.
+    """Chooses the dtype of each floating-point tensor.
 
     Args:
-        dtypes: What :func:`check_dtypes` returned.
+        dtypes: The result of :func:`check_dtypes`.
 
     Attributes:
-        for_all: Whether it is a single dtype, and no names were given.
-        patterns: Those that have to fit something, in order; none for a single dtype.
+        for_all: True for a single dtype, without names.
+        patterns: The patterns that have to fit some name, in order; none for a single dtype.
     """
 
     def __init__(self, dtypes: Dtypes) -> None:
@@ -114,7 +115,7 @@ class DtypeRule:
         self.patterns: list[Pattern] = [] if self.for_all else list(self._dtypes)
 
     def find(self, names: Sequence[str], now: torch.dtype, used: set[Pattern]) -> torch.dtype:
-        """The dtype for a tensor.
+        """Return the dtype for a tensor.
 
         Args:
             names: The names of the tensor; the first pattern that fits one of them counts.
@@ -185,19 +186,19 @@ class WeightMap:
         self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
         self._dtypes = DtypeRule(check_dtypes(dtype, "dtype") or {})
         self.strict: bool = strict
-        """Whether a pattern that fits nothing is refused."""
+        """True if a pattern that fits no name is refused."""
 
     def __call__(
         self, weights: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what becomes of some weights, one tensor at a time.
+        """Yield the results for some weights, one tensor at a time.
 
         Args:
-            weights: Names and tensors in any order, or a mapping of them. Only read. Tensors of
-                one merge are kept until the last of them came.
+            weights: Names and tensors in any order, or a mapping of them. Only read. Tensors of one
+                merge are kept until the last of them arrives.
 
         Yields:
-            Names and tensors. Renamed and split tensors are views of those that came; merged and
+            Names and tensors. Renamed and split tensors are views of the given ones; merged and
             cast ones are new.
 
         Raises:
@@ -225,14 +226,15 @@ class WeightMap:
                 "remove them, or pass strict=False"
             )
 
-    # The steps, each over what the one before it yields.
+    # Each of these steps reads the weights that the step before it yields.
 
     def _renamed(self, weights: _Items, used: set[Pattern]) -> _Items:
-        """Drop and rename."""
+        """Drop and rename tensors."""
         starred = [each for text, each in self._renames.items() if "*" in text]
         for name, tensor in weights:
             used.add(_ANY)
-            # Every pattern is tried, so that one that another one overrules is not called unused.
+            # Every pattern is tried, so that a pattern that another one overrules does not count as
+            # unused.
             if [each for each in self._drops if each.match(name, used) is not None]:
                 continue
             if self._function is not None:
@@ -261,7 +263,7 @@ class WeightMap:
     def _merged(
         self, weights: _Items, used: set[Pattern], made: Container[str]
     ) -> Iterator[tuple[str, list[torch.Tensor], int]]:
-        """Names and what each is made of: one tensor, or parts along a dimension."""
+        """Yield names, the tensors of which each is made, and the dimension that joins several."""
         waiting: dict[tuple[_Fused, str], tuple[tuple[str, ...], dict[int, Any]]] = {}
         for name, tensor in weights:
             spec, index, captured = next(
@@ -286,7 +288,8 @@ class WeightMap:
                 del waiting[spec, fused]
                 ordered = dict(parts[index] for index in range(len(parts)))
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
-                del parts, ordered  # what is merged is not kept any longer
+                # A merged tensor is not kept any longer.
+                del parts, ordered
         missing = [
             part.fill(captured)
             for (spec, _), (captured, parts) in waiting.items()
@@ -323,10 +326,10 @@ def _names(value: Any, what: str) -> list[str]:
 
 
 class _Fused:
-    """One fused tensor and its parts, in order; those of a split with their sizes."""
+    """One fused tensor and its parts, in order; the parts of a split with their sizes."""
 
     def __init__(self, option: str, text: str, spec: Any) -> None:
-        """Check what the user wrote."""
+        """Check one entry of the user's ``split`` or ``merge``."""
         has_dim = isinstance(spec, tuple) and len(spec) == 2 and type(spec[1]) is int
         parts, dim = spec if has_dim else (spec, 0)
         self.dim: int = dim
@@ -348,7 +351,7 @@ class _Fused:
         self.parts = [Pattern(name, option, self.fused) for name in names]
 
     def split(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of a tensor, as views.
+        """Return the parts of a tensor, as views.
 
         Raises:
             ManifestMismatch: The sizes do not fit.
@@ -363,7 +366,7 @@ class _Fused:
         return torch.split(tensor.detach(), sizes, dim)
 
     def check(self, fused: str, parts: Mapping[str, torch.Tensor]) -> int:
-        """The dimension along which the parts are joined.
+        """Return the dimension along which the parts are joined.
 
         Raises:
             ManifestMismatch: They do not fit together.
@@ -382,7 +385,7 @@ class _Fused:
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor, made of one, or of several along a dimension."""
+    """Return a new tensor, made of one, or of several along a dimension."""
     first, *others = parts
     shape = list(first.shape)
     for other in others:
@@ -403,7 +406,7 @@ def _dimension(name: str, tensor: torch.Tensor, dim: int) -> int:
 
 
 def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """The number of dimensions, and all sizes but one."""
+    """Return the number of dimensions, and all sizes but one."""
     return (tensor.dim(), *tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 

@@ -1,4 +1,4 @@
-"""Why a tensor of a target cannot take what was sent for it, in words."""
+"""Texts that say why a tensor of a target cannot take the leaf that was sent for it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STRICT_HINT = (
 
 
 def difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: object) -> str:
-    """Say in words what does not fit; empty if it fits."""
+    """Return a text on the differences of a leaf from its tensor; empty if it fits."""
     tensor = spot.tensor
-    if not (  # on the meta device it gets memory
+    if not (  # a tensor on the meta device gets memory
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
@@ -40,7 +40,7 @@ def difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: o
     parts = []
     if tuple(tensor.shape) != shape:
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
-    # A single wire_dtype does not round all buffers: a model in less precision does.
+    # A single wire_dtype does not round all buffers, but a model in less precision does.
     exact = strict and not (spot.is_buffer and tensor.dtype.itemsize <= dtype.itemsize)
     castable = (tensor.dtype.is_floating_point and dtype.is_floating_point) or (
         tensor.dtype.is_complex and dtype.is_complex

@@ -24,7 +24,7 @@ from aiosync.tensors.walk import Place
 __all__ = ["Undo", "put", "store"]
 
 Undo: TypeAlias = "list[Callable[[], object]]"
-"""What puts back what was there, the last one first."""
+"""Steps that put back the old tensors and values; the last step runs first."""
 
 
 def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
@@ -39,7 +39,8 @@ def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
         _put_params(owner, table, key, path, tensor, tensor)
     elif isinstance(owner, nn.Module):
         undo.append(partial(setattr, owner, key, getattr(owner, key)))
-        setattr(owner, key, tensor)  # not the table: an RNN keeps a list of its weights as well
+        # Not through the table, because an RNN also keeps a list of its weights.
+        setattr(owner, key, tensor)
     else:
         undo.append(partial(store, root, owner, key, owner.get(key)))
         store(root, owner, key, tensor)
@@ -52,7 +53,7 @@ def _put_params(owner: Any, table: Any, key: str, path: Any, inner: Any, own: An
 
 
 def store(root: Any, owner: Any, key: str, value: Any) -> None:
-    """Put a tensor or a value into a container of a target, whose root is unlocked meanwhile."""
+    """Put a tensor or a value into a container of a target, whose root is unlocked for that."""
     if is_tensor_collection(owner):
         with _unlocked(root):
             set_item(owner, key, value)
@@ -61,7 +62,7 @@ def store(root: Any, owner: Any, key: str, value: Any) -> None:
 
 
 def _unlocked(td: Any) -> AbstractContextManager[Any]:
-    """Unlock a TensorDict for a while; it may hold tensors of other devices than meta then."""
+    """Unlock a TensorDict inside a block; one on the meta device may then hold other tensors."""
     if not is_tensordict(td):
         return nullcontext()
     context: AbstractContextManager[Any] = td.unlock_() if td.is_locked else nullcontext(td)

@@ -1,7 +1,7 @@
-"""Whole tensors from those that are sharded over the ranks of a device mesh (DTensor, FSDP).
+"""Whole tensors, gathered from shards on the ranks of a device mesh (DTensor, FSDP).
 
-Loads ``torch.distributed`` for nobody who has not loaded it. This module must never import
-asyncio or a transport.
+Does not load ``torch.distributed`` in a process that has not loaded it. This module must never
+import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def gather_weights(
 ) -> dict[str, Any]:
     """Gather the weights of a sharded model, for ``send()`` on the rank that is the sender.
 
-    Every rank of the mesh has to call it, at the same point of its program; it blocks meanwhile.
-    In an async program call it with ``await asyncio.to_thread(aiosync.gather_weights, model)``.
-    Modules of ``fully_shard`` are resharded first, so that what the optimizer changed is taken.
+    Every rank of the mesh has to call it, at the same point of its program; it blocks meanwhile. In
+    an async program call it with ``await asyncio.to_thread(aiosync.gather_weights, model)``.
+    Modules of ``fully_shard`` are resharded first, so that the optimizer's changes are included.
 
     Args:
-        source: A module, a TensorDict or a mapping with ``DTensor`` leaves. Without any, no
-            rank is waited for.
-        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers,
-            ``"state_dict"`` what its ``state_dict()`` has. The same on all ranks.
+        source: A module, a TensorDict or a mapping with ``DTensor`` leaves. Without any, no rank is
+            waited for.
+        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers, ``"state_dict"``
+            the content of its ``state_dict()``. The same on all ranks.
         keep: ``False`` on ranks that do not send: they take part, and hold one whole tensor at a
             time.
-        device: Where the result is placed, for example ``"cpu"``, where tensors go one by one as
-            they are gathered; ``None`` leaves them where the mesh is.
+        device: Device of the result, for example ``"cpu"``, to which tensors go one by one as they
+            are gathered; ``None`` leaves them on the device of the mesh.
         timeout: Seconds to wait until all ranks have called this; ``None`` leaves it to the process
             groups. After that each collective has the deadline of its process group.
 
     Returns:
         Tensors by dotted name, and the extra states of modules; empty without ``keep``. Tied
-        tensors are one object under several names. What was not sharded may be the model's own
-        memory: send it before the next step of the optimizer.
+        tensors are one object under several names. Tensors that were not sharded may be the model's
+        own memory: send them before the next step of the optimizer.
 
     Raises:
         ConfigError: The source is of another type, or a ``FullyShardedDataParallel``; this process
@@ -67,7 +67,7 @@ def gather_weights(
     if sharded:
         _meet(sharded, timeout)
     result: dict[str, Any] = {}
-    whole: dict[int, torch.Tensor] = {}  # tied ones once, also on ranks that keep none
+    whole: dict[int, torch.Tensor] = {}  # each tied tensor once, also on ranks that keep none
     for place in found.places:
         tensor = place.tensor
         if id(tensor) not in whole:
@@ -75,7 +75,8 @@ def gather_weights(
             if keep and device is not None:
                 full = full.to(device)
             full = full if keep else full.new_empty(0)
-            # The mark tells the sender that wire_dtype= may have to leave it alone.
+            # A buffer is marked, so that the sender knows that wire_dtype= may have to leave it
+            # alone.
             whole[id(tensor)] = nn.Buffer(full) if place.kind == "buffer" else full
         result[place.name] = whole[id(tensor)]
     result.update((name, place.read()) for name, place in found.values.items())
@@ -83,13 +84,13 @@ def gather_weights(
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. As long as nobody has imported them there is none."""
+    """Return True for a DTensor. Before DTensor is imported there is none."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def _reshard(source: nn.Module) -> None:
-    """Have modules of ``fully_shard`` take what the optimizer changed."""
+    """Let modules of ``fully_shard`` take over the optimizer's changes."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in source.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -106,7 +107,7 @@ def _gather(place: Place) -> torch.Tensor:
     try:
         with torch.inference_mode(False), torch.no_grad():
             full: Any = place.tensor.detach().full_tensor()
-            # Or a collective that was not waited for.
+            # full_tensor() may also return a collective that was not waited for.
             whole: torch.Tensor = full if type(full) is torch.Tensor else full.wait()
     except RuntimeError as exc:
         raise TransportBroken(f"gathering {place.name!r} from its mesh failed: {exc}") from exc
@@ -114,10 +115,10 @@ def _gather(place: Place) -> torch.Tensor:
 
 
 def _meet(picked: Sequence[Place], timeout: float | None) -> None:
-    """Wait until all ranks have called this, and see whether they want to gather the same.
+    """Wait until all ranks have called this, and raise unless they gather the same weights.
 
-    Collectives wait for each other as long as their group allows, half an hour by default, and
-    ranks that gather different tensors would wait so long, or mix them up.
+    Collectives wait for each other as long as their group allows, half an hour by default. Ranks
+    that gather different tensors would wait so long, or mix the tensors up.
     """
     want = hashlib.blake2b(digest_size=7)
     meshes: list[Any] = []
@@ -155,7 +156,7 @@ def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> Non
             work.wait()
         else:
             work.wait(options.timeout)
-        values.cpu()  # errors of another device come out here
+        values.cpu()  # errors of another device are raised here
     except RuntimeError as exc:
         if "timed out" in str(exc).lower() or "timeout" in str(exc).lower():
             raise SyncTimeout(

@@ -17,16 +17,16 @@ class TransientBuffers:
     """Warns once if this process changes buffers that updates overwrite.
 
     Args:
-        owner: What has them, for the warning.
+        owner: Class name of the target that has them, for the warning.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._left: dict[str, tuple[torch.Tensor, int]] = {}  # as the last update left them
+        self._left: dict[str, tuple[torch.Tensor, int]] = {}  # the buffers after the last update
         self._warned = False
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Compare the buffers with what the last update left, which is forgotten then."""
+        """Compare the buffers with those after the last update, which are forgotten then."""
         left, self._left = self._left, {}
         both = left.keys() & buffers.keys()
         changed = sorted(name for name in both if _differs(buffers[name], *left[name]))
@@ -50,7 +50,7 @@ def _num_writes(tensor: torch.Tensor) -> int:
 
 
 def _differs(tensor: torch.Tensor, before: torch.Tensor, num_writes: int) -> bool:
-    """Return True if a buffer was written to, or replaced by other values: not if it was moved."""
+    """Return True if a buffer was written to, or replaced by other values; not if it was moved."""
     if tensor is before:
         return _num_writes(tensor) != num_writes
     return tensor.shape != before.shape or not torch.equal(tensor, before.to(tensor))

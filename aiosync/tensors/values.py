@@ -1,14 +1,14 @@
 """Non-tensor values and extra state, in a form made of plain msgpack types.
 
-``get_extra_state()`` may return anything. What can travel is: plain values, and lists, tuples,
+``get_extra_state()`` may return anything. These values can travel: plain values, and lists, tuples,
 dicts and TensorDicts of plain values and tensors. Tensors inside become leaves of their own; the
-value then names them. Each arrives as the type that it has, so a subclass is refused by name as
-any other type is: never turned into its base, dropped or pickled. This module must never import
+value then names them. Each value arrives as the type that it has, so a subclass is refused by name
+as any other type is: never turned into its base, dropped or pickled. This module must never import
 asyncio or a transport.
 
-At the end are questions about TensorDicts that do not import tensordict, which takes as long as
-torch. Nothing is a TensorDict before somebody has imported the library: unpickling one imports it,
-too.
+The functions at the end recognise TensorDicts without importing tensordict, which takes as long to
+import as torch. Before the library is imported no value is a TensorDict: unpickling one imports the
+library, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SPECIAL: dict[str, tuple[Any, ...]] = {
     "defaultdict": (defaultdict, None),
     **{f"defaultdict {each.__name__}": (defaultdict, each) for each in (int, float, list, dict)},
 }
-"""Types that travel as a dict or a list, each with what its constructor takes before that."""
+"""Types that travel as a dict or a list, each with the constructor arguments before that."""
 
 _MAX_DEPTH = 12
 
@@ -71,7 +71,7 @@ def pack_value(
         name: Dotted name of the value, for errors and for the names of its tensors.
         value: The value.
         add_tensor: Called with the dotted name of each tensor inside, and the tensor.
-        depth: How deeply it may be nested.
+        depth: Number of levels to which it may be nested.
 
     Raises:
         ConfigError: Something inside cannot travel; the message names it.
@@ -88,7 +88,7 @@ def pack_value(
     def pack(key: Any, item: Any, levels: int) -> Any:
         return pack_value(f"{name}.{key}", item, add_tensor, depth - levels)
 
-    if is_non_tensor(value) and not is_tensordict(value):  # which a stack of values is
+    if is_non_tensor(value) and not is_tensordict(value):  # a stack of values is both
         return pack_value(name, value.data, add_tensor, depth - 1)
     if is_plain_tensordict(value):
         items = {key: pack(key, item, 2) for key, item in value.items()}
@@ -116,7 +116,7 @@ def pack_value(
 
 
 def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Rebuild what :func:`pack_value` packed.
+    """Rebuild a value that :func:`pack_value` packed.
 
     Args:
         value: The packed value, possibly after a trip through msgpack.
@@ -183,40 +183,41 @@ _library: Any = None
 
 
 def _loaded() -> Any:
-    """The library, or ``None`` as long as nobody has imported it."""
+    """Return the tensordict library, or ``None`` as long as it is not imported."""
     global _library
     if _library is None and sys.modules.get("tensordict") is not None:
-        import tensordict.utils  # at once; or waits for the thread that is importing it now
+        # If another thread is importing the library now, this waits for it.
+        import tensordict.utils
 
         _library = tensordict
     return _library
 
 
 def is_tensordict(value: Any) -> TypeGuard[TensorDictBase]:
-    """Whether a value is a TensorDict of any kind, but no tensorclass."""
+    """Return True if a value is a TensorDict of any kind, but no tensorclass."""
     library = _library or _loaded()
     return library is not None and isinstance(value, library.TensorDictBase)
 
 
 def is_plain_tensordict(value: Any) -> TypeGuard[TensorDict]:
-    """Whether a value is of the class ``TensorDict`` itself."""
+    """Return True if a value is of the class ``TensorDict`` itself."""
     library = _library or _loaded()
     return library is not None and type(value) is library.TensorDict
 
 
 def is_tensordict_params(value: Any) -> TypeGuard[TensorDictParams]:
-    """Whether a value is a TensorDict that is a module as well."""
+    """Return True if a value is a TensorDict that is also a module."""
     library = _library or _loaded()
     return library is not None and isinstance(value, library.TensorDictParams)
 
 
 def is_tensor_collection(value: Any) -> bool:
-    """Whether a value is a TensorDict or a tensorclass."""
+    """Return True if a value is a TensorDict or a tensorclass."""
     library = _library or _loaded()
     return library is not None and bool(library.is_tensor_collection(value))
 
 
 def is_non_tensor(value: Any) -> bool:
-    """Whether a value is one of those that TensorDicts wrap what is not a tensor in."""
+    """Return True if a value is a wrapper in which TensorDicts keep objects other than tensors."""
     library = _library or _loaded()
     return library is not None and bool(library.utils.is_non_tensor(value))

@@ -1,8 +1,8 @@
-"""Views: which tensors have memory that something else views, and memory in its place.
+"""Views: finds tensors whose memory something else views, and makes new memory for them.
 
-What somebody keeps of a version, such as a ``state_dict()``, is made of views of the tensors of a
-model. It keeps its values if these get new memory for the next version. This module must never
-import asyncio or a transport.
+What a program keeps of a version, such as a ``state_dict()``, consists of views of the tensors of a
+model. The views keep their values if these tensors get new memory for the next version. This module
+must never import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Viewed", "new_memory"]
 
 
 class Viewed:
-    """Tells which of some CPU tensors have memory that other tensors view as well.
+    """Finds, among some CPU tensors, those whose memory other tensors view, too.
 
-    Keeps their memory alive. An array or a memoryview counts as the tensor that it keeps; a
-    storage object, and what was handed over through DLPack, do not count.
+    Keeps their memory alive. An array or a memoryview counts as the tensor that it keeps; a storage
+    object, and memory that was handed over through DLPack, do not count.
 
     Args:
         tensors: The tensors. Those in one storage do not count as others for each other.
@@ -32,7 +32,8 @@ class Viewed:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._held = [tensor.detach() for tensor in tensors]  # else an address may be of others
+        # Keeps the storages alive, as freed addresses may be reused by others.
+        self._held = [tensor.detach() for tensor in tensors]
         self._storages: list[int] = [each.untyped_storage()._cdata for each in self._held]
         known = Counter(self._storages)
         self._counts = [2 * known[each] + _own_count() for each in self._storages]
@@ -50,14 +51,14 @@ class Viewed:
 
 @functools.cache
 def _own_count() -> int:
-    """Return what torch counts for a storage, beside tensors, once its address was asked for."""
+    """Return torch's count of a storage whose address was asked for, without its tensors."""
     tensor = torch.empty(1, device="cpu")
     address: int = tensor.untyped_storage()._cdata
     return 0 if use_count is None else use_count(address) - 1
 
 
 def new_memory(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Make memory for CPU tensors, by their ids; those that are the same memory stay it."""
+    """Make memory for CPU tensors, by their ids; tensors in the same memory get the same again."""
     made: dict[Any, torch.Tensor] = {}
     for tensor in tensors:
         key = memory_key(tensor)

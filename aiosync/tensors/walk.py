@@ -1,8 +1,8 @@
 """Walking: the tensors and values of a module, a TensorDict or a mapping, by dotted name.
 
-What can travel is said here, in one place: strided tensors that have values. Walking a module of
-a thousand tensors takes milliseconds; telling that nothing was re-created, moved or replaced
-since takes a tenth of one. This module must never import asyncio or a transport.
+Only strided tensors that have values can travel: has_values() decides that. Walking a module of a
+thousand tensors takes milliseconds; finding out that no tensor was re-created, moved or replaced
+since takes a tenth of a millisecond. This module must never import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ __all__ = [
 ]
 
 ExtractAs: TypeAlias = Literal["tensordict", "state_dict"]
-"""What of a module is sent: everything, or what its ``state_dict()`` holds."""
+"""The weights of a module that are sent: all, or the content of its ``state_dict()``."""
 
 Source: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
-"""Where weights are read from. A mapping may be nested or have dotted keys."""
+"""Source of weights. A mapping may be nested or have dotted keys."""
 
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
-"""Classes of which an object is nothing but a tensor."""
+"""Classes whose objects are tensors and nothing else."""
 
 
 class Place(NamedTuple):
@@ -76,9 +76,9 @@ class Place(NamedTuple):
         name: Dotted name from the root.
         owner: Module, TensorDict or mapping that holds it directly.
         key: Key in the owner.
-        tensor: What was there; ``None`` where a value is.
+        tensor: The tensor that was there; ``None`` if there is a value.
         kind: ``"param"`` or ``"buffer"``.
-        persistent: Part of ``state_dict()``.
+        persistent: True if it is part of ``state_dict()``.
         path: The name with the wrappers in it that ``name`` looks through, if there are any.
     """
 
@@ -91,22 +91,22 @@ class Place(NamedTuple):
     path: str = ""
 
     def read(self) -> Any:
-        """The value that is there now; of a module, its extra state."""
+        """Return the value that is there now; of a module, its extra state."""
         owner = self.owner
         if isinstance(owner, nn.Module) and not is_tensordict(owner):
             return owner.get_extra_state()
         value = owner.get(self.key)
         if self.key == ROOT_STATE and is_tensor_collection(value) and not is_non_tensor(value):
-            value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict so
+            value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict as a TensorDict
         return value
 
 
 class Found:
-    """What a walk found.
+    """The result of a walk.
 
     Attributes:
-        places: One for each occurrence of a tensor.
-        values: Where values are that are not tensors, by name.
+        places: One place for each occurrence of a tensor.
+        values: Places of values that are not tensors, by name.
     """
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
@@ -116,7 +116,7 @@ class Found:
             self.add(place)
 
     def add(self, place: Place) -> None:
-        """Take a place."""
+        """Add a place of a tensor or a value."""
         if place.tensor is None:
             self.values[place.name] = place
         else:
@@ -146,7 +146,7 @@ class Found:
         self.add(Place(name, None, name, tensor, "buffer"))
 
     def same_as(self, other: Found) -> bool:
-        """Whether the same names lead to the very same tensor objects."""
+        """Return True if the same names lead to the very same tensor objects."""
         return (
             len(self.places) == len(other.places)
             and all(
@@ -163,11 +163,12 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _tables = itemgetter(*_TABLES)
 _facts = itemgetter(*_TABLES, "_non_persistent_buffers_set")
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
-_MOST_NUMEL = 2**16  # of tensors whose elements may be compared once one was replaced
+# Up to this size, elements of tensors may be compared once a tensor was replaced.
+_MOST_NUMEL = 2**16
 
 
 # Wrappers add a component to every name: with it, a wrapped trainer's names would not match those
-# of a plain worker. A class that nobody has imported wraps nothing.
+# of a plain worker. A class that is not imported yet wraps nothing.
 _COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -183,7 +184,7 @@ _WRAPPERS = (
 
 
 def _wrapped(module: nn.Module) -> str | None:
-    """Under which key a wrapper has the module that it wraps; ``None`` for other modules."""
+    """Return the key under which a wrapper has its module; ``None`` for other modules."""
     for where, name, key in _WRAPPERS:
         kind = getattr(sys.modules.get(where), name, None)
         if kind is not None and isinstance(module, kind) and key in module._modules:
@@ -192,7 +193,7 @@ def _wrapped(module: nn.Module) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the components that nothing but a wrapper of torch adds to it."""
+    """Return a name without the components that only a wrapper of torch adds to it."""
     if _COMPILED not in name and _CHECKPOINTED not in name:
         return name
     *path, last = name.split(".")
@@ -228,13 +229,13 @@ class ModuleTree:
             for name in _TABLES
         )
         if self._plain:
-            # Comparing whole dicts is by far the quickest way; what is the same object is not
+            # Comparing whole dicts is by far the quickest way, because identical objects are not
             # compared any further.
             self._saved = [tuple(map(copy, _facts(each))) for each in self._dicts]
-            # What takes the place of a child may say that it is equal to it, a tensor of one
-            # element may equal another, and comparing large ones takes long: there the objects are
-            # compared. Of the others, `==` of a value with any other object is false or raises, and
-            # does so soon.
+            # In these tables the objects themselves are compared: a replaced child may say that it
+            # is equal to the old one, a tensor of one element may equal another, and comparing
+            # large tensors takes long. In all other tables, `==` of a value with any other object
+            # is false or raises, and does so soon.
             self._exact = [
                 table
                 for each in self._dicts
@@ -264,7 +265,7 @@ class ModuleTree:
         hidden = module._non_persistent_buffers_set
         for key, buffer in buffers.items():
             if buffer is not None:
-                # The count of an AveragedModel is nothing that the model in it has.
+                # The counter of an AveragedModel is no buffer of the model inside it.
                 persistent = key not in hidden and wrapped is None
                 name = prefix + key
                 self.found.add(Place(name, module, key, buffer, "buffer", persistent, path + key))
@@ -279,7 +280,7 @@ class ModuleTree:
                 self._visit(child, below, f"{path}{key}.")
 
     def unchanged(self) -> bool:
-        """Whether a new walk would find the same objects under the same names. Cheap."""
+        """Return True if a new walk would find the same objects under the same names. Cheap."""
         try:
             return (
                 self._plain
@@ -298,7 +299,7 @@ class ModuleTree:
             return False
 
     def standard_state_dict(self) -> bool:
-        """Whether ``state_dict()`` is nothing but the persistent tensors and extra states."""
+        """Return True if ``state_dict()`` has only the persistent tensors and extra states."""
         return not any(
             any(_hooks(module))
             or type(module).state_dict is not nn.Module.state_dict
@@ -307,7 +308,7 @@ class ModuleTree:
         )
 
     def select(self, extract_as: ExtractAs) -> Found:
-        """What of the module is sent.
+        """Return the tensors and values of the module that are sent.
 
         Raises:
             ConfigError: For ``"tensordict"``, its ``state_dict()`` has more than parameters,
@@ -351,38 +352,39 @@ class ModuleTree:
 
 
 # A TensorDictParams is a TensorDict and a module. A forward computes with the TensorDict inside,
-# parameters() lists the tables of the module. TensorDict's to_module() changes only the first,
-# and TorchRL takes away the memory of its workers' policies so.
+# parameters() lists the tables of the module. TensorDict's to_module() changes only the TensorDict,
+# and that is how TorchRL takes away the memory of its workers' policies.
 
 
 def _inner_tensors(td: Any) -> dict[str, torch.Tensor]:
-    """What the TensorDict of a ``TensorDictParams`` holds, by dotted name."""
+    """Return the tensors in the TensorDict of a ``TensorDictParams``, by dotted name."""
     return {place.name: place.tensor for place in _walk(td, "") if place.tensor is not None}
 
 
 def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The tensors that count, under the names in one table of the module."""
+    """Return the tensors that count, under the names in one table of the module."""
     found = dict(table)
     for key in table.keys() & inner.keys():
         own, used = table[key], inner[key]
         is_param = isinstance(own, nn.Parameter)
         if isinstance(used, nn.Parameter) is is_param:
             found[key] = used
-        elif used.is_meta:  # on their way there parameters became plain tensors, or vice versa
+        # On their way to the meta device parameters became plain tensors, or vice versa.
+        elif used.is_meta:
             used = used.detach()
             found[key] = nn.Parameter(used, requires_grad=own.requires_grad) if is_param else used
-        # Else it is there for one call, of ``data.to_module()``.
+        # Any other tensor is there for one call, of ``data.to_module()``.
     return found
 
 
 def lacks_memory(model: object) -> bool:
-    """Whether a model is a module with tensors on the meta device."""
+    """Return True if a model is a module with tensors on the meta device."""
     if not isinstance(model, nn.Module):
         return False
     return any(each.is_meta for each in (*model.parameters(), *ModuleTree(model).found.tensors))
 
 
-# -- TensorDicts and mappings -------------------------------------------------------------------
+# -- TensorDicts and mappings -----------------------------------------------------------------
 
 
 def find_nested(source: Any) -> Found:
@@ -393,7 +395,7 @@ def find_nested(source: Any) -> Found:
     """
     places = list(_walk(source, ""))
     names = [plain_name(place.name) for place in places]
-    if len(set(names)) == len(names):  # else they are no wrappers
+    if len(set(names)) == len(names):  # if names collide, these are no wrappers
         pairs = zip(places, names, strict=True)
         places = [each if each.name == name else each._replace(name=name) for each, name in pairs]
     return Found(places)
@@ -439,25 +441,28 @@ def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
 
 def _items(source: Any) -> Iterable[tuple[Any, Any]]:
     while is_tensordict_params(source):
-        source = source._param_td  # its own items() go through hooks
+        source = source._param_td  # TensorDictParams.items() goes through hooks
     inner = getattr(source, "_tensordict", None) if is_plain_tensordict(source) else None
-    items: Any = source if inner is None else inner  # a TensorDict's own take ten times as long
+    items: Any = source if inner is None else inner  # TensorDict.items() takes ten times as long
     return items.items()  # type: ignore[no-any-return]
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a value is a container of tensors. A stack of values is none, although a mapping."""
+    """Return True if a value is a container of tensors.
+
+    A stack of values is none, although it is a mapping.
+    """
     if is_tensor_collection(value):
         return not is_non_tensor(value)
     return isinstance(value, Mapping)
 
 
-# -- sources ------------------------------------------------------------------------------------
+# -- sources ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor.
+    """One tensor to send.
 
     Attributes:
         name: Dotted name, the first under which it was found.
@@ -474,7 +479,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """What there is to send.
+    """The tensors and values to send.
 
     Attributes:
         leaves: The tensors, each once.
@@ -492,32 +497,32 @@ def collect(source: Source, *, extract_as: ExtractAs = "tensordict") -> Leaves:
 
     Args:
         source: A module, a TensorDict, or a mapping of tensors, nested or with dotted keys.
-            Wrappers that only add a prefix are looked through: ``torch.compile``, the
-            data-parallel ones, ``AveragedModel``, ``checkpoint_wrapper`` and ``offload_wrapper``.
-        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers, also those
-            that are not persistent; ``"state_dict"`` what its ``state_dict()`` has. Both take
-            the extra state of every submodule that defines one.
+            Wrappers that only add a prefix are looked through: ``torch.compile``, the data-parallel
+            ones, ``AveragedModel``, ``checkpoint_wrapper`` and ``offload_wrapper``.
+        extract_as: Of a module, ``"tensordict"`` takes all parameters and buffers, also those that
+            are not persistent; ``"state_dict"`` takes the content of its ``state_dict()``. Both
+            take the extra state of every submodule that defines one.
 
     Raises:
-        ConfigError: The source is of another type, or holds something that cannot travel:
-            tensors that are not initialised, on the meta device, sparse, quantised or sharded,
-            and values that are neither tensors nor plain; or, for ``"tensordict"``, a module
-            saves more in its ``state_dict()`` than parameters, buffers and extra state. The
-            message names all such tensors.
+        ConfigError: The source is of another type, or holds something that cannot travel: tensors
+            that are not initialised, on the meta device, sparse, quantised or sharded, and values
+            that are neither tensors nor plain; or, for ``"tensordict"``, a module saves more in its
+            ``state_dict()`` than parameters, buffers and extra state. The message names all such
+            tensors.
     """
     found, _ = walk(source, extract_as)
     return to_leaves(found, found.pack())
 
 
 def walk(source: Any, extract_as: ExtractAs | None = None) -> tuple[Found, ModuleTree | None]:
-    """Walk a module, a TensorDict or a mapping; returns what was found, and the tree of a module.
+    """Walk a module, a TensorDict or a mapping; return the places found, and a module's tree.
 
     Args:
-        source: What to walk.
-        extract_as: What of a module is found, see :func:`collect`; ``None`` for all it has.
+        source: The source to walk.
+        extract_as: The weights of a module to find, see :func:`collect`; ``None`` for all it has.
 
     Raises:
-        ConfigError: It is something else, or a key or a name cannot be one.
+        ConfigError: The source is something else, or a key or a name is not allowed.
     """
     if isinstance(source, nn.Module) and not is_tensordict(source):
         tree = ModuleTree(source)
@@ -532,7 +537,7 @@ def walk(source: Any, extract_as: ExtractAs | None = None) -> tuple[Found, Modul
 
 
 def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
-    """Join the names of tied tensors; the values are packed.
+    """Join the names of tied tensors into leaves; the values are packed already.
 
     Raises:
         ConfigError: Something cannot travel; all such tensors are named.
@@ -564,8 +569,8 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of those that can travel."""
-    # Wrappers of other tensors, sharded ones and fake ones have no memory of their own.
+    """Return True if a tensor can travel."""
+    # Wrappers of other tensors, sharded tensors and fake ones have no memory of their own.
     dispatch = type(tensor).__torch_dispatch__
     return not (
         dispatch is not torch.Tensor.__torch_dispatch__
