@@ -1,6 +1,6 @@
-"""Which versions of the weights made a sample, and how old these are.
+"""Version spans: the versions of the weights that made a sample, and their staleness.
 
-Plain values, for whoever makes samples and for whoever learns from them. Must not import torch.
+Plain values, for code that makes samples and code that learns from them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["LastRead", "VersionSpan", "epoch_text", "staleness"]
 
 
 def epoch_text(epoch: int) -> str | None:
-    """An epoch as users see it; ``None`` for 0, where there is none."""
+    """Return an epoch as users see it; ``None`` for 0, which is no epoch."""
     return f"{epoch:016x}" if epoch else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LastRead:
-    """The weights that a read used, as ``scheme.last_read`` tells it.
+    """The weights that a read used, as ``scheme.last_read`` returns them.
 
     Attributes:
-        epoch: Which run of a trainer they are of, as ``scheme.epoch``; 0 if they have no version.
+        epoch: The run of a trainer that sent them, as ``scheme.epoch``; 0 if they have no version.
         version: Their version; 0 for weights that the trainer never sent.
     """
 
@@ -39,10 +39,10 @@ class VersionSpan:
     Attributes:
         first: The oldest one; 0 if a part was computed with weights that have no version.
         last: The newest one.
-        epoch: Which run of a trainer they are of, 16 hexadecimal digits as in the headers of a
+        epoch: The run of a trainer that sent them, 16 hexadecimal digits as in the headers of a
             server; ``None`` if that is not known.
-        runs: How many tokens, steps or reads each version made, as pairs (version, count), in the
-            order in which they came; empty where nothing was counted.
+        runs: The number of tokens, steps or reads that each version made, as pairs (version,
+            count), in the order in which they came; empty if nothing was counted.
     """
 
     first: int
@@ -52,11 +52,11 @@ class VersionSpan:
 
     @classmethod
     def from_runs(cls, runs: Iterable[tuple[int, int]], epoch: str | None = None) -> VersionSpan:
-        """The span of what was counted.
+        """Return the span of pairs (version, count).
 
         Args:
             runs: Pairs (version, count), at least one; neighbours of one version become one.
-            epoch: Which run of a trainer they are of.
+            epoch: The run of a trainer that sent the versions.
 
         Raises:
             ConfigError: There are no pairs.
@@ -80,23 +80,24 @@ def staleness(
     epoch: str | None = None,
     first_version: int = 1,
 ) -> float | None:
-    """How many versions old a sample is. Never negative; what is not known is never 0.
+    """Return the age of a sample in versions, or ``None`` if it is unknown.
 
-    ``scheme.staleness(span)`` of a trainer fills in all but the weight.
+    The age is never negative, and an unknown one is never 0. ``scheme.staleness(span)`` of a
+    trainer fills in all arguments but the weight.
 
     Args:
         now: The trainer's newest version.
-        span: The versions that the sample was computed with, if that is known.
+        span: The versions that the sample was computed with, if they are known.
         weight: ``"sample"`` counts from the oldest weights in it; ``"token"`` takes the mean over
-            what :attr:`VersionSpan.runs` counted.
-        epoch: The trainer's own run; ``None`` where all spans are of one.
-        first_version: What the trainer's run began with. From 2 on it continues the count of the
-            run before, and versions below are comparable.
+            the counts in :attr:`VersionSpan.runs`.
+        epoch: The trainer's own run; ``None`` if all spans are of one run.
+        first_version: The version with which the trainer's run began. From 2 on the run continues
+            the count of the run before, and versions below are comparable.
 
     Returns:
-        Versions; ``None`` if it is unknown: there is no span, or no version in it, or one of
-        another run whose count was not continued, or one newer than ``now``; with ``"token"`` also
-        where several versions were not counted.
+        Versions; ``None`` if the age is unknown: there is no span, or no version in it, or one
+        of another run whose count was not continued, or one newer than ``now``; with ``"token"``
+        also if several versions were not counted.
 
     Raises:
         ConfigError: There is no such weight.

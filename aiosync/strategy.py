@@ -1,7 +1,7 @@
-"""Strategies: in which form weights leave a model, and how they enter another.
+"""Strategies: the forms in which weights leave a model and enter another.
 
-Keeps the names of TorchRL's ``WeightStrategy``. The work is done by :mod:`aiosync.tensors`. This
-module must never import asyncio, a transport or a scheme.
+Keeps the names of TorchRL's ``WeightStrategy``. :mod:`aiosync.tensors` does the work. This module
+must never import asyncio, a transport or a scheme.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["WeightStrategy", "get_strategy"]
 
 
 class WeightStrategy:
-    """How weights are taken out of a model and put into one.
+    """The form in which weights are taken out of a model, and the way back into one.
 
-    The form that :meth:`apply_weights` is given is recognised, whatever ``extract_as`` is.
+    :meth:`apply_weights` recognises the form of its weights, whatever ``extract_as`` is.
 
     Attributes:
-        extract_as: ``"tensordict"`` for all parameters and buffers, ``"state_dict"`` for what
-            ``state_dict()`` holds.
+        extract_as: ``"tensordict"`` for all parameters and buffers, ``"state_dict"`` for the
+            content of ``state_dict()``.
     """
 
     def __init__(self, extract_as: ExtractAs = "tensordict") -> None:
@@ -65,18 +65,18 @@ class WeightStrategy:
             source: A module, a TensorDict, a mapping of tensors, or ``None``.
 
         Returns:
-            A TensorDict or a dict, as ``extract_as`` says; ``None`` for ``None``. In a
-            TensorDict, the extra state of a module is under ``"__extra_state__"`` and that of a
-            submodule under its path and ``"_extra_state"``.
+            A TensorDict or a dict, as ``extract_as`` says; ``None`` for ``None``. In a TensorDict,
+            the extra state of a module is under ``"__extra_state__"`` and that of a submodule under
+            its path and ``"_extra_state"``.
 
         Raises:
-            ConfigError: The source is something else, or a module with weights that only its
-                ``state_dict()`` shows, and not a TensorDict.
+            ConfigError: The source is something else; or ``extract_as`` is ``"tensordict"``, and it
+                is a module, and no TensorDict, with weights that only its ``state_dict()`` shows.
         """
         if source is None:
             return None
         is_module = isinstance(source, nn.Module) and not is_tensordict(source)
-        if not is_module and not isinstance(source, Mapping):  # which a TensorDict is
+        if not is_module and not isinstance(source, Mapping):  # a TensorDict is a Mapping
             raise ConfigError(
                 f"cannot extract weights from a {type(source).__module__}."
                 f"{type(source).__qualname__}; supported: torch.nn.Module, TensorDict and mappings "
@@ -94,23 +94,23 @@ class WeightStrategy:
     def apply_weights(
         self, destination: Any, weights: Any, inplace: bool = True, *, strict: Strict = True
     ) -> None:
-        """Put weights into a model: all of them, or none when something raises.
+        """Put weights into a model: all of them, or none if something raises.
 
         Tied parameters stay tied. The destination never shares memory with ``weights``.
 
         Args:
-            destination: A module, a TensorDict, or a dict of tensors. Parameters on the meta
-                device get memory.
+            destination: A module, a TensorDict, or a dict of tensors. Parameters on the meta device
+                get memory.
             weights: A TensorDict, or a mapping of tensors, nested or with dotted keys. ``None``
                 does nothing.
             inplace: Keep the tensor objects and their memory. Otherwise new ones with memory of
                 their own take their places; not for a dict.
             strict: The names, extra state and dtypes must be the same on both sides; ``"warn"``
-                warns where only extra state is missing. See :class:`~aiosync.tensors.Target`.
+                warns if only extra state is missing. See :class:`~aiosync.tensors.Target`.
 
         Raises:
             ConfigError: The weights or the destination are of an unsupported type.
-            ManifestMismatch: They do not fit; all names are listed. (A ``KeyError``, too.)
+            ManifestMismatch: The weights do not fit; all names are listed. (A ``KeyError``, too.)
         """
         if weights is None:
             return
@@ -154,7 +154,8 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 
 
 def _from_module(module: nn.Module) -> TensorDictBase:
-    from tensordict import TensorDict  # not before it is needed
+    # Imported only here, because importing it takes as long as importing torch.
+    from tensordict import TensorDict
 
     tree = ModuleTree(module)
     tree.refuse_hidden()
