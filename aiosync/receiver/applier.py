@@ -1,4 +1,4 @@
-"""The applier: which model a worker has, which version that model has, and the updates it takes.
+"""Applying: a worker's model, the version that it has, and the updates that it takes.
 
 This module knows nothing of messages: the outcome of an update stands in its :class:`Staged`.
 Everything that belongs to the model changes only under the guard, on any thread. An exception that
@@ -448,7 +448,7 @@ class Applier:
                 if _is_interrupt(exc):
                     raise
                 error = exc
-        # No message asked for a version that a read found in the word: that read raises a refusal.
+        # No message asked for this version, so no answer reports a refusal: a read has to raise it.
         looked = slot is not None and guard.words is not None and not self.owed
         taken = staged.taken = error is None
         if taken:
@@ -475,7 +475,7 @@ class Applier:
             # A slot is given back at once. give_back() copies the memory first if something still
             # views it.
             unused.give_back()
-        # An observer hears of the update before the trainer and the waiting calls do.
+        # Counted before the trainer or a waiting call hears of the update.
         if error is None:
             self.note("ok", staged, began)
         if not silent or (taken and error is not None):
@@ -520,7 +520,7 @@ class Applier:
         )
 
     def _took(self, staged: Staged, unused: Staged | None, unread: bool) -> bool:
-        """Note in the slot reader that an update from a slot was taken or refused.
+        """Note that an update from a slot was taken or refused, and leave the other slots.
 
         Args:
             staged: The update.

@@ -40,7 +40,7 @@ _LONG_SECONDS = 1.0
 
 # Guards in whose reads this task is, or a task that started it: no update can go first.
 _inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
-# Guards whose reads are held by the thread that waits for this code.
+# Guards whose reads are open in the thread that waits for this code.
 _waiting: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting", default=())
 
 

@@ -151,7 +151,7 @@ class DeviceCopies:
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])
-        # The memory of a block is reused: its gaps hold bytes of the block before.
+        # Blocks share the device's memory, so that gaps hold bytes of the block before.
         for block in self._blocks:
             for start, stop in block.gaps:
                 flat.array[start:stop] = 0

@@ -288,7 +288,7 @@ class WeightMap:
                 del waiting[spec, fused]
                 ordered = dict(parts[index] for index in range(len(parts)))
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
-                # A merged tensor is not kept any longer.
+                # The parts of a merged tensor are not kept any longer.
                 del parts, ordered
         missing = [
             part.fill(captured)

@@ -62,7 +62,7 @@ def store(root: Any, owner: Any, key: str, value: Any) -> None:
 
 
 def _unlocked(td: Any) -> AbstractContextManager[Any]:
-    """Unlock a TensorDict inside a block; one on the meta device may then hold other tensors."""
+    """Unlock a TensorDict in a block; one on meta may then hold tensors of other devices."""
     if not is_tensordict(td):
         return nullcontext()
     context: AbstractContextManager[Any] = td.unlock_() if td.is_locked else nullcontext(td)
