@@ -1,7 +1,7 @@
-"""Bookkeeping of senders and receivers, without any I/O; the time is an argument.
+"""Bookkeeping of updates and checks of arguments, without any I/O.
 
-Versions, the chunks of an update, and what users may pass as times, counts and indices. This
-package must never import asyncio, anyio or torch.
+The order of versions, the chunks of an update, and the times, counts and indices that users pass.
+This package must never import asyncio, anyio or torch.
 """
 
 from aiosync.protocol.arguments import (

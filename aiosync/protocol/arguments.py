@@ -1,4 +1,4 @@
-"""What users pass as times, counts and indices of workers; and how errors spell times.
+"""Checks of the times, counts and indices that users pass, and the text of times in errors.
 
 This module must never import asyncio, anyio or torch, and reads no clock.
 """
@@ -34,10 +34,11 @@ _MAX_SHOWN = 80  # characters
 
 
 def validate_timeout(timeout: Any) -> None:
-    """Check what a call was given as its timeout, before it does anything.
+    """Check the timeout of a call, before the call does anything.
 
     Raises:
-        ConfigError: It is neither ``None`` nor a real number of at least 0; infinity is one.
+        ConfigError: The timeout is neither ``None`` nor a real number of at least 0; infinity is
+            such a number.
     """
     validate_seconds("timeout", timeout, zero=True, endless=True, none=True)
 
@@ -45,27 +46,28 @@ def validate_timeout(timeout: Any) -> None:
 def validate_seconds(
     name: str, value: Any, *, zero: bool = False, endless: bool = False, none: bool = False
 ) -> None:
-    """Check an option that is a time.
+    """Check an option that is a time in seconds.
 
-    A NaN is neither before nor after any time: it would wait for ever.
+    A NaN is refused: it is neither before nor after any time, so a wait for it would never end.
 
     Args:
-        name: Of the option.
-        value: What was given.
+        name: Name of the option, for the error.
+        value: The value that the user gave.
         zero: 0 is legal.
-        endless: So is infinity.
-        none: So is ``None``.
+        endless: Infinity is legal.
+        none: ``None`` is legal.
 
     Raises:
-        ConfigError: It is not a real number, or out of range.
+        ConfigError: The value is not a real number, or is out of range.
     """
     if value is None and none:
         return
-    # A fraction is shown in no message: it has no format of numbers.
+    # Fractions are refused because errors print times with number formats, which they lack.
     exact = isinstance(value, Rational) and not isinstance(value, Integral)
     if isinstance(value, Real) and not (exact or isinstance(value, bool)):
         seconds = math.nan
-        with contextlib.suppress(OverflowError):  # an int beyond all floats
+        # An int can be larger than every float. It is then refused like a NaN.
+        with contextlib.suppress(OverflowError):
             seconds = float(value)
         if (seconds > 0 or (zero and seconds == 0)) and (endless or not math.isinf(seconds)):
             return
@@ -74,7 +76,10 @@ def validate_seconds(
 
 
 def _show(value: Any) -> str:
-    """Return what was given, clipped; an int of thousands of digits has no text at all."""
+    """Return the text of a value for an error, clipped to 80 characters.
+
+    Python refuses to print an int of thousands of digits; its text names only the type.
+    """
     try:
         text = repr(value)
     except ValueError:
@@ -83,14 +88,14 @@ def _show(value: Any) -> str:
 
 
 def validate_require(require: Require) -> None:
-    """Check what counts as success of a send.
+    """Check the option that says how many workers have to apply an update.
 
     Args:
         require: ``"all"``; an int of at least 1 for at least that many workers; or a float in
             (0, 1] for at least that fraction of them.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: The value is none of these.
     """
     value: Any = require
     counts = type(value) is int and value >= 1
@@ -101,10 +106,13 @@ def validate_require(require: Require) -> None:
 
 
 def as_index(name: str, value: Any) -> int:
-    """A count, or the index of a worker: also one of numpy's or torch's integers.
+    """Return the index of a worker, or a number of workers, as an int.
+
+    An integer of numpy or torch is accepted.
 
     Raises:
-        ConfigError: It is not an integer of at least 0, or none that can travel.
+        ConfigError: The value is not an integer of at least 0, or is larger than a message can
+            carry (:data:`~aiosync.wire.MAX_WORKER_IDX`).
     """
     index = as_count(name, value, 0)
     if index > MAX_WORKER_IDX:
@@ -114,10 +122,10 @@ def as_index(name: str, value: Any) -> int:
 
 
 def as_version(name: str, value: Any, least: int = 0, most: int = MAX_VERSION) -> int:
-    """A version, or 0 for none where that is legal.
+    """Return a version as an int; where ``least`` is 0, 0 stands for no version.
 
     Raises:
-        ConfigError: It is not an integer from ``least`` to ``most``.
+        ConfigError: The value is not an integer from ``least`` to ``most``.
     """
     version = as_count(name, value, least)
     if version > most:
@@ -126,15 +134,17 @@ def as_version(name: str, value: Any, least: int = 0, most: int = MAX_VERSION) -
 
 
 def as_count(name: str, value: Any, least: int) -> int:
-    """A number of bytes, of connections or the like, which has no upper bound.
+    """Return a number of bytes, connections or the like as an int. It has no upper bound.
 
     Raises:
-        ConfigError: It is not an integer of at least ``least``.
+        ConfigError: The value is not an integer of at least ``least``.
     """
     count = least - 1
-    # Also an integer of numpy or torch, but ``worker_ids=True`` never means worker 1.
+    # Integers of numpy and torch are accepted. Booleans are not, although they are integers for
+    # operator.index(): ``worker_ids=True`` must never mean worker 1.
     if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
-        with contextlib.suppress(TypeError, RuntimeError):  # torch's, for what is no integer
+        # Torch raises RuntimeError where Python raises TypeError: for a value that is no integer.
+        with contextlib.suppress(TypeError, RuntimeError):
             count = operator.index(value)
     if count < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {_show(value)}")
@@ -142,10 +152,10 @@ def as_count(name: str, value: Any, least: int) -> int:
 
 
 def as_chunk_nbytes(name: str, value: Any) -> int:
-    """Bytes of a chunk.
+    """Return the size of a chunk in bytes.
 
     Raises:
-        ConfigError: It is not a positive multiple of 64.
+        ConfigError: The value is not an int that is a positive multiple of 64.
     """
     if type(value) is not int or value <= 0 or value % ALIGNMENT:
         shown = _show(value)
@@ -154,19 +164,20 @@ def as_chunk_nbytes(name: str, value: Any) -> int:
 
 
 def as_indices(name: str, value: int | Iterable[int]) -> set[int]:
-    """One index, or several.
+    """Return one index, or several, as a set of ints.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: The value is neither an index of a worker nor an iterable of such indices.
     """
     try:
         several = list(value)  # type: ignore[arg-type]
-    except TypeError:  # not all that has __iter__ can be iterated over: a number of torch
+    except TypeError:
+        # Only list() can tell: a tensor with one number has __iter__ and cannot be iterated over.
         return {as_index(name, value)}
     return {as_index(f"an index in {name}", each) for each in several}
 
 
 def seconds_text(value: float | None) -> str:
-    """How errors spell what is left of a timeout: "25 s" for 24.9999."""
+    """Return the text of a timeout for an error, rounded: "25 s" for 24.9999."""
     value = value or 0.0
     return f"{value:.2g} s" if value < 1 else f"{round(value, 1):g} s"

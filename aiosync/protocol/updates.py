@@ -1,7 +1,7 @@
-"""Identity and order of updates, and those that come in chunks: where each belongs.
+"""The receiver's bookkeeping of updates: their order, and the places of their chunks.
 
-What is on its way at the trainer compares in ``sender.outbox``.
-Pure bookkeeping: it looks at no payload. This module must never import asyncio, anyio or torch,
+The order of updates that the sender has under way is in ``sender.outbox``. This is pure
+bookkeeping, which never reads a payload. This module must never import asyncio, anyio or torch,
 and reads no clock.
 """
 
@@ -19,21 +19,24 @@ MAX_VERSION = 2**63 - 1
 
 
 def draw_epoch() -> int:
-    """An epoch, 1 to 2**63 - 1. Two senders draw the same one with a probability of about 1e-19."""
+    """Return a random epoch, 1 to 2**63 - 1.
+
+    Two senders draw the same epoch with a probability of about 1e-19.
+    """
     return secrets.randbelow(MAX_VERSION) + 1
 
 
 class Inbox:
-    """What a receiver has applied, and which updates are news to it.
+    """A receiver's record of the version it has applied and the newest version it was offered.
 
     An update is offered when it arrives, and then either applied or refused. Within an epoch
-    only versions newer than every one that was offered before are accepted. Another epoch is
-    always accepted, because epochs have no order, and the versions of the one before count
-    no more.
+    only a version newer than all that were offered before is accepted. An update of another epoch
+    is always accepted, because epochs have no order; the versions of the previous epoch are then
+    no longer compared.
 
     Attributes:
-        epoch: Epoch of the version that is applied; ``None`` before the first.
-        version: Version that is applied; 0 before the first.
+        epoch: Epoch of the applied version; ``None`` before the first.
+        version: Applied version; 0 before the first.
         newest_epoch: Epoch of ``newest``; ``None`` before the first offer.
         newest: Newest version that was offered, applied or not; 0 before the first offer.
     """
@@ -50,8 +53,8 @@ class Inbox:
         """Register an update that arrived.
 
         Raises:
-            StaleVersion: Not newer than an update of the same epoch that was offered before,
-                whatever became of it. Nothing changed.
+            StaleVersion: The update is not newer than an update of the same epoch that was offered
+                before, whether that one was applied or refused. The record is unchanged.
         """
         if epoch == self.newest_epoch and version <= self.newest:
             raise StaleVersion(
@@ -63,23 +66,28 @@ class Inbox:
     def applied(self, epoch: int, version: int) -> None:
         """Register that an update was applied, whether or not it was offered.
 
-        It may be one of an epoch before: it was being applied when the next epoch came.
+        The update may belong to an earlier epoch: the receiver was still applying it when the
+        first update of the next epoch was offered.
         """
         if epoch == self.newest_epoch and version > self.newest:
             self.newest = version
         self.epoch, self.version = epoch, version
 
     def forget(self) -> None:
-        """Register that what was applied is gone: as before the first. What is news stays."""
+        """Register that the model no longer has the applied version, as before the first one.
+
+        The newest offered version stays as it is.
+        """
         self.epoch, self.version = None, 0
 
 
 class Assembly:
     """A receiver's account of one update that arrives in chunks, one after the other.
 
-    For each chunk, :meth:`place` says where its bytes belong, before any of them is written, and
-    :meth:`arrived` whether they are what was sent. An update without ``chunk`` is one chunk. The
-    object outlives a link: call :meth:`resume` before the first chunk of the next one.
+    For each chunk, :meth:`place` returns the place of its bytes before any of them is written, and
+    :meth:`arrived` checks that they are the bytes that the sender sent. An update without ``chunk``
+    is one chunk. This object outlives a link: call :meth:`resume` before the first chunk that
+    arrives over the next link.
 
     Args:
         nbytes: Bytes of the whole payload.
@@ -88,10 +96,10 @@ class Assembly:
         version: Version of the update.
 
     Attributes:
-        nbytes: As given.
-        digest: As given.
-        epoch: As given.
-        version: As given.
+        nbytes: Bytes of the whole payload.
+        digest: Digest of the manifest.
+        epoch: Epoch of the update.
+        version: Version of the update.
     """
 
     __slots__ = ("_count", "_resumed", "_size", "_sums", "digest", "epoch", "nbytes", "version")
@@ -101,33 +109,40 @@ class Assembly:
         self.digest: bytes = digest
         self.epoch: int = epoch
         self.version: int = version
-        self._sums: list[bytes] = []  # of the chunks that are verified
-        self._count = self._size = 0  # how many there are, and bytes of all but the last
-        self._resumed = False  # the next chunk is the first over its link
+        # Checksums of the verified chunks, in order.
+        self._sums: list[bytes] = []
+        # Number of all chunks, and bytes of each chunk but the last.
+        self._count = self._size = 0
+        # True until the first chunk over a new link has its place.
+        self._resumed = False
 
     @property
     def good_nbytes(self) -> int:
-        """Bytes from the start of the payload that are verified."""
+        """Number of verified bytes, counted from the start of the payload."""
         return min(len(self._sums) * self._size, self.nbytes)
 
     def resume(self) -> None:
-        """Another link: the next chunk may be the first one again, and cut in another way."""
+        """Allow the next chunk to be the first one, because it arrives over a new link.
+
+        The sender may start from the beginning there, with chunks of another size.
+        """
         self._resumed = True
 
     def place(self, update: Update, nbytes: int) -> tuple[int, int]:
         """Check an announced chunk before any of its bytes is written.
 
         Args:
-            update: What announces it: the same epoch, version and digest.
+            update: The message that announces the chunk. It has the epoch, version and digest of
+                this update.
             nbytes: Bytes of the frame's payload.
 
         Returns:
-            Where the bytes belong in the payload of the update: start and stop.
+            Start and stop of the chunk's bytes in the payload of the update.
 
         Raises:
-            RemoteProtocolError: It is not the chunk that comes next, its checksum is missing, or
-                it has values or a ``state`` although it is not the last. Nothing of the update
-                counts as verified any more.
+            RemoteProtocolError: The chunk is not the next one, has no checksum, or has values or a
+                ``state`` although it is not the last. No byte of the update counts as verified any
+                more.
         """
         index, count = update.chunk or (0, 1)
         good, is_last = len(self._sums), index == count - 1
@@ -157,19 +172,19 @@ class Assembly:
         )
 
     def arrived(self, update: Update, found: bytes) -> bool:
-        """Register that the bytes of a chunk are where :meth:`place` said.
+        """Register that the bytes of a chunk are at the place that :meth:`place` returned.
 
         Args:
-            update: What announced it.
-            found: Checksum of the bytes that came.
+            update: The message that announced the chunk.
+            found: Checksum of the bytes that arrived.
 
         Returns:
-            Whether the update is complete.
+            True if the update is complete.
 
         Raises:
             TransportBroken: The chunk was damaged on its way.
-            RemoteProtocolError: The checksum over the whole update is wrong; nothing of it counts
-                as verified any more.
+            RemoteProtocolError: The checksum over the whole update is wrong. No byte of the update
+                counts as verified any more.
         """
         index, count = update.chunk or (0, 1)
         if found != update.checksum:
