@@ -1,7 +1,7 @@
-"""The wire format: bytes to messages and back, without any I/O.
+"""The wire format: messages from bytes and bytes from messages, without any I/O.
 
-Limits, framing, messages, the manifest, checksums and authentication. This package must never
-import asyncio, anyio or torch, and pickles nothing. Its specification is
+It has the limits, framing, messages, the manifest, checksums and authentication. This package must
+never import asyncio, anyio or torch, and pickles nothing. Its specification is
 ``docs/topics/wire-format.md``.
 """
 

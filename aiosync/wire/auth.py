@@ -1,13 +1,15 @@
-"""Two ends of a link prove to each other that they have the same token, which never travels.
+"""Mutual proof of the two ends of a link that they have the same token, which never travels.
 
-Whoever accepted the link (the listener) sends a :class:`~aiosync.wire.Challenge`; whoever opened
-it (the dialer, whose own challenge is only a greeting) answers with a
-:class:`~aiosync.wire.Proof`, and gets one back. Each proof covers random bytes of both sides and
-the role of who made it, so that neither an old proof nor one of our own is worth anything. No
-I/O: ``transports.tcp`` exchanges them. This module must never import asyncio, anyio or torch.
+The listener, the end that accepted the link, sends a :class:`~aiosync.wire.Challenge`. The dialer,
+the end that opened the link, answers with a :class:`~aiosync.wire.Proof` and gets one back; its own
+challenge is only a greeting. Each proof covers random bytes of both sides and the role of the side
+that made it, so that an attacker can use neither an old proof nor one that this side has just sent.
+This module does no I/O: ``transports.tcp`` exchanges the messages. It must never import asyncio,
+anyio or torch.
 
-Without TLS this says who was there when the link was opened, and no more: whoever can change the
-bytes on the way can wait for the proofs and then take over. See ``docs/topics/wire-format.md``.
+Without TLS the proofs identify the two ends only at the moment when the link is opened: an attacker
+who can change the bytes on the way can let the proofs pass and then take over the link. See
+``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _MAX_TEXT = 200
 
 
 def new_challenge(token: bytes | None) -> Challenge:
-    """Return the first message of a side of a link."""
+    """Return the challenge that either end of a link sends as its first message."""
     return Challenge(secrets.token_bytes(NONCE_NBYTES), required=token is not None)
 
 
@@ -38,21 +40,22 @@ def verify_dialer(
     token: bytes | None,
     pull_token: bytes | None = None,
 ) -> tuple[Proof, bool]:
-    """Check the dialer's answer, on the side that accepted the link. Once for each challenge.
+    """Check the dialer's answer, on the side of the listener. Call this once for each challenge.
 
     Args:
-        challenge: The first message of the link, with a nonce of its own.
-        message: The answer.
-        token: What both sides have to know; ``None`` lets in who has none either.
-        pull_token: What a dialer may know instead, that is to get weights only.
+        challenge: The listener's first message on this link, with a nonce that no other link has.
+        message: The dialer's answer.
+        token: The token that both sides must have; ``None`` admits only a dialer without a token.
+        pull_token: A token that admits a dialer as well, but only to receive weights.
 
     Returns:
-        What the dialer gets back, and whether it proved that it has the ``pull_token``.
+        The proof for the dialer, and True if the dialer has the ``pull_token`` and not the
+        ``token``.
 
     Raises:
-        AuthError: The two sides do not share a token. The dialer should get a ``Refuse``
-            with the name and text of this error, and the link be closed.
-        RemoteProtocolError: The peer sent something else than a proof.
+        AuthError: The two sides do not share a token. The caller should send the dialer a
+            ``Refuse`` with the name and text of this error, and close the link.
+        RemoteProtocolError: The dialer sent something other than a proof.
     """
     nonce = challenge.nonce
     if not isinstance(message, Proof):
@@ -61,7 +64,7 @@ def verify_dialer(
         raise _one_sided(dialer_has_it=bool(message.mac))
     if token is None:
         return Proof(nonce, b""), False
-    # With one nonce for both sides the dialer would have drawn nothing itself.
+    # A dialer that repeats the listener's nonce has drawn no random bytes of its own.
     fresh = not hmac.compare_digest(message.nonce, nonce)
     for known in (token, pull_token):
         expected = _mac(known, _DIALER, nonce, message.nonce)
@@ -71,17 +74,18 @@ def verify_dialer(
 
 
 def answer_challenge(message: Message, token: bytes | None) -> tuple[Challenge, Proof]:
-    """Answer the listener's first message, on the side that opened the link.
+    """Answer the listener's first message, on the side of the dialer.
 
-    A side without a token answers too: it is the listener that refuses it, and both know why.
+    A dialer without a token also answers: the listener then refuses it, and both ends report the
+    reason.
 
     Returns:
-        The challenge that the message is, and what the listener gets.
+        The listener's challenge, which is ``message`` itself, and the proof for the listener.
 
     Raises:
-        ConfigError: The listener cannot take this side, and says why.
-        ConnectError: It refused the link for another reason.
-        RemoteProtocolError: The peer sent something else than a challenge.
+        ConfigError: The listener refused the link because of this side's configuration.
+        ConnectError: The listener refused the link for another reason.
+        RemoteProtocolError: The listener sent something other than a challenge.
     """
     if isinstance(message, Refuse):
         raise _refused(message)
@@ -94,18 +98,19 @@ def answer_challenge(message: Message, token: bytes | None) -> tuple[Challenge, 
 def verify_listener(
     challenge: Challenge, answer: Proof, message: Message, *, token: bytes | None
 ) -> None:
-    """Check the listener's proof, on the side that opened the link.
+    """Check the listener's proof, on the side of the dialer.
 
     Args:
-        challenge: What the listener sent first.
-        answer: What it got.
-        message: What it sent then.
-        token: As for :func:`answer_challenge`.
+        challenge: The listener's challenge.
+        answer: The dialer's answer to it.
+        message: The listener's next message.
+        token: The token that was given to :func:`answer_challenge`.
 
     Raises:
         AuthError: The two sides do not share a token.
+        ConfigError: The listener refused the link because of this side's configuration.
         ConnectError: The listener refused the link for another reason.
-        RemoteProtocolError: The peer sent something else than a proof or a refusal.
+        RemoteProtocolError: The listener sent something other than a proof or a refusal.
     """
     mine = token is not None
     if isinstance(message, Refuse) and message.error_type != AuthError.__name__:
@@ -117,8 +122,9 @@ def verify_listener(
         raise _one_sided(dialer_has_it=mine)
     if isinstance(message, Refuse):
         if not mine:
-            raise _refused(message)  # although it asks for no token
-        # The peer's text is not needed here, and may hold anything.
+            # Neither side has a token, so tokens cannot be the reason.
+            raise _refused(message)
+        # The peer's text adds nothing here, and may contain anything.
         raise AuthError("the listener refused the dialer: their tokens are not the same")
     same = hmac.compare_digest(message.nonce, challenge.nonce)
     expected = _mac(token, _LISTENER, challenge.nonce, answer.nonce)
@@ -145,7 +151,8 @@ def _unexpected(who: str, message: Message, expected: str) -> RemoteProtocolErro
 
 
 def _refused(message: Refuse) -> ConnectError | ConfigError:
-    # A peer that proved nothing wrote this: short, and without control characters.
+    # An unauthenticated peer wrote this text, so it is clipped and its control characters are
+    # escaped.
     text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])
     kind = ConfigError if message.error_type == ConfigError.__name__ else ConnectError
     return kind(f"the listener refused the link: {text}")

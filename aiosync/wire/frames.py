@@ -1,15 +1,17 @@
-"""Frames: a fixed prefix, a header, and a payload that lands where the caller says; its checksum.
+"""Encoding and decoding of frames, and the checksums of their payloads.
 
-What is in a header, the fixed places of an update and an acknowledgement too, is in ``messages``.
+A frame is a fixed prefix, a header, and a payload that the decoder puts into buffers of the caller.
+The content of a header, with the fixed places of an update and of an acknowledgement, is in
+``messages``.
 
-Sans-IO: the decoder says where the next bytes go and which events they made; it never reads and
-never waits. This module must never import asyncio, anyio or torch. The byte layout is written down
-in ``docs/topics/wire-format.md``.
+The decoder does no I/O: it returns the memory for the next bytes, and the events that the bytes so
+far make up; it never reads and never waits. This module must never import asyncio, anyio or torch.
+The byte layout is specified in ``docs/topics/wire-format.md``.
 
-Checksums find accidents, not attacks: XXH3 with 128 bits. A checksum must not slow down the link
-that it protects: a loopback socket moves 3 to 5 GB/s, and on the same machine CRC-32 of zlib looks
-at 1.7 GB/s, XXH3 at 10 GB/s in cold memory and 30 GB/s in the cache. Whoever wants to can make
-other bytes with the same checksum; against that only TLS helps.
+A checksum finds accidents, not attacks. It is XXH3 with 128 bits, because a checksum must not slow
+down the link that it protects: a loopback socket moves 3 to 5 GB/s, and on the same machine zlib's
+CRC-32 reads 1.7 GB/s, XXH3 10 GB/s in cold memory and 30 GB/s in the cache. An attacker can make
+other bytes with the same checksum; only TLS protects against that.
 """
 
 from __future__ import annotations
@@ -65,17 +67,19 @@ PREFIX_NBYTES = 24
 """Bytes of the fixed prefix of a frame."""
 
 READ_AHEAD_NBYTES = 65536
-"""Bytes that a decoder reads ahead of the events that were taken."""
+"""Bytes that a decoder may hold beyond the events that its caller has taken."""
 
 CHECKSUM_NBYTES = 16
-"""Bytes of a checksum. One of another length is that of another function: it never matches."""
+"""Bytes of a checksum. A checksum of another length was made by another function, and so never
+matches."""
 
 # Magic, wire version, flags, reserved, header_nbytes, CRC-32 of the header, payload_nbytes.
 _PREFIX = struct.Struct("<4sBBHIIQ")
 _SMALL_NBYTES = PREFIX_NBYTES + 4096
-_DIRECT_NBYTES = 4096  # a smaller rest of a lent buffer is filled through the read-ahead
-# Behind a payload of this size the next one is likely to be as large: what would be read ahead of
-# it would have to be copied.
+# Smaller rests of a lent buffer are filled through the read-ahead, to save system calls.
+_DIRECT_NBYTES = 4096
+# From a payload of at least this size on, the decoder reads ahead little: the next payload is
+# likely to be as large, and every byte of it that is read ahead has to be copied.
 _LARGE_NBYTES = 2**20
 _EMPTY = memoryview(bytearray())
 
@@ -87,12 +91,12 @@ def encode_frame(
     ext: Mapping[str, ExtValue] | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> bytes:
-    """Encode prefix and header of one frame; the payload follows them on the link.
+    """Encode the prefix and the header of one frame; the payload follows them on the link.
 
     Args:
-        message: What to send.
+        message: The message to send.
         payload_nbytes: Bytes of the payload that will follow.
-        ext: Entries that a transport adds for its peer, at most 16.
+        ext: Entries that the transport adds for the transport of its peer, at most 16.
         limits: Bounds that the receiver is expected to have.
 
     Raises:
@@ -111,15 +115,15 @@ def encode_frame(
 
 @dataclass(slots=True)
 class FrameStart:
-    """A header arrived.
+    """The event that a header arrived.
 
-    Without payload this is the whole frame and no :class:`FrameEnd` follows. With one, the
-    decoder waits for :meth:`FrameDecoder.lend`.
+    If the frame has no payload this event is the whole frame, and no :class:`FrameEnd` follows. If
+    it has one, the decoder waits for :meth:`FrameDecoder.lend`.
 
     Attributes:
         message: The decoded message.
-        ext: What the peer's transport added, or ``None``.
-        payload_nbytes: Bytes of the payload.
+        ext: Entries that the peer's transport added, or ``None``.
+        payload_nbytes: Bytes of the payload; 0 for none.
     """
 
     message: Message
@@ -129,31 +133,32 @@ class FrameStart:
 
 @dataclass(frozen=True, slots=True)
 class FrameEnd:
-    """The payload is complete; the decoder dropped the lent buffers."""
+    """The event that a payload is complete. The decoder has dropped the lent buffers."""
 
 
 _FRAME_END = FrameEnd()
 
 
 class FrameDecoder:
-    """Turns the bytes of a link into events, without a copy of the payload.
+    """A decoder that turns the bytes of a link into events, without a copy of the payload.
 
     The loop of a transport is: take events with :meth:`next_event` until it returns ``None``,
-    read into :meth:`get_buffer`, report it with :meth:`buffer_updated`. When a
-    :class:`FrameStart` announces a payload, lend the buffers that it lands in with :meth:`lend`.
-    A large manifest is decoded in steps: while :attr:`is_busy`, call :meth:`next_event` again,
-    once in each turn of an event loop.
+    read into :meth:`get_buffer`, and report the bytes with :meth:`buffer_updated`. When a
+    :class:`FrameStart` announces a payload, lend the buffers for it with :meth:`lend`.
+    A large manifest is decoded in steps: while :attr:`is_busy` is true, call :meth:`next_event`
+    again, once in each turn of an event loop.
 
-    Memory: one header of at most ``limits.max_header_nbytes``, and 64 KiB; 4 KiB for a peer that
-    may send no payloads. Not for use after an error, and not thread-safe.
+    The decoder uses memory for one header of at most ``limits.max_header_nbytes``, and 64 KiB;
+    4 KiB for a peer that may send no payloads. It must not be used after an error, and is not
+    thread-safe.
 
     Args:
         limits: Bounds on what the peer may announce, checked before anything is allocated.
 
     Attributes:
-        limits: As given. May be assigned: the bounds from the next frame on.
-        missing_nbytes: Bytes of the payload that are not there yet.
-        needs_buffers: A payload was announced and :meth:`lend` was not called yet.
+        limits: The bounds. May be assigned: the new bounds hold from the next frame on.
+        missing_nbytes: Bytes of the payload that have not arrived yet.
+        needs_buffers: True if a payload was announced and :meth:`lend` was not called yet.
     """
 
     __slots__ = (
@@ -175,23 +180,31 @@ class FrameDecoder:
         self.missing_nbytes: int = 0
         self.needs_buffers: bool = False
         self._buffer = _EMPTY
-        self._start = self._end = 0  # of what was read ahead and not used
-        self._ahead = READ_AHEAD_NBYTES  # bytes to ask for at a time
-        self._head_nbytes = 0  # of prefix and header, where only a part of them is there
+        # The bytes of the buffer that were read ahead and are not used yet.
+        self._start = self._end = 0
+        # Greatest size of the buffer for one read, in bytes.
+        self._ahead = READ_AHEAD_NBYTES
+        # Bytes of the prefix and header of which only a part has arrived; 0 otherwise.
+        self._head_nbytes = 0
         self._in_payload = False
-        self._pieces: list[memoryview] = []  # rest of what is to be filled, in reverse order
-        self._unfinished: FrameStart | None = None  # its manifest is still being decoded
+        # The lent buffers that are still to be filled, in reverse order.
+        self._pieces: list[memoryview] = []
+        # The event whose manifest is still being decoded.
+        self._unfinished: FrameStart | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether :meth:`next_event` goes on without more bytes, though it returned ``None``."""
+        """True if :meth:`next_event` can go on without more bytes, although it returned ``None``.
+
+        It then has more steps of a manifest to decode.
+        """
         return self._unfinished is not None
 
     @property
     def mid_frame(self) -> bool:
-        """Whether some but not all bytes of a frame arrived.
+        """True if some but not all bytes of a frame have arrived.
 
-        Meaningful after :meth:`next_event` returned ``None``.
+        Ask only after :meth:`next_event` returned ``None``.
         """
         unread = self._start != self._end or self._unfinished is not None
         return self._in_payload or self.needs_buffers or unread
@@ -200,8 +213,9 @@ class FrameDecoder:
         """Return the next event, or ``None`` when more bytes or lent buffers are needed.
 
         Raises:
-            ProtocolError: The peer broke the rules; :class:`~aiosync.errors.FrameTooLarge` and
-                :class:`~aiosync.errors.WireVersionMismatch` are some of them.
+            ProtocolError: The peer broke the rules of the wire format. Among its subclasses are
+                :class:`~aiosync.errors.FrameTooLarge` and
+                :class:`~aiosync.errors.WireVersionMismatch`.
         """
         if self.needs_buffers or self.missing_nbytes:
             return None
@@ -213,7 +227,9 @@ class FrameDecoder:
         start = self._start
         available = self._end - start
         if available < PREFIX_NBYTES:
-            if available >= len(MAGIC):  # a stranger may wait for an answer
+            # A peer of another version, or that is not aiosync, may send nothing more until it gets
+            # an answer. So the first bytes are checked before the prefix is complete.
+            if available >= len(MAGIC):
                 _check_peer(bytes(self._buffer[start : min(start + 5, self._end)]))
             return None
         magic, version, flags, reserved, header_nbytes, crc, payload_nbytes = _PREFIX.unpack_from(
@@ -241,7 +257,8 @@ class FrameDecoder:
         try:
             message, ext = decode_header(header, limits=limits, manifest=Manifest.decode_in_steps)
         except ProtocolError as exc:
-            exc.__cause__ = exc.__context__ = None  # their frames look at the buffer
+            # Tracebacks of the causes would keep views of the buffer alive.
+            exc.__cause__ = exc.__context__ = None
             raise
         event = FrameStart(message, ext, payload_nbytes)
         if isinstance(message, ManifestMessage):
@@ -251,7 +268,7 @@ class FrameDecoder:
         return event
 
     def _next_step(self, event: FrameStart) -> FrameStart | None:
-        """Decode a part of a manifest; the event once it is complete."""
+        """Decode a part of a manifest. Return the event once the manifest is complete."""
         self._unfinished = event
         steps = cast("Iterator[None]", cast("ManifestMessage", event.message).manifest)
         try:
@@ -268,14 +285,14 @@ class FrameDecoder:
         return None
 
     def get_buffer(self) -> memoryview:
-        """Return the writable memory that the next bytes belong in.
+        """Return the writable memory for the next bytes of the link.
 
         Returns:
-            Bytes to write to, from the first on. Empty when 64 KiB were read ahead already: take
-            events, or lend buffers, before reading on.
+            Memory to be filled from its first byte on. It is empty if 64 KiB were read ahead
+            already: take events, or lend buffers, before reading on.
         """
-        # A small rest goes through the read-ahead, so that many small buffers, or the end of a
-        # payload and the next frame, are read at once.
+        # A small rest is filled through the read-ahead, so that one call reads many small buffers,
+        # or the end of a payload and the next frame.
         if self._pieces and len(self._pieces[-1]) >= _DIRECT_NBYTES:
             return self._pieces[-1]
         start, end = self._start, self._end
@@ -293,7 +310,7 @@ class FrameDecoder:
         return self._buffer[self._end : self._end + self._ahead]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Say how many bytes were written to what :meth:`get_buffer` has just returned."""
+        """Report how many bytes were written to the memory that :meth:`get_buffer` returned."""
         if self._pieces and len(self._pieces[-1]) >= _DIRECT_NBYTES:
             self._advance(nbytes)
         else:
@@ -302,14 +319,15 @@ class FrameDecoder:
                 self._fill()
 
     def lend(self, buffers: Sequence[memoryview]) -> None:
-        """Give the memory that the announced payload lands in.
+        """Lend the memory for the announced payload.
 
-        What was read ahead of it is copied in at once. The decoder keeps views of the
-        buffers until it returned :class:`FrameEnd`; nobody else may write to them until then.
+        Bytes of the payload that were read ahead are copied into it at once. The decoder keeps
+        views of the buffers until it has returned :class:`FrameEnd`; until then no other code may
+        write to them.
 
         Args:
-            buffers: Writable bytes, filled one after the other; as many in total as the payload
-                has.
+            buffers: Writable byte buffers, filled one after the other. Their total size is that of
+                the payload.
         """
         large = self.missing_nbytes >= _LARGE_NBYTES
         self._ahead = _DIRECT_NBYTES if large else READ_AHEAD_NBYTES
@@ -319,14 +337,14 @@ class FrameDecoder:
         self._fill()
 
     def _advance(self, nbytes: int) -> None:
-        """Count bytes that were written to the first piece."""
+        """Count bytes that were written to the first of the remaining lent buffers."""
         rest = self._pieces.pop()[nbytes:]
         if rest:
             self._pieces.append(rest)
         self.missing_nbytes -= nbytes
 
     def _fill(self) -> None:
-        """Move what was read ahead into the pieces."""
+        """Copy the bytes that were read ahead into the lent buffers."""
         while self._pieces and self._start != self._end:
             piece = self._pieces[-1]
             start = self._start
@@ -337,7 +355,7 @@ class FrameDecoder:
 
 
 def _check_peer(head: bytes) -> None:
-    """Raise unless a frame begins with the magic and, if that has come, the version."""
+    """Raise unless a frame begins with the magic and, if it has arrived, the wire version."""
     if not head.startswith(MAGIC):
         raise RemoteProtocolError(f"a frame starts with {head[:4]!r}: the peer is not aiosync")
     if len(head) > len(MAGIC) and head[4] != WIRE_VERSION:
@@ -354,10 +372,10 @@ def _too_large(what: str, nbytes: int, most: int) -> FrameTooLarge:
 def checksum(data: Buffer) -> bytes:
     """Return the checksum of some bytes: XXH3-128, seed 0, in its canonical (big-endian) form.
 
-    Finds accidents, not attacks. Copies nothing.
+    The checksum finds accidents, not attacks. The bytes are not copied.
 
     Args:
-        data: Contiguous memory, of any item type; its bytes count.
+        data: Contiguous memory of any item type; the checksum is that of its bytes.
 
     Returns:
         16 bytes.
@@ -366,17 +384,17 @@ def checksum(data: Buffer) -> bytes:
 
 
 class RunningChecksum:
-    """The same, over bytes that come piece by piece."""
+    """The :func:`checksum` of bytes that arrive piece by piece."""
 
     __slots__ = ("_hash", "nbytes")
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
         self.nbytes: int = 0
-        """Bytes that were looked at."""
+        """Number of bytes that :meth:`update` has read."""
 
     def update(self, data: Buffer) -> None:
-        """Look at the bytes that follow: contiguous memory, read before this returns."""
+        """Add the bytes that follow: contiguous memory, which is not read after this returns."""
         self._hash.update(data)
         self.nbytes += memoryview(data).nbytes
 
@@ -388,9 +406,9 @@ class RunningChecksum:
 def state_checksum(digest: bytes, checksums: Iterable[bytes]) -> bytes:
     """Return the checksum over a whole update: its layout, and all of its chunks in order.
 
-    It finds what the checksum of each chunk cannot: a chunk of another version or in another
-    place, and bytes that a sender changed between two chunks. Needs no second look at the
-    payload.
+    It finds faults that the checksum of a single chunk cannot find: a chunk of another version or
+    at another place, and bytes that a sender changed between two chunks. It is made from the
+    checksums of the chunks, so that the payload need not be read a second time.
 
     Args:
         digest: Digest of the manifest, 16 bytes.

@@ -1,7 +1,7 @@
-"""The manifest: which tensors a payload holds, where, and of which dtype and shape.
+"""The manifest: the name, dtype, shape and place of each tensor in a payload.
 
-Pure bookkeeping over names and integers; a header that cannot hurt the reader. This module
-must never import asyncio, anyio or torch. The encoding is written down in
+This is pure bookkeeping over names and integers. A hostile encoding cannot harm the process that
+decodes it. This module must never import asyncio, anyio or torch. The encoding is specified in
 ``docs/topics/wire-format.md``.
 """
 
@@ -38,22 +38,22 @@ __all__ = [
 ]
 
 DEFAULT_LIMITS = Limits(max_payload_nbytes=2**40)
-"""The limits within one host, when none are given; ``Limits()`` is for links to others."""
+"""Limits of links within one host, if none are given; ``Limits()`` is for links to other hosts."""
 
 NO_LIMITS = Limits(*(sys.maxsize for _ in fields(Limits)))
-"""For what stays in this process."""
+"""Limits that allow everything, for manifests that stay in this process."""
 
 MANIFEST_VERSION = 1
-"""Version of the manifest encoding, its first field."""
+"""Version of the manifest encoding; it is the first field of an encoded manifest."""
 
 ALIGNMENT = 64
-"""Bytes that every leaf's offset, and the size of a payload, is a multiple of."""
+"""Alignment in bytes: the offset of each leaf and the size of a payload are multiples of it."""
 
 DIGEST_NBYTES = 16
 """Bytes of a manifest's digest (BLAKE2b)."""
 
 MAX_ALIASES = 1024
-"""Aliases that one leaf may have."""
+"""Greatest number of aliases of one leaf."""
 
 DTYPE_NBYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -83,9 +83,9 @@ DTYPE_NBYTES: Mapping[str, int] = MappingProxyType(
 """Every dtype that can travel, by its torch name without ``torch.``, with bytes per element."""
 
 LeafKind: TypeAlias = Literal["param", "buffer", "transient"]
-"""Whether a leaf is a parameter (may be a view of the payload) or a buffer (always copied).
+"""Kind of a leaf: a parameter (may be a view of the payload) or a buffer (always copied).
 
-A transient buffer is no part of ``state_dict()``: either side may lack it.
+A transient buffer is not part of ``state_dict()``: either side may lack it.
 """
 
 ManifestEntry: TypeAlias = "tuple[str, str, Sequence[int], LeafKind, Sequence[str]]"
@@ -93,10 +93,10 @@ ManifestEntry: TypeAlias = "tuple[str, str, Sequence[int], LeafKind, Sequence[st
 
 _T = TypeVar("_T")
 _Steps: TypeAlias = Generator[None, None, _T]
-"""Work that comes in steps of about a millisecond, so that it need not hold a loop for long."""
+"""Work in steps of about a millisecond each, so that it does not block an event loop for long."""
 
 _INT_MAX = 2**63 - 1
-_STEP = 128  # leaves
+_STEP = 128  # leaves in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,11 @@ class LeafSpec:
         name: Dotted name, unique in its manifest.
         dtype: A key of :data:`DTYPE_NBYTES`.
         shape: Sizes of the dimensions; ``()`` for a scalar.
-        offset: First byte in the payload, a multiple of 64.
+        offset: Place of the first byte in the payload, a multiple of 64.
         nbytes: Bytes of the elements, in C order and little-endian, without padding.
         kind: ``"param"``, ``"buffer"`` or ``"transient"``.
-        aliases: Other names of the same tensor (tied parameters), unique as names are.
+        aliases: Other names of the same tensor (tied parameters). They are unique in the manifest,
+            as names are.
     """
 
     name: str
@@ -124,15 +125,15 @@ class LeafSpec:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The ordered leaves of a payload; two equal manifests have equal digests.
+    """The ordered leaves of a payload. Equal manifests have equal digests.
 
     The constructor checks nothing: use :func:`plan_manifest` or :meth:`decode`.
 
     Attributes:
-        leaves: In the order of their offsets.
+        leaves: The leaves in the order of their offsets.
         nbytes: Bytes of the payload: the end of the last leaf, rounded up to a multiple of
             64; 0 without leaves.
-        index: Which leaf each name stands for, also those of tied tensors.
+        index: Position in ``leaves`` for each name, the aliases of tied tensors included.
         digest: BLAKE2b of the canonical encoding, 16 bytes.
     """
 
@@ -143,12 +144,13 @@ class Manifest:
     _encoded: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # At once: where it waits to be asked for, a fork may copy the lock of a cached property.
+        # Computed at once and not in a cached property: a fork while that computes in another
+        # thread would copy its held lock into the child.
         _finish(self._seal())
 
     @classmethod
     def _in_steps(cls, leaves: tuple[LeafSpec, ...], nbytes: int) -> _Steps[Manifest]:
-        """The constructor, in steps."""
+        """Construct a manifest in steps."""
         manifest = object.__new__(cls)
         object.__setattr__(manifest, "leaves", leaves)
         object.__setattr__(manifest, "nbytes", nbytes)
@@ -156,7 +158,7 @@ class Manifest:
         return manifest
 
     def _seal(self) -> _Steps[None]:
-        """Set what follows from leaves and size."""
+        """Compute index, encoding and digest from the leaves and the size."""
         pack = msgpack.Packer(use_bin_type=True).pack
         parts = [pack((MANIFEST_VERSION, self.nbytes, len(self.leaves)))]
         digest = hashlib.blake2b(parts[0], digest_size=DIGEST_NBYTES)
@@ -182,12 +184,12 @@ class Manifest:
         """Rebuild a manifest from its encoding, checking every field before it is used.
 
         Args:
-            data: The canonical encoding. Nothing in the result refers to it.
+            data: The canonical encoding. Nothing in the result refers to this memory.
             limits: Bounds on tensors, names, dimensions and payload bytes.
 
         Raises:
-            RemoteProtocolError: Malformed, not canonical, beyond the limits, or the leaves do
-                not tile the payload.
+            RemoteProtocolError: The encoding is malformed, not canonical or beyond the limits, or
+                the leaves do not tile the payload.
         """
         return _finish(cls.decode_in_steps(data, limits))
 
@@ -195,10 +197,13 @@ class Manifest:
     def decode_in_steps(
         cls, data: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS
     ) -> _Steps[Manifest]:
-        """:meth:`decode` for an event loop: a generator, each step of which takes a millisecond.
+        """Rebuild a manifest as :meth:`decode` does, in steps, so that an event loop can go on.
+
+        Returns:
+            A generator, each step of which takes about a millisecond; it returns the manifest.
 
         Raises:
-            RemoteProtocolError: In some step, as :meth:`decode` does.
+            RemoteProtocolError: As for :meth:`decode`; raised in one of the steps.
         """
         try:
             return (yield from _decode(bytes(data), limits))
@@ -207,7 +212,7 @@ class Manifest:
 
 
 def _finish(steps: _Steps[_T]) -> _T:
-    """Take all steps."""
+    """Run all steps of some work, and return its result."""
     while True:
         try:
             next(steps)
@@ -216,15 +221,15 @@ def _finish(steps: _Steps[_T]) -> _T:
 
 
 def plan_manifest(entries: Iterable[ManifestEntry], limits: Limits = DEFAULT_LIMITS) -> Manifest:
-    """Lay leaves out one after the other, each on a multiple of 64 bytes.
+    """Lay out leaves one after the other, each at a multiple of 64 bytes.
 
     Args:
         entries: (name, dtype name, shape, kind, aliases) for each leaf; the order is kept.
         limits: Bounds that the receivers are expected to have.
 
     Raises:
-        ConfigError: An unknown dtype, a name that is empty, duplicate or not encodable, or
-            something beyond the limits.
+        ConfigError: A dtype is unknown, a name is empty, duplicate or not encodable, or something
+            is beyond the limits.
     """
     try:
         return _finish(_lay_out(entries, limits))
@@ -250,7 +255,7 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
             raise InvalidData(f"{where} has a shape or aliases that are none") from exc
         if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
             raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")
-        # As if no size were 0: strides of an empty tensor must not overflow either.
+        # Sizes of 0 count as 1 here, because the strides of an empty tensor must not overflow.
         if itemsize * math.prod(size or 1 for size in dims) > _INT_MAX:
             raise InvalidData(f"{where} is larger than 2**63 - 1 bytes")
         if len(aliases) > MAX_ALIASES:
@@ -294,7 +299,7 @@ def _check_names(names: list[str], limits: Limits) -> _Steps[None]:
 
 
 def _show(value: object) -> str:
-    """Return what a hostile value is, in few characters, without recursing into it."""
+    """Return a short text of a value, which may be hostile, without recursing into it."""
     if type(value) is int or type(value) is str:
         text = repr(value)
         return text if len(text) <= 80 else text[:80] + "..."
@@ -306,8 +311,8 @@ def _round_up(nbytes: int) -> int:
 
 
 def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
-    # A sequence of small arrays, not one big one: the bound on the length of an array can
-    # then be small, so a chain of nested arrays that lie about their length costs nothing.
+    # The encoding is a sequence of small arrays, not one big array. The bound on the length of an
+    # array can therefore be small, and nested arrays that announce a false length cost nothing.
     unpacker = msgpack.Unpacker(
         use_list=False,
         ext_hook=refuse_ext,
@@ -335,7 +340,8 @@ def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
     except (ValueError, TypeError, OverflowError, RecursionError, StopIteration) as exc:
         raise InvalidData(f"malformed: {str(exc) or type(exc).__name__}") from exc
     manifest = yield from _lay_out(entries, limits)
-    # One comparison for the offsets, the sizes, the counts, and the form of each value.
+    # This one comparison checks the offsets, sizes and counts, and that each value has its
+    # canonical form.
     if manifest.encode() != data:
         raise InvalidData("it is not the canonical encoding of leaves that tile a payload")
     return manifest

@@ -1,10 +1,11 @@
 """The messages of a link, and their headers.
 
-Frozen dataclasses whose constructors check nothing; :func:`encode_header` and
+Messages are frozen dataclasses whose constructors check nothing; :func:`encode_header` and
 :func:`decode_header` turn them into the bytes of a header and back, and check every field in both
-directions. An update, its chunks and their acknowledgements have headers of fixed places; the rest
-are msgpack maps. At the end is what a status says of syncs. This module must never import asyncio,
-anyio or torch. The messages are written down in ``docs/topics/wire-format.md``.
+directions. The headers of an update, of its chunks and of their acknowledgements have fields at
+fixed places; the other headers are msgpack maps. The end of this module encodes the statistics in a
+status. This module must never import asyncio, anyio or torch. The messages are specified in
+``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
@@ -62,32 +63,34 @@ __all__ = [
 ]
 
 ExtValue: TypeAlias = int | str | bytes | bool
-"""What the extension map of a header may hold."""
+"""Type of a value in the extension map of a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message on a link: who is there, and what it already has.
+    """First message on a link: the role of the peer, and the weights that it already has.
 
     Attributes:
-        role: ``"sender"``, ``"receiver"`` or ``"status"``, or what a scheme defines.
-        model_id: Which model of the process this link is for.
-        pid: Process id of the sender of this message.
+        role: ``"sender"``, ``"receiver"`` or ``"status"``, or a role that a scheme defines.
+        model_id: The model of the process that this link is for.
+        pid: Id of the process that sends this message.
         worker_idx: Index that a receiver asks for; ``None`` lets the other side choose.
-        strategy: Name of the strategy that the weights are extracted and applied with.
-        has_target: A receiver already knows the module that it applies to.
-        epoch: Epoch of the weights that a receiver has; ``None`` when it has none.
-        version: Version of the weights that a receiver has; ``None`` when it has none.
-        session: Names the receiver object across reconnections, 16 bytes; ``None`` when it
+        strategy: Name of the strategy that extracts and applies the weights.
+        has_target: True if a receiver already knows the module that it applies weights to.
+        epoch: Epoch of the weights that a receiver has; ``None`` if it has none.
+        version: Version of the weights that a receiver has; ``None`` if it has none.
+        session: Identifies the receiver object across reconnections, 16 bytes; ``None`` if it
             never reconnects.
-        subscribe: Send every update; if false, only those that :class:`Fetch` asks for.
+        subscribe: True asks for every update, False only for those that a :class:`Fetch` asks for.
         partial_epoch: Epoch of an update that a receiver has in part; ``None`` for none.
         partial_version: Version of that update; ``None`` for none.
         partial_nbytes: Bytes from the start of that update's payload that are staged and
             verified already.
-        parts: Updates of a sender may hold a part of the names, of which none replaces another.
-        slots: A receiver can read slots of shared memory in place.
-        take_over: A sender comes back although another one may have replaced it.
+        parts: True if each update of a sender may hold only a part of the names, so that no update
+            replaces another one.
+        slots: True if a receiver can read slots of shared memory in place.
+        take_over: True if a sender asks for its place back although another sender may have
+            replaced it.
     """
 
     role: str
@@ -114,10 +117,10 @@ class Welcome:
 
     Attributes:
         epoch: Epoch of the sender of weights.
-        version: Its current version; 0 when nothing was sent yet.
+        version: Current version of the sender; 0 if it has sent nothing yet.
         worker_idx: Index that the receiver has from now on.
-        num_workers: How many workers the sender expects; ``None`` when it does not know.
-        note: What a human may want to know while nothing was sent yet.
+        num_workers: Number of workers that the sender expects; ``None`` if it does not know.
+        note: A hint for a human, for the time before the first version.
     """
 
     epoch: int
@@ -129,11 +132,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Negative answer to :class:`Hello`; the link is closed after it.
+    """Negative answer to :class:`Hello`; its sender closes the link after it.
 
     Attributes:
         error_type: Name of the exception's type, clipped to 256 bytes when encoded.
-        error_text: Reason for a human, clipped to 3 KiB when encoded.
+        error_text: The reason, for a human; clipped to 3 KiB when encoded.
     """
 
     error_type: str
@@ -142,7 +145,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class ManifestMessage:
-    """Announces a layout; later updates name it by its digest.
+    """Announcement of a layout. Later updates name it by its digest.
 
     Attributes:
         manifest: The layout.
@@ -153,21 +156,21 @@ class ManifestMessage:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One version of the weights, or one chunk of it. The tensors are the frame's payload.
+    """One version of the weights, or one chunk of it. The frame's payload holds the tensors.
 
     Attributes:
         epoch: Epoch of the sender, 1 to 2**63 - 1.
         version: Version within the epoch, 1 to 2**63 - 1.
         digest: Digest of the manifest that describes the payload, 16 bytes.
-        codec: How the payload was made; ``"dense"`` is the plain bytes of the manifest.
+        codec: Encoding of the payload; ``"dense"`` is the plain bytes of the manifest's leaves.
         values: Non-tensor leaves by name; see :func:`aiosync.wire.encode_values`. Tuples
             arrive as lists.
-        chunk: (index, count) when the payload is one of several parts.
-        checksum: Checksum of the payload, 16 bytes, if the link uses one.
+        chunk: (index, count) if the payload is one of several chunks.
+        checksum: Checksum of the frame's payload, 16 bytes, if the link uses one.
         state: Checksum over the whole payload of an update, 16 bytes, on its last chunk;
             see :func:`aiosync.wire.state_checksum`.
-        trace: The traceparent of the sender's span, if it has one. Travels in the extension map, on
-            the last chunk.
+        trace: The traceparent of the sender's span, if it has one. It travels in the extension map,
+            on the last chunk.
     """
 
     epoch: int
@@ -183,7 +186,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What a receiver says about one update.
+    """Acknowledgement of one update by a receiver.
 
     Attributes:
         epoch: Epoch of the update.
@@ -202,12 +205,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Announces a shared-memory segment, whose descriptor travels beside the message.
+    """Announcement of a shared-memory segment, whose descriptor travels beside the message.
 
     Attributes:
-        segment_id: Chosen by the sender; unique on the link.
-        slot_nbytes: Bytes of one slot.
-        num_slots: Slots in the segment, 1 to 65535.
+        segment_id: Id that the sender chose; unique on the link.
+        slot_nbytes: Bytes of one slot, its header included.
+        num_slots: Least number of slots in the segment, 1 to 65535.
     """
 
     segment_id: int
@@ -217,17 +220,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PageMessage:
-    """Gives a receiver the page of this link, whose descriptor travels beside the message."""
+    """Announcement of the page of this link, whose descriptor travels beside the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A receiver is to take what the word of its page names.
+    """A sender's request that a receiver takes the version that the word of its page names.
 
     Attributes:
         epoch: Epoch of the sender.
-        version: The version that is named, or an older one where the word has moved; the
-            receiver answers to it as to an update. 0: no answer is wanted.
+        version: The version that the word names, or an older one if the word has changed since;
+            the receiver answers to this version as to an update. 0 asks for no answer.
     """
 
     epoch: int
@@ -236,11 +239,13 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A receiver takes what its word names without being told, before it computes again.
+    """A receiver's promise to take the version that its word names before it computes again.
+
+    The sender then need not send a :class:`Take` for each version.
 
     Attributes:
-        digest: Digest of the manifest for whose versions it does; empty for none any more, to
-            which the sender answers with the same message.
+        digest: Digest of the manifest for whose versions the promise holds. An empty digest ends
+            the promise, and the sender answers it with the same message.
     """
 
     digest: bytes
@@ -248,13 +253,14 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """First message of both ends of a link, where they prove that they share a token.
+    """First message of both ends of a link that prove to each other that they share a token.
 
-    That of the end which opened the link is a greeting: its nonce is not used.
+    The challenge of the dialer, the end that opened the link, is only a greeting: its nonce is not
+    used.
 
     Attributes:
         nonce: 32 random bytes, never used again.
-        required: The side that sent this has a token, and refuses who has none.
+        required: True if the side that sent this has a token, and refuses a peer without one.
     """
 
     nonce: bytes
@@ -263,12 +269,14 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Answer to :class:`Challenge`, and the answer to that answer. The token never travels.
+    """The dialer's answer to a :class:`Challenge`, and the listener's answer to that answer.
+
+    The token itself never travels.
 
     Attributes:
-        nonce: From who opened the link, 32 random bytes, never used again; from who accepted
-            it, the nonce of its :class:`Challenge`.
-        mac: Authentication code over both nonces and the role of who made it, at most 64
+        nonce: From the dialer, 32 random bytes, never used again; from the listener, the nonce of
+            its :class:`Challenge`.
+        mac: Authentication code over both nonces and the role of the side that made it, at most 64
             bytes; empty from a side that has no token.
     """
 
@@ -278,11 +286,11 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A receiver asks for the newest version; the answer is an update, or :class:`Current`.
+    """A receiver's request for the newest version. The answer is an update, or :class:`Current`.
 
     Attributes:
-        min_version: The answer waits until there is a version that is at least this; 0 takes
-            what is there.
+        min_version: The answer waits until the sender has a version that is at least this; 0 does
+            not wait.
     """
 
     min_version: int
@@ -290,14 +298,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Current:
-    """Answer to :class:`Fetch`: what the newest version is.
+    """Answer to :class:`Fetch` that names the newest version.
 
-    The receiver has it already, or it follows: after this message, and perhaps after updates
-    that hold what it lacks.
+    The receiver has that version already, or the version follows this message, perhaps after other
+    updates with names that the receiver lacks.
 
     Attributes:
         epoch: Epoch of the sender.
-        version: Its newest version; 0 when nothing was sent yet.
+        version: Newest version of the sender; 0 if it has sent nothing yet.
     """
 
     epoch: int
@@ -306,7 +314,10 @@ class Current:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Last message of a side that was closed, and did not die; the link is closed after it."""
+    """Last message of a side that was closed in order; that side closes the link after it.
+
+    A process that dies sends none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +325,8 @@ class Status:
     """Answer to a :class:`Hello` whose role is ``"status"``.
 
     Attributes:
-        values: What the sender says about itself and its receivers, as in ``Update.values``.
+        values: The sender's report about itself and its receivers, as plain values like those of
+            ``Update.values``.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -322,12 +334,12 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One step of setting up the way that payloads take beside the link.
+    """One step in setting up the path on which payloads travel beside the link.
 
     Attributes:
-        kind: What is set up, for example ``"gloo"``.
-        key: Which step.
-        value: What the peer needs for it, at most 2 KiB.
+        kind: Kind of the path, for example ``"gloo"``.
+        key: Name of the step.
+        value: Data that the peer needs for the step, at most 2 KiB.
     """
 
     kind: str
@@ -359,26 +371,28 @@ Message: TypeAlias = (
 # -- what the fields may hold ---------------------------------------------------------------------
 
 MAX_ERROR_TYPE_NBYTES = 256
-"""UTF-8 bytes of the name of an exception's type; longer ones are clipped when encoding."""
+"""Greatest size of the name of an exception's type, in UTF-8 bytes; encoding clips longer ones."""
 
 MAX_ERROR_TEXT_NBYTES = 3072
-"""UTF-8 bytes of an error's text; longer ones are clipped when encoding."""
+"""Greatest size of an error's text, in UTF-8 bytes; encoding clips longer ones."""
 
 MAX_WORKER_IDX = 2**16 - 1
-"""The highest index of a worker, and number of workers."""
+"""Greatest index of a worker, and greatest number of workers."""
 
 NONCE_NBYTES = 32
 """Bytes of a nonce."""
 
 _INT = 2**63 - 1
 _U32 = 2**32 - 1
-_NAME = -1  # as many bytes as the limits allow for a name
-# Entries of a map where nobody may choose their names but this format: as many as hello has.
+# In place of a greatest size: the limits' bound on the size of a name.
+_NAME = -1
+# Greatest number of entries of an extension map, and of a map whose keys this format defines: Hello
+# has that many fields.
 _MAX_FEW = 16
 _EXT_TYPES = frozenset({int, str, bytes, bool})
 
 _Spec: TypeAlias = "tuple[Any, int, int]"
-"""Type of a field, and the least and the most of its value, or of its bytes."""
+"""Type of a field, and the least and greatest value or, for bytes, strings and maps, size."""
 
 _BOOL: _Spec = (bool, 0, 1)
 _EPOCH: _Spec = (int, 1, _INT)
@@ -453,10 +467,12 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     }
     for cls in _FIELDS
 }
-_FROM_SENDERS = frozenset({Update, Status, ManifestMessage})  # of weights; anybody sends the others
+# Only a sender of weights sends these messages. Every peer may send the others.
+_FROM_SENDERS = frozenset({Update, Status, ManifestMessage})
 
 _UPDATE_HEADER = struct.Struct("<BBHIIQQ16s16s16sI")
-_HAS_CHECKSUM, _HAS_STATE = 1, 2  # the flags of an update
+# Flags in the header of an update.
+_HAS_CHECKSUM, _HAS_STATE = 1, 2
 _ACK_HEADER = struct.Struct("<BBHQQI")
 _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
@@ -466,7 +482,7 @@ _ILLEGAL = (ValueError, TypeError, KeyError, AttributeError, struct.error)
 
 
 def is_traceparent(value: object) -> TypeGuard[str]:
-    """Whether this is one of W3C Trace Context, version 00: 55 characters."""
+    """Return True if a value is a traceparent of W3C Trace Context, version 00: 55 characters."""
     return isinstance(value, str) and _TRACEPARENT.fullmatch(value) is not None
 
 
@@ -529,11 +545,11 @@ def encode_header(
 ) -> bytes:
     """Encode the header of a message, without the frame's prefix.
 
-    Fields that have their default value are left out of its map.
+    Fields that have their default value are left out of the header's map.
 
     Args:
-        message: What to encode.
-        ext: Entries that a transport adds for its peer, at most 16.
+        message: The message to encode.
+        ext: Entries that the transport adds for the transport of its peer, at most 16.
         limits: Bounds that the receiver is expected to have.
 
     Raises:
@@ -558,7 +574,7 @@ def encode_header(
             elif key == "manifest":
                 value = Manifest.encode(value)
             elif specs is _ERRORS:
-                # An error's text must travel whatever it holds; lone surrogates become "?".
+                # The text of an error must travel in any case, so lone surrogates become "?".
                 clipped = value[: spec[2]].encode(errors="replace")[: spec[2]]
                 value = clipped.decode(errors="ignore")
             _check(value, spec, limits)
@@ -575,7 +591,7 @@ def encode_header(
         else:
             packed = pack(rest) if rest else b""
             header = _fixed_header(message, len(packed)) + packed  # type: ignore[arg-type]
-    except ConfigError:  # of the user's values
+    except ConfigError:  # encode_values() says which of the user's values cannot travel
         raise
     except _ILLEGAL as exc:
         raise LocalProtocolError(f"cannot encode {where}: {exc}") from exc
@@ -596,18 +612,19 @@ def decode_header(
     """Decode a header, checking every field.
 
     Args:
-        data: The whole header, without the frame's prefix. Nothing in the result refers to it.
-        limits: Bounds on what the peer may announce. One that may send no payloads may send
-            neither updates, layouts nor a status.
-        manifest: Called with the encoding of a manifest and the limits; the message holds what it
-            returns.
+        data: The whole header, without the frame's prefix. Nothing in the result refers to this
+            memory.
+        limits: Bounds on what the peer may announce. A peer that may send no payloads may send
+            neither updates, manifests nor a status.
+        manifest: Called with the encoding of a manifest and the limits; the message holds the
+            object that it returns.
 
     Returns:
         The message, and the extension map or ``None``.
 
     Raises:
-        RemoteProtocolError: Malformed; an unknown message type or field; a missing, wrong-typed
-            or out-of-range field.
+        RemoteProtocolError: The header is malformed, its message type or one of its fields is
+            unknown, or a field is missing, has a wrong type or is out of range.
     """
     number = data[0] if len(data) else 0
     cls = _TYPES.get(number)
@@ -650,7 +667,7 @@ def decode_header(
 
 
 def _read_fixed(number: int, data: bytes | bytearray | memoryview, found: dict[str, Any]) -> int:
-    """Read the fields of fixed places; returns where the map begins."""
+    """Read the fields at fixed places into ``found``. Return the offset of the map."""
     if number == _ACK:
         size = _ACK_HEADER.size
         _, status, flags, epoch, version, nbytes = _ACK_HEADER.unpack_from(data)
@@ -678,18 +695,18 @@ _hints = functools.cache(get_type_hints)
 
 
 def stats_values(stats: Iterable[SyncStats]) -> list[dict[str, Any]]:
-    """Return statistics as they travel in a status."""
+    """Return statistics as the plain values that travel in a status."""
     return [asdict(each) for each in stats]
 
 
 def stats_from(values: Any) -> tuple[SyncStats, ...]:
-    """Read what :func:`stats_values` made; fields of newer releases are left out.
+    """Read statistics that :func:`stats_values` made; fields of newer releases are left out.
 
     Args:
-        values: What a peer sent; the limits of its header bound how much that is.
+        values: The values that a peer sent. The limits of the peer's header bound their size.
 
     Raises:
-        RemoteProtocolError: A field is missing, or is not what its annotation says.
+        RemoteProtocolError: A field is missing, or its value does not fit its annotation.
     """
     try:
         found: tuple[SyncStats, ...] = _read(tuple[SyncStats, ...], values)
@@ -699,7 +716,7 @@ def stats_from(values: Any) -> tuple[SyncStats, ...]:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """A value as its annotation says."""
+    """Check a value from a peer against the annotation ``kind``, and return it as that type."""
     origin, of = get_origin(kind), get_args(kind)
     if kind in (SyncStats, WorkerStats):
         fields = _hints(kind)

@@ -1,8 +1,7 @@
-"""Plain values as msgpack, strict in both directions: bounded, and without surprises.
+"""Plain values as msgpack, with the same checks and bounds when encoding and when decoding.
 
-Nothing here builds anything but ``None``, bool, int, float, str, bytes, list and dict. This
-module must never import asyncio, anyio or torch. Its rules are written down in
-``docs/topics/wire-format.md``.
+This module builds only ``None``, bool, int, float, str, bytes, list and dict. It must never import
+asyncio, anyio or torch. Its rules are specified in ``docs/topics/wire-format.md``.
 """
 
 from __future__ import annotations
@@ -27,32 +26,38 @@ __all__ = [
 ]
 
 MAX_DEPTH = 16
-"""Maps and lists inside each other, the outermost map included."""
+"""Greatest depth of maps and lists inside each other, the outermost map included."""
 
 MAX_ITEMS = 2**16
-"""Entries of one list or map. msgpack allocates a list when it reads its announced length, also
-where the bytes for it never come."""
+"""Greatest number of entries of one list or map.
+
+The bound is needed because msgpack allocates a list when it reads the announced length, even if the
+bytes of its entries never arrive.
+"""
 
 MAX_CONTAINERS = 2**18
-"""Lists and maps in one header. An empty map costs one byte on the wire and more than sixty in
-memory, so the size of a header alone bounds too little."""
+"""Greatest number of lists and maps in one header.
+
+An empty map takes one byte on the wire and more than sixty in memory, so the limit on the size of a
+header does not bound the memory enough.
+"""
 
 _MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 class InvalidData(ValueError):
-    """Bytes or values that the wire format does not allow.
+    """An error about bytes or values that the wire format does not allow.
 
-    Callers translate it to the error of the side at fault.
+    Callers translate it to the public error that names the side at fault.
     """
 
 
 def pack(value: Mapping[str, Any]) -> bytes:
-    """Pack a map of plain values. Tuples become lists, and bytearrays bytes.
+    """Pack a map of plain values. Tuples become lists, and bytearrays become bytes.
 
     Raises:
-        InvalidData: A value of another type, a string that is not valid Unicode, or an integer
-            that does not fit into 64 bits.
+        InvalidData: A value has another type, a string is not valid Unicode, or an integer does
+            not fit into 64 bits.
     """
     try:
         packed: bytes = msgpack.packb(value, default=_other_type, strict_types=True)
@@ -74,15 +79,16 @@ def unpack(
     most: int = MAX_ITEMS,
     most_containers: int = MAX_CONTAINERS,
 ) -> dict[str, Any]:
-    """Decode exactly one map with nothing after it; keys are distinct strings, in every map.
+    """Decode exactly one map with nothing after it. In every map the keys are distinct strings.
 
     Args:
-        data: The whole map. Nothing in the result refers to it.
-        most: Entries that one list or map may have.
-        most_containers: Lists and maps that there may be.
+        data: The encoded map. Nothing in the result refers to this memory.
+        most: Greatest number of entries of one list or map.
+        most_containers: Greatest number of lists and maps in total.
 
     Raises:
-        InvalidData: Not that, cut short, an extension type, or over a bound.
+        InvalidData: The data is not exactly one such map, is cut short, has an extension type, or
+            is over a bound.
     """
     most = min(len(data), most)
     count = itertools.count(1).__next__
@@ -126,7 +132,7 @@ def unpack(
 
 
 def refuse_ext(code: int, data: bytes) -> NoReturn:
-    """The ``ext_hook`` of every unpacker."""
+    """Refuse an extension type: the ``ext_hook`` of every unpacker."""
     raise InvalidData(f"extension type {code}")
 
 
@@ -134,24 +140,24 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Check non-tensor values and copy them into the plain form that travels.
 
     Use it when a snapshot is taken: the result shares no mutable object with ``values``, so
-    later changes by the owner do not reach the message.
+    the owner's later changes do not reach the message.
 
     Args:
-        values: Names and values; a value is None, bool, int (64 bits), float, str, bytes, or
+        values: Values by name. A value is None, bool, int (64 bits), float, str, bytes, or
             a list, tuple or dict (string keys) of such values, at most 14 levels deep, each with
             at most :data:`MAX_ITEMS` entries.
 
     Returns:
-        A new dict. Tuples have become lists, and bytearrays bytes, as they do on the wire.
+        A new dict. Tuples have become lists, and bytearrays have become bytes, as on the wire.
 
     Raises:
-        ConfigError: A value of another type; the message names its key.
-            Subclasses are refused too, because the receiver would get another type.
+        ConfigError: A value cannot travel; the message names its key. Instances of subclasses are
+            refused as well, because the receiver would get another type.
     """
     result: dict[str, Any] = {}
     for key, value in values.items():
         try:
-            # On the levels that they have in a header.
+            # The two outer maps put the value at the depth that it has in a header.
             result |= unpack(pack({"values": {key: value}}))["values"]
         except InvalidData as exc:
             raise ConfigError(
