@@ -1,4 +1,4 @@
-"""How two sides meet: who listens, who dials, what they say first, and how a lost link is replaced.
+"""Setting up links: listeners, dialers, the handshake, and the replacement of a lost link.
 
 Must not import torch, nor a sender, a receiver or a scheme.
 """

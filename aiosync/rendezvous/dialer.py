@@ -1,4 +1,4 @@
-"""Reaching the other end of a stream, and again when the link was lost, but never in a tight loop.
+"""The dialing side: attempts to reach the other end, and to replace a lost link, with pauses.
 
 Must not import torch.
 """
@@ -34,19 +34,23 @@ _T = TypeVar("_T")
 _L = TypeVar("_L", bound=Transport)
 _W = TypeVar("_W")
 
-_OVER_SECONDS = 0.001  # timers fire so early at the most
-_OF_USE_SECONDS = 1.0  # a link that lasted for so long was of use, even if nothing came over it
+# Timers may fire early by at most this time, so that a shorter rest counts as none.
+_OVER_SECONDS = 0.001
+# A link that lasted for longer than this was of use, even if no update came over it.
+_OF_USE_SECONDS = 1.0
 
 Left: TypeAlias = Callable[[], float | None]
-"""The seconds that are left, none for ``None``."""
+"""A function that returns the seconds that are left; ``None`` without a limit."""
 
 
 class Backoff:
-    """Pauses that double, shortened at random: many must not come at once.
+    """Pauses between attempts, each twice as long as the previous one, up to a bound.
+
+    Each pause is shortened at random, so that many processes do not dial at the same moment.
 
     Args:
-        first: Seconds of the first one.
-        longest: Seconds of the last ones.
+        first: Seconds of the first pause.
+        longest: Greatest length of a pause, in seconds.
     """
 
     def __init__(self, first: float = 0.02, longest: float = 2.0) -> None:
@@ -54,18 +58,21 @@ class Backoff:
         self._longest = longest
 
     def reset(self) -> None:
-        """Begin with short pauses again."""
+        """Return to the first, short pause."""
         self._pause = self._first
 
     async def wait(self, most: float | None = None) -> None:
-        """Pause, for so many seconds at most."""
+        """Sleep for the next pause, or for ``most`` seconds if that is shorter."""
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         pause *= random.uniform(0.5, 1.0)
         await asyncio.sleep(pause if most is None else min(pause, most))
 
 
 def is_final(error: AiosyncError) -> bool:
-    """Whether another attempt would end in the same way: what this side has or says is wrong."""
+    """Return True if another attempt would fail in the same way.
+
+    It would, if the credentials, the configuration or a message of this side are wrong.
+    """
     return isinstance(error, (AuthError, ConfigError, LocalProtocolError))
 
 
@@ -78,20 +85,22 @@ async def retry(
     backoff: Backoff | None = None,
     after: AiosyncError | None = None,
 ) -> _T:
-    """Await ``attempt()`` until it works.
+    """Await ``attempt()`` again and again until it succeeds, and return its result.
 
     Args:
-        attempt: Told how to ask for the seconds that are left, in which it ends by itself. Cleans
-            up after itself where it fails, or is cancelled.
-        timeout: Seconds for all attempts; ``None`` for ever.
-        late: Makes the error for when they are over, of why the last attempt failed; needed with a
-            ``timeout``.
-        final: Whether an error ends it.
+        attempt: Called with a function that returns the seconds that are left, within which the
+            attempt has to end by itself. It cleans up after itself if it fails or is cancelled.
+        timeout: Seconds for all attempts; ``None`` for no limit.
+        late: Makes the error that is raised after ``timeout`` from the error of the last attempt.
+            A ``timeout`` needs it.
+        final: Returns True for an error after which no other attempt is made.
         backoff: Pauses between attempts.
-        after: What ended the attempt before the first one, if there was any.
+        after: Error of an earlier attempt or of a lost link, if there was one; the first attempt
+            then follows a pause.
 
     Raises:
-        AiosyncError: What is final, or ``late``, caused by the last attempt's error.
+        AiosyncError: The final error, or the error that ``late`` made, caused by that of the last
+            attempt.
 
     Cancellation:
         Class A.
@@ -114,7 +123,9 @@ async def retry(
             return await attempt(left)
         except AiosyncError as exc:
             if last is not None and isinstance(exc, ConnectTimeout) and left() == 0.0:
-                continue  # it only ran out of time: why there was another attempt says more
+                # This attempt only ran out of time. The error before it says more, so that one
+                # remains the last error.
+                continue
             if final(exc):
                 raise
             last = without_frames(exc)
@@ -122,17 +133,17 @@ async def retry(
 
 @dataclass(frozen=True, kw_only=True)
 class Dialer:
-    """Dials one address.
+    """A dialer of one address.
 
     Args:
-        address: Whom.
+        address: Address of the other end.
         credentials: Token and TLS.
-        limits: What the other end may announce.
+        limits: Bounds on what the other end may announce.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
         attempt_timeout: Seconds for one attempt, its handshakes included.
-        name: How errors call the other end.
-        advice: What the other end has to do to be reached.
+        name: Name of the other end in errors.
+        advice: Advice in errors: what the user has to do so that the other end can be reached.
     """
 
     address: Address
@@ -145,12 +156,13 @@ class Dialer:
     advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`"
 
     async def dial(self, timeout: float | None = None, *, again: bool = False) -> TCPTransport:
-        """One attempt; see :meth:`TCPTransport.connect`.
+        """Make one attempt to reach the other end; see :meth:`TCPTransport.connect`.
 
         Args:
-            timeout: Seconds for it, if less than ``attempt_timeout``.
-            again: There was a link before. That certificate files cannot be read now, or that
-                whoever is there refuses this side, is a ``ConnectError`` then: of the moment.
+            timeout: Seconds for the attempt, if less than ``attempt_timeout``.
+            again: True if there was a link before. Unreadable certificate files, and a refusal by
+                the process that answers, then raise ``ConnectError``, because they may be
+                temporary.
         """
         try:
             return await TCPTransport.connect(
@@ -168,16 +180,21 @@ class Dialer:
         except (AuthError, ConfigError) as exc:
             if not again:
                 raise
-            # The files may be about to be replaced; and who refuses has proved nothing.
+            # The files may be about to be replaced, and the process that refuses this side has not
+            # proved its identity.
             raise ConnectError(str(exc)) from exc
 
     def not_reached(self, within: str = "") -> str:
-        """What an error says while nobody is reached."""
+        """Return the text of an error that says that the other end was not reached.
+
+        Args:
+            within: The time, as a piece of the text, such as " within 5 s".
+        """
         return f"{self.name} at {self.address} was not reached{within}: {self.advice}"
 
 
 class LinkState(enum.Enum):
-    """Where a link is on its way."""
+    """State of a link that is kept up; the values describe the states."""
 
     DIALING = "nobody is reached yet, or again"
     GREETING = "the other end was reached, and has not answered"
@@ -186,22 +203,24 @@ class LinkState(enum.Enum):
 
 
 class KeptLink(Generic[_L, _W]):
-    """A link that is dialled until somebody lets it in, and again whenever it was lost.
+    """A link that is dialled until the other end admits this side, and again after it was lost.
 
     Args:
-        name: How errors call the other end.
-        dial: One attempt to reach it: told how to ask for the seconds that are left, and whether
-            there was a link before.
-        greet: What is said first on a link, in so many seconds; it returns the answer.
-        nobody: Says that nobody is reached, within a time that it is given, and what to do.
-        final: Whether an error ends all attempts; ``None`` where none does, and each handshake has
-            to end in time.
-        pauses: Between two attempts.
+        name: Name of the other end in errors.
+        dial: Makes one attempt to reach the other end. It is called with a function that returns
+            the seconds that are left, and with True if there was a link before.
+        greet: Sends the first message on a link, within the seconds that it is given, and returns
+            the answer.
+        nobody: Returns the text of an error that says that the other end was not reached, and what
+            to do. It is called with the time as a piece of that text.
+        final: Returns True for an error that ends all attempts. With ``None`` no error does, and
+            the time of each handshake is bounded.
+        pauses: Pauses between two attempts.
 
     Attributes:
-        state: Where it is on its way.
-        why: Why the last attempt failed; ``None`` if it did not.
-        answer: What the other end answered when it let the last link in.
+        state: State of the link.
+        why: Error of the last attempt; ``None`` if it succeeded or there was none.
+        answer: Answer of the other end when it admitted the last link.
     """
 
     def __init__(
@@ -224,19 +243,24 @@ class KeptLink(Generic[_L, _W]):
         self.why: BaseException | None = None
         self.answer: _W | None = None
         self._up_at = 0.0
-        self._of_use_at = 0.0  # until when a link was
-        self._progress: object = None  # that was made by then
+        # The loop's time at which a link was last known to be of use.
+        self._of_use_at = 0.0
+        # The caller's value of ``progress`` at that time.
+        self._progress: object = None
         self._pauses = pauses or Backoff()
 
     async def connect(self, timeout: float | None) -> tuple[_L, _W]:
-        """Reach the other end and be let in.
+        """Dial until the other end admits this side.
+
+        Args:
+            timeout: Seconds for all attempts; ``None`` for no limit.
 
         Returns:
-            The link, and what was answered.
+            The link, and the other end's answer.
 
         Raises:
-            ConnectTimeout: Not in time, caused by the error of the last attempt.
-            AiosyncError: What is final.
+            ConnectTimeout: No attempt succeeded in time; caused by the error of the last attempt.
+            AiosyncError: An error that is final.
 
         Cancellation:
             Class A.
@@ -256,13 +280,17 @@ class KeptLink(Generic[_L, _W]):
         """Replace a link that was lost.
 
         Args:
-            lost: Why.
-            seconds: For how long to try, since a link was of use; ``None`` for ever.
-            progress: Something that changes when a link is of use.
+            lost: The error that ended the link.
+            seconds: Seconds to go on trying, counted from the loss of the last link that was of
+                use; ``None`` for no limit.
+            progress: A value that changes whenever a link is of use, such as the applied version.
+
+        Returns:
+            The new link, and the other end's answer.
 
         Raises:
-            PeerClosed: Not in time.
-            AiosyncError: What is final.
+            PeerClosed: No attempt succeeded in time.
+            AiosyncError: An error that is final.
 
         Cancellation:
             Class A.
@@ -319,13 +347,13 @@ class KeptLink(Generic[_L, _W]):
             raise
 
     def abort(self) -> None:
-        """End the link at once. What is dialled ends when that is cancelled."""
+        """End the link at once. An attempt that is under way ends when its call is cancelled."""
         link, self._link = self._link, None
         if link is not None:
             link.abort()
 
     def describe(self) -> str:
-        """What an error of a trainer says while the other end has not let it in."""
+        """Return the text of a trainer's error while the other end has not admitted it."""
         if self.state is LinkState.UP:
             return f"{self._name} was reached, but has not let this trainer in"
         why = "" if self.why is None else f"; the last attempt: {self.why}"

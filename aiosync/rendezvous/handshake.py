@@ -1,4 +1,4 @@
-"""The first messages of a link: who is there, for which model, with what. Must not import torch."""
+"""The handshake of a sender and a receiver: Hello, and Welcome or Refuse. Must not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "admit", "greet"]
 
 HANDSHAKE_SECONDS = 30.0
 ANY_STRATEGY = "any"
-"""Of a peer that takes or gives what comes, such as a file."""
+"""Name of the strategy of a peer that takes or gives weights of any strategy, such as a file."""
 
 
 async def admit(
@@ -41,22 +41,33 @@ async def admit(
     given: bool = False,
     note: Callable[[], str] = str,
 ) -> tuple[Hello, int]:
-    """Sender's half: read Hello, unless it is given, and answer Welcome or Refuse.
+    """Do the sender's half of the handshake: read Hello, and answer Welcome or Refuse.
 
-    ``given``: nobody dialled, so the worker's process may not even have been started, and there
-    is no hurry. ``indices`` are tried in turn for a worker that has none. ``holder`` tells which
-    other live process has an index, or ``None``. ``reserve`` is told the index and the Hello before
-    the answer leaves, so that the next worker, who may ask meanwhile, gets another one; it returns
-    the version that this worker is sent first, or 0: then the worker is told the ``note``.
+    Args:
+        transport: The link to the worker.
+        model_id: The model that this sender serves.
+        strategy: Name of the sender's strategy.
+        epoch: Epoch of the sender.
+        num_workers: Number of workers that the sender expects; ``None`` for any number.
+        worker_idx: Index that belongs to this link; ``None`` if the link decides nothing.
+        indices: Returns the indices to try in turn for a worker that asks for none.
+        holder: Returns the id of the other live process that has an index, or ``None``.
+        reserve: Called with the index and the Hello before the answer is sent, so that a worker
+            that asks meanwhile gets another index. Returns the version that this worker is sent
+            first, or 0 for none.
+        hello: The Hello, if the caller has read it already.
+        given: True if the user gave this link, so that nobody dialled. The worker's process may
+            not even have been started, so the wait for its Hello has no limit.
+        note: Returns a hint for the worker, which is sent if there is no version yet.
 
     Returns:
         The Hello, and the index that the worker has from now on.
 
     Raises:
-        ConnectError: The worker was refused, with the reason it was told; or a side that was
-            dialled refused this one.
-        ConfigError: It did so because the two are set up differently.
-        AuthError: It did so because this one may not.
+        ConnectError: This side refused the worker, and told it the reason; or the other side, which
+            this one dialled, refused it.
+        ConfigError: The other side refused this one because the two are configured differently.
+        AuthError: The other side refused this one because it has no right to push.
         AiosyncError: The link failed.
     """
     limit = None if given else HANDSHAKE_SECONDS
@@ -93,7 +104,12 @@ def _choose(
     indices: Callable[[], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
 ) -> int:
-    """A free index: the one of the pipe, or that was asked for, else the first."""
+    """Return the index of the link, or the one that the worker asks for, or the first free one.
+
+    Raises:
+        ConfigError: The index does not belong to this link, or is not below ``num_workers``.
+        ConnectError: Another live process has the index, or no index is free.
+    """
     asked = hello.worker_idx
     if expected is not None and asked not in (None, expected):
         raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
@@ -121,7 +137,7 @@ def _choose(
 
 
 class Refused(ConnectError):
-    """The sender has no place for this worker as things are; it may try again."""
+    """A refusal by the other side that may be temporary, so that this side may try again."""
 
 
 def _refusal(what: str, message: Refuse) -> AiosyncError:
@@ -130,12 +146,22 @@ def _refusal(what: str, message: Refuse) -> AiosyncError:
 
 
 async def greet(transport: Transport, hello: Hello, *, timeout: float | None) -> Welcome:
-    """Receiver's half: send Hello, read the answer.
+    """Do the receiver's half of the handshake: send Hello, and read the answer.
+
+    Args:
+        transport: The link to the trainer.
+        hello: The message to send.
+        timeout: Seconds to send it, and as many to read the answer; ``None`` for no limit.
+
+    Returns:
+        The trainer's answer.
 
     Raises:
-        ConfigError: The sender refused because the two sides are set up differently.
-        ConnectError: The sender refused for another reason.
-        ConnectTimeout: It did not answer in time.
+        ConfigError: The trainer refused because the two sides are configured differently.
+        AuthError: The trainer refused because this side is not authorised.
+        ConnectError: The trainer refused for another reason, or closed the link.
+        ConnectTimeout: The trainer did not answer in time.
+        RemoteProtocolError: The trainer sent something other than an answer.
     """
     try:
         await transport.send(hello, timeout=timeout)
@@ -152,6 +178,7 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
     if not isinstance(message, Welcome):
         raise RemoteProtocolError(f"expected Welcome, got {type(message).__name__}")
     channel = transport.channel
-    if channel is not None:  # before anything else is read: updates may follow at once
+    if channel is not None:
+        # Payloads are allowed before anything else is read, as updates may follow at once.
         channel.allow_payloads()
     return message

@@ -1,10 +1,10 @@
-"""The side that listens: accepts, lets strangers prove their identity, hands on links.
+"""The listening side: it accepts connections, authenticates peers, and hands on links.
 
-That is a trainer whose workers dial, or a worker that trainers dial.
+A trainer listens for workers that dial, or a worker for trainers that dial.
 
-Strangers cost little and never for long: a deadline until they have said who they are, 4 KiB, and a
-bounded number of them; when there are too many, the one that has taken longest is dropped. Must not
-import torch.
+A stranger is a peer that has not proved its identity yet. It costs little and not for long: it has
+a deadline for the proof and gets 4 KiB of memory, and the number of strangers is bounded; when
+there are too many, the one that has taken longest is dropped. Must not import torch.
 """
 
 from __future__ import annotations
@@ -46,30 +46,35 @@ from aiosync.wire import Hello, Refuse, Status, encode_frame
 __all__ = ["Arrivals", "Listener", "StreamListener", "first_word"]
 
 _MAX_STRANGERS = 256
-_AT_ONCE = 32  # strangers whose steps one turn of the loop may bring
-_NEW_SECONDS = 0.25  # whose handshake takes longer is far away, or no good
+# Greatest number of new strangers, as one turn of the loop may run a step of each handshake.
+_AT_ONCE = 32
+# A stranger is new for this time. One whose handshake takes longer is far away, or hostile.
+_NEW_SECONDS = 0.25
 _BUSY_SECONDS = 0.005
-_NO_ROOM_SECONDS = 0.1  # with no descriptors left, accepting again at once would only spin
-# Whoever was dialled by mistake has seen enough to try all short tokens at home.
+# While the process has no descriptors left, accepting again at once would only spin.
+_NO_ROOM_SECONDS = 0.1
+# Shorter tokens are refused: a stranger that somebody dialled by mistake has seen a proof, and can
+# try all short tokens against it in its own time.
 _LEAST_TOKEN_NBYTES = 8
 _TOKEN_NBYTES = 16
 _NO_ROOM_TEXT = "its process has no file descriptor left for this link: raise `ulimit -n` there"
 
 
 class Listener:
-    """Accepts on a socket that listens, from :meth:`accept` to :meth:`close`. Owns the socket.
+    """A socket that accepts connections, from :meth:`accept` to :meth:`close`. Owns the socket.
 
-    Handshakes of those of whom nothing is known yet are bounded in number by :meth:`let_in`.
+    :meth:`let_in` bounds the number of handshakes with strangers.
     """
 
     speaks_plainly: bool = True
-    """Those that dial understand a frame before the handshake."""
+    """True if dialers understand a plain frame before the handshake, as they do without TLS."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._spare = self._open_spare()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._strangers: dict[asyncio.Task[None], float] = {}  # handshakes, and since when
+        # The tasks of handshakes, oldest first, and the times at which they began.
+        self._strangers: dict[asyncio.Task[None], float] = {}
         close_in_child(sock)
 
     def accept(
@@ -77,11 +82,11 @@ class Listener:
         on_connection: Callable[[socket.socket], None],
         on_trouble: Callable[[OSError], None] = lambda exc: None,
     ) -> None:
-        """Accept on the running loop.
+        """Accept connections on the running loop.
 
         Args:
-            on_connection: Called with each socket; owns it once it returns.
-            on_trouble: Called when a connection could not be accepted, repeatedly if need be.
+            on_connection: Called with each accepted socket, which it owns once it has returned.
+            on_trouble: Called with the error each time a connection could not be accepted.
         """
         self._loop = asyncio.get_running_loop()
         self._on_connection, self._on_trouble = on_connection, on_trouble
@@ -116,15 +121,19 @@ class Listener:
             try:
                 self._on_connection(sock)
             except OSError as exc:
-                sock.close()  # who dialled sees it at once
+                # The dialer sees the end of the connection at once, not after a timeout.
+                sock.close()
                 self._on_trouble(exc)
-            except BaseException:  # a bug, for the loop's exception handler
+            except BaseException:  # a bug, which the loop's exception handler reports
                 sock.close()
                 raise
 
     @staticmethod
     def _open_spare() -> socket.socket | None:
-        """A descriptor to be given up when there is none left."""
+        """Return a socket to close when no descriptor is left; ``None`` if there is none already.
+
+        Closing it makes room to accept one more connection, and to refuse it with a reason.
+        """
         with contextlib.suppress(OSError), OPENING:
             spare = socket.socket(socket.AF_UNIX)
             close_in_child(spare)
@@ -132,7 +141,7 @@ class Listener:
         return None
 
     def _turn_away(self) -> None:
-        """Tell one that dials why there is no link, in the place of the spare descriptor."""
+        """Accept one connection with the spare descriptor, only to tell the dialer the reason."""
         if self._spare is not None:
             self._spare.close()
             with contextlib.suppress(OSError):
@@ -142,7 +151,10 @@ class Listener:
         self._spare = self._open_spare()
 
     def _strangers_are_new(self) -> bool:
-        """Whether many came just now. A crowd is let in bit by bit, so that the loop goes on."""
+        """Return True if the newest 32 strangers all came within the last 0.25 s.
+
+        A crowd is then accepted bit by bit, so that the loop can do other work.
+        """
         if len(self._strangers) < _AT_ONCE:
             return False
         since = next(itertools.islice(reversed(self._strangers.values()), _AT_ONCE - 1, None))
@@ -155,20 +167,22 @@ class Listener:
         tasks: TaskOwner,
         most: int,
     ) -> bool:
-        """Begin a handshake.
+        """Begin the handshake with a stranger.
 
         Args:
-            handshake: Ends the link itself if it fails.
-            close: Ends the link where the handshake was cancelled, or had a bug.
-            tasks: Owner of its task.
-            most: How many may go on.
+            handshake: The handshake, which ends the link itself if it fails.
+            close: Ends the link if the handshake was cancelled, or had a bug.
+            tasks: Owner of the handshake's task.
+            most: Greatest number of handshakes at a time.
 
         Returns:
-            Whether the oldest had to make room.
+            True if the oldest handshake was cancelled to make room.
         """
         strangers = self._strangers
         crowded = len(strangers) >= most
-        if crowded:  # forgotten at once: its task ends later, and the next one has to go, too
+        if crowded:
+            # Its task ends only later. It is removed at once, so that the next call cancels another
+            # one.
             oldest = next(iter(strangers))
             del strangers[oldest]
             tasks.cancel(oldest)
@@ -176,7 +190,8 @@ class Listener:
         def ended(task: asyncio.Task[None]) -> None:
             strangers.pop(task, None)
             if task.cancelled() or task.exception() is not None:
-                close()  # also where it never ran
+                # A task that is cancelled before it ran has closed nothing itself.
+                close()
 
         task = tasks.start(handshake, "aiosync handshake of a stranger")
         strangers[task] = time.monotonic()
@@ -184,7 +199,7 @@ class Listener:
         return crowded
 
     def close(self) -> None:
-        """Stop accepting. Idempotent; links stay open."""
+        """Stop accepting connections. Idempotent; links stay open."""
         if self._sock.fileno() >= 0:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._sock.fileno())
@@ -193,16 +208,20 @@ class Listener:
                 self._spare.close()
 
     async def aclose(self) -> None:
-        """The same, and wait until nothing of it runs any more."""
+        """Stop accepting connections, and wait until no task of this object runs any more."""
         self.close()
 
 
 async def first_word(link: Transport, timeout: float) -> Hello:
-    """What somebody says first who has proved who it is.
+    """Return the Hello of a peer that has proved its identity.
+
+    Args:
+        link: The link to the peer.
+        timeout: Seconds to wait for the message.
 
     Raises:
-        RemoteProtocolError: It is no Hello.
-        RecvTimeout: Nothing, in so many seconds.
+        RemoteProtocolError: The peer's first message is not a Hello.
+        RecvTimeout: No message arrived in time.
     """
     hello = (await link.recv(timeout=timeout)).message
     if not isinstance(hello, Hello):
@@ -211,31 +230,33 @@ async def first_word(link: Transport, timeout: float) -> Hello:
 
 
 class StreamListener(Listener):
-    """Binds at once, accepts once :meth:`start` is called.
+    """A listener on a URL. It binds at once, and accepts once :meth:`start` is called.
 
     Args:
-        url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
+        url: ``tcp://host:port`` (port 0: any free port) or ``unix:///path``.
         credentials: Token and TLS that peers need.
-        limits: What peers may announce once they proved their identity.
-        max_connections: Links that may be open at a time, strangers included; at least 1.
-        handshake_timeout: Seconds that a stranger has to prove its identity, and then again to say
-            what it wants.
+        limits: Bounds on what peers may announce once they have proved their identity.
+        max_connections: Greatest number of open links, strangers included; at least 1.
+        handshake_timeout: Seconds that a stranger has to prove its identity, and then as many for
+            its first message.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
-        status: What those are told who proved their identity and ask; by default nothing.
+        status: Returns the values that a peer gets that proved its identity and asks for the
+            status; by default none.
 
     Attributes:
-        url: Where this listens, with the port that was bound.
-        links: Those that are open.
-        accepted: How many links were handed on.
-        refused: Connections that were not, by the name of the error; ``"full"`` when there were
-            too many connections, ``"crowded out"`` when there were too many strangers.
-        last_refusal: Why the last one that proved nothing was refused; ``None`` where somebody
-            was admitted after it.
+        url: The address on which this listens, with the port that was bound.
+        links: The open links.
+        accepted: Number of peers that were admitted, those that asked for the status included.
+        refused: Number of connections that were refused, by the name of the error; ``"full"`` when
+            there were too many connections, ``"crowded out"`` when there were too many strangers,
+            ``"no room"`` when the process had no descriptor or memory left.
+        last_refusal: Error of the last peer whose handshake failed; ``None`` if a link was admitted
+            after it.
 
     Raises:
         ConfigError: The address cannot be bound, a certificate file cannot be used, or other
-            hosts could connect without proving anything.
+            hosts could connect without proving their identity.
     """
 
     def __init__(
@@ -257,7 +278,8 @@ class StreamListener(Listener):
             _check_beyond_this_host(credentials, address)
         self._prove = functools.partial(
             TCPTransport.accept,
-            credentials=replace(credentials, tls=credentials.listening_context()),  # made once
+            # One TLS context serves all links, so that the files are read only once.
+            credentials=replace(credentials, tls=credentials.listening_context()),
             limits=limits,
             payloads=False,
             keepalive=keepalive,
@@ -272,7 +294,8 @@ class StreamListener(Listener):
         self.accepted: int = 0
         self.refused: Counter[str] = Counter()
         self.last_refusal: str | None = None
-        self._why: dict[str, str] = {}  # the last one, by the name of the error
+        # Texts of the last errors, by the name of the error.
+        self._why: dict[str, str] = {}
         self._tasks: TaskOwner | None = None
         sock, self._address = bind(address)
         super().__init__(sock)
@@ -284,15 +307,15 @@ class StreamListener(Listener):
         on_crash: Callable[[BaseException], None],
         wrap: Callable[[TCPTransport], Transport] = lambda link: link,
     ) -> None:
-        """Accept on the running loop.
+        """Accept connections on the running loop.
 
         Args:
             on_link: Called with each link whose peer proved its identity and does not ask for the
-                status, and with what it said first; owns it from then on. The link takes no
+                status, and with the peer's Hello. It owns the link from then on. The link takes no
                 payloads before ``link.channel.allow_payloads()``.
-            on_crash: Called if a handshake ends with an error that is no
-                :class:`~aiosync.errors.AiosyncError`: a bug.
-            wrap: Makes of the stream what is handed on; ending the stream ends that.
+            on_crash: Called if a handshake ends with an error that is not an
+                :class:`~aiosync.errors.AiosyncError`, which is a bug.
+            wrap: Makes the link that is handed on from the stream; it must end with the stream.
         """
         self._tasks = tasks = TaskOwner(on_crash)
         refused = self.refused
@@ -306,7 +329,8 @@ class StreamListener(Listener):
                 refused["crowded out"] += 1
 
         def on_trouble(exc: OSError) -> None:
-            # Of the network below (one connection had a fault already), or no descriptors.
+            # Either this process has no descriptor or memory left, or the new connection has failed
+            # in the network already.
             refused["no room" if is_no_room(exc) else "ConnectError"] += 1
 
         self.accept(on_connection, on_trouble)
@@ -335,7 +359,9 @@ class StreamListener(Listener):
                 self.last_refusal = f"{name}: {exc}"
                 self._why[name] = f": {exc}"
                 count = self.refused[name]
-                if count & (count - 1) == 0:  # strangers cannot fill a log: 1st, 2nd, 4th, ...
+                # Only the 1st, 2nd, 4th, 8th ... refusal is logged, so that strangers cannot fill
+                # a log.
+                if count & (count - 1) == 0:
                     text = f"{self.url} refused somebody ({count} so far): {name}: {exc}"
                     log(logging.INFO, "refused", text, model=None)
                 return
@@ -347,14 +373,14 @@ class StreamListener(Listener):
         on_link(link, hello)
 
     def refusals(self) -> list[str]:
-        """How often somebody was refused, by the name of the error, and why the last time."""
+        """Return one text for each kind of error: the number of refusals, and the last reason."""
         return [
             f"{name} {count} time{'s' if count > 1 else ''}{self._why.get(name, '')}"
             for name, count in self.refused.items()
         ]
 
     def close(self) -> None:
-        """Stop accepting, and drop who is in the handshake. Idempotent; links stay open."""
+        """Stop accepting connections, and cancel all handshakes. Idempotent; links stay open."""
         if self._sock.fileno() < 0:
             return
         super().close()
@@ -365,33 +391,40 @@ class StreamListener(Listener):
                 os.unlink(self._address.path)
 
     async def aclose(self) -> None:
-        """The same, and wait until nothing of it runs any more."""
+        """Do as :meth:`close`, and wait until no task of this object runs any more."""
         self.close()
         if self._tasks is not None:
             await self._tasks.aclose()
 
 
 class Arrivals:
-    """Trainers that dial a worker: one has it at a time, and the newest of its links counts.
+    """The links of trainers that dial a worker.
+
+    One trainer at a time has the worker, and only the newest of its links is used.
 
     Args:
-        takes: Whether another link would ever be taken.
+        takes: Returns False if the worker will not take another link any more.
     """
 
     def __init__(self, takes: Callable[[], bool]) -> None:
         self._takes = takes
         self._newest: tuple[TCPTransport, Hello] | None = None
-        self._waits = False  # nobody has taken it so far
+        # True until next() has returned the newest link.
+        self._waits = False
         self._changed = Notifier()
 
     def welcome(self, link: TCPTransport, hello: Hello) -> None:
-        """Hear who dialled, whether or not anybody waits for a link. Owns the link."""
+        """Keep the link of a trainer for :meth:`next`, or end it. Owns the link.
+
+        The link is ended if its peer is no trainer, if another trainer has the worker, or if the
+        worker takes no more links. A newer link of the same trainer replaces the older one.
+        """
         holder, has = self._newest or (link, hello)
         taken = holder is not link and not holder.ended
         if hello.role != "sender":
             link.abort()
         elif taken and (hello.epoch is None or hello.epoch != has.epoch):
-            # It tries again: the other one may leave.
+            # A ConnectError lets the refused trainer dial again, as the other one may leave.
             text = (
                 f"another trainer has this worker: {holder.name}, process {has.pid}. End one of "
                 "the two; the one that is left gets the worker"
@@ -403,7 +436,7 @@ class Arrivals:
             link.abort()
         else:
             if holder is not link:
-                # Whoever reads from it asks for another link, which is here already.
+                # The task that reads from the old link fails, and then finds the new one here.
                 holder.fail(TransportBroken("the trainer opened a newer link"))
                 if self._waits:
                     holder.abort()
@@ -411,10 +444,13 @@ class Arrivals:
             self._changed.notify()
 
     async def next(self, timeout: float | None) -> TCPTransport:
-        """Wait for a trainer.
+        """Wait for the next link of a trainer.
+
+        Args:
+            timeout: Seconds to wait; ``None`` for no limit.
 
         Raises:
-            ConnectTimeout: None came in time.
+            ConnectTimeout: No trainer dialled in time.
 
         Cancellation:
             Class A.
@@ -426,17 +462,22 @@ class Arrivals:
         return self._newest[0]
 
     def close(self) -> None:
-        """End what nobody has taken."""
+        """End the newest link if :meth:`next` has not returned it."""
         if self._newest is not None and self._waits:
             self._newest[0].abort()
 
     async def aclose(self) -> None:
-        """The same."""
+        """Do as :meth:`close`."""
         self.close()
 
 
 def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:
-    """Refuse to listen where others can connect with nothing, or a token that can be guessed."""
+    """Refuse to listen for other hosts without a token or TLS, or with a token that is too short.
+
+    Raises:
+        ConfigError: There is neither a token nor TLS, or a token has fewer than 8 bytes. A token of
+            8 to 15 bytes only causes a warning.
+    """
     tokens = credentials.token_bytes, credentials.pull_token_bytes
     nbytes = min((len(each) for each in tokens if each is not None), default=None)
     if nbytes is None and credentials.tls is None:

@@ -1,8 +1,9 @@
-"""Where workers of one host find their trainer: a Unix socket that only the same user may use.
+"""Rendezvous of a trainer and the workers of its host: a Unix socket for processes of one user.
 
 Its address is in the abstract namespace, so nothing is left in the file system however a process
-ends. The sender of an engine's scheme listens on one as well, which is named after its address:
-whoever proves there that it has the token reads weights from shared memory. Must not import torch.
+ends. The sender of an engine's scheme listens on such a socket beside its TCP address, from which
+the name of the socket is made: a worker that proves there that it has the token reads weights from
+shared memory. Must not import torch.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ __all__ = [
 _BACKLOG = 1024
 _NOT_YET = (ConnectionRefusedError, FileNotFoundError, BlockingIOError)
 _MAX_STRANGERS = 1024
-_SETUP = "here", "called"  # kind and key of what a worker says once both have proved who they are
+# Kind and key of the Setup that a worker sends once both ends have proved their identity.
+_SETUP = "here", "called"
 
 
 def new_address() -> str:
-    """A fresh address that nobody can guess."""
+    """Return a new address that no other process can guess."""
     return f"\0aiosync-{secrets.token_hex(16)}"
 
 
 def bind_here(address: str) -> socket.socket:
-    """The trainer's end: a socket that listens.
+    """Return a socket that listens on ``address``, for the trainer.
 
     Args:
-        address: From :func:`new_address`.
+        address: Address of the socket, such as :func:`new_address` returns.
 
     Raises:
         ConfigError: The address is in use: another copy of this scheme is a sender already.
@@ -80,29 +82,34 @@ def bind_here(address: str) -> socket.socket:
 
 
 def peer_pid(sock: socket.socket) -> int | None:
-    """Process id of the other end, 0 in a namespace that is not seen; ``None`` of other users."""
+    """Return the process id of the other end, or ``None`` if it runs as another user.
+
+    The id is 0 for a process in a process namespace that this process cannot see.
+    """
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", data)
     return int(pid) if uid == os.geteuid() else None
 
 
 class NobodyListens(ConnectError):
-    """There is nobody at an address, so far."""
+    """An error because no process listens at an address yet."""
 
 
 def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.socket, int]:
-    """One attempt to reach who listens at ``address``; it does not wait.
+    """Make one attempt to reach the process that listens at ``address``. It does not wait.
 
     Args:
-        address: From the scheme.
-        listener_pid: Process that listens, if it is known; its end ends all hope.
+        address: Address of the trainer's socket, from the scheme.
+        listener_pid: Id of the process that listens, if it is known. Once that process has ended,
+            no other attempt can succeed.
 
     Returns:
-        The socket, and the process id of the other end, 0 in a namespace that is not seen.
+        The connected socket, and the process id of the other end as :func:`peer_pid` returns it.
 
     Raises:
-        NobodyListens: So far.
-        ConnectError: It cannot be reached, its process has ended, or it is another user's.
+        NobodyListens: No process listens there yet.
+        ConnectError: The trainer cannot be reached, its process has ended, or it belongs to another
+            user.
     """
     sock = None
     try:
@@ -127,11 +134,11 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
 
 
 def _name(address: Address) -> str:
-    """What the abstract socket beside ``address`` is called.
+    """Return the name of the abstract socket beside ``address``.
 
-    The whole address counts: a trainer of this host is not to be taken for that of another one,
-    which may listen on the same port with the same token. It is no secret, as every process of
-    the host can list such names.
+    It is made from the whole address, so that a trainer of this host is not taken for that of
+    another host, which may listen on the same port with the same token. The name is no secret, as
+    every process of the host can list such names.
     """
     digest = hashlib.sha256(f"aiosync same host {address}".encode())
     return f"\0aiosync-{digest.hexdigest()[:32]}"
@@ -140,26 +147,30 @@ def _name(address: Address) -> str:
 def _link(
     sock: socket.socket, pid: int, name: str, limits: Limits | None, arena: Arena | None = None
 ) -> SharedMemTransport:
-    """A link to somebody who has proved nothing yet."""
+    """Return a link to a peer that has not proved its identity yet, and so may send little."""
     link = SharedMemTransport(sock, arena=arena, limits=limits, name=name)
     link.channel.refuse_payloads()
     link.take_segments(False)
-    with contextlib.suppress(ConnectError):  # gone already: the handshake will see it
+    # If the process has ended already, the handshake fails.
+    with contextlib.suppress(ConnectError):
         link.channel.watch_process(pid)
     return link
 
 
 class SameHost(Listener):
-    """The sender's end, bound at once.
+    """The sender's listener for workers of its own host, bound at once.
 
     Args:
-        address: Where the sender listens for everybody.
-        credentials: Its token.
+        address: Address on which the sender listens for the workers of all hosts.
+        credentials: The sender's token.
         handshake_timeout: Seconds that a stranger has to prove its identity.
-        limits: What workers may announce afterwards.
+        limits: Bounds on what workers may announce after that.
 
     Raises:
-        ConfigError: Somebody listens there already.
+        ConfigError: Another process or scheme listens there already.
+
+    Attributes:
+        arena: Owner of the slots that the links name to workers; ``None`` until the caller sets it.
     """
 
     def __init__(
@@ -177,17 +188,19 @@ class SameHost(Listener):
         self._limits = limits
 
     def start(self, on_link: Callable[[Transport, Hello], None], tasks: TaskOwner) -> None:
-        """Let workers in on the running loop.
+        """Accept workers on the running loop.
 
         Args:
-            on_link: Called with each link whose peer proved its identity, and with what it said
-                first; owns it from then on. Links read from :attr:`arena`.
+            on_link: Called with each link whose peer proved its identity, and with the peer's
+                Hello. It owns the link from then on. Links name slots of :attr:`arena`.
             tasks: Owner of the handshakes' tasks.
         """
 
         def on_connection(sock: socket.socket) -> None:
             pid = peer_pid(sock)
-            if not pid:  # of another user; or in a process namespace where its end is not seen
+            if not pid:
+                # The process runs as another user, or in a process namespace where this one could
+                # not see it end.
                 sock.close()
                 return
             link = _link(sock, pid, f"worker process {pid}", self._limits, self.arena)
@@ -206,7 +219,9 @@ class SameHost(Listener):
                 raise RemoteProtocolError(f"expected Setup, got {type(said).__name__}")
             hello = await first_word(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
-            link.abort()  # it was told; a worker then comes the other way, where it is counted
+            # The peer was told the reason. A worker then dials the TCP address, where refusals are
+            # counted.
+            link.abort()
             return
         on_link(link, hello)
 
@@ -218,19 +233,20 @@ async def dial_here(
     *,
     timeout: float | None,
 ) -> SharedMemTransport | None:
-    """A link to a sender that listens on ``address`` and runs on this host.
+    """Dial the sender that listens on ``address``, if it runs on this host.
 
     Args:
-        address: Where the sender listens for everybody.
+        address: Address on which the sender listens for the workers of all hosts.
         credentials: The token.
-        limits: What the sender may announce once it proved its identity.
+        limits: Bounds on what the sender may announce once it has proved its identity.
         timeout: Seconds for the whole call; ``None`` waits for ever.
 
     Returns:
-        ``None`` where nobody is, or somebody who is not to be trusted or hangs up.
+        The link; ``None`` if no process listens on this host, or if the process that listens does
+        not prove its identity or closes the link.
 
     Raises:
-        ConnectTimeout: Somebody is there and did not answer.
+        ConnectTimeout: A process accepted the connection and did not answer in time.
 
     Cancellation:
         Class A.
