@@ -1,9 +1,10 @@
-"""Other processes: whether they have ended, and what one that is forked must not keep or lose.
+"""The end of other processes, and the descriptors and memory that a forked child inherits.
 
-The kernel tells of the end of a process by a descriptor, reaped or not. A child made by ``fork``
-inherits every open link of its parent. A copy of the parent's end of a link would keep the peer
-from ever seeing the end of the stream, so the child closes its copies as it starts. Memory that
-the parent will give back to its peer is copied before. This module imports nothing from aiosync.
+The kernel reports the end of a process through a descriptor, even before the process is reaped. A
+child made by ``fork`` inherits every open link of its parent. A copy of the parent's end of a link
+would keep the peer from ever seeing the end of the stream, so the child closes its copies as it
+starts. Memory that the parent will give back to its peer is copied before the fork. This module
+imports nothing from aiosync.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ __all__ = [
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 FORKING = threading.RLock()
-"""Held from before a fork until after it: what is copied for the child stays as it is meanwhile.
+"""Lock that a fork holds from before it until after it, so that memory copied for the child stays.
 
 Take it to begin or to end reading memory that :func:`keep_across_fork` keeps.
 """
 
 OPENING = threading.RLock()
-"""Held during a fork, too: take it to open what is given to :func:`close_in_child` at once."""
+"""Lock that a fork holds as well. Take it to open a descriptor and to give it to
+:func:`close_in_child`, so that no fork comes in between."""
 
 
 class _ForkAware(Protocol):
@@ -49,7 +51,7 @@ class _ForkAware(Protocol):
 
 class _ForkAwareMemory(Protocol):
     def before_fork(self) -> None:
-        """Copy what a child must go on seeing."""
+        """Copy the memory that a child must go on seeing as it is."""
 
 
 _memory: weakref.WeakSet[_ForkAwareMemory] = weakref.WeakSet()
@@ -72,16 +74,16 @@ def _close_copies() -> None:
 
 @functools.cache
 def _register() -> None:
-    """Have a fork take FORKING, keep the memory, take OPENING; and give both back afterwards.
+    """Register the hooks of a fork: take FORKING, copy the memory, take OPENING; release both.
 
-    A signal's handler may raise in any Python code, and Python only prints what a hook raises. So
-    the locks are taken and given back by functions in C, which no handler interrupts once they
-    have the lock, each as a hook of its own; and every hook is there twice, as a handler can end
-    one of the two. All of them may run again.
+    A signal's handler may raise in any Python code, and Python only prints an exception of a hook.
+    So functions in C take and release the locks, because no handler interrupts them once they have
+    the lock. Each is a hook of its own, and every hook is registered twice, because a handler can
+    end one of the two. Every hook may run twice without harm.
     """
     keeping: dict[str, Callable[[], object]]
     keeping = {"before": _keep_memory, "after_in_child": _close_copies}
-    # What was registered last runs first before a fork, and last after it.
+    # The hook that was registered last runs first before a fork, and last after it.
     for step in (_holding(OPENING), keeping, _holding(FORKING)):
         for _ in range(2):
             os.register_at_fork(**step)
@@ -93,22 +95,25 @@ def _holding(lock: Any) -> dict[str, Callable[[], object]]:
 
 
 def close_in_child(item: _ForkAware | socket.socket) -> None:
-    """Have a socket closed, or ``item.close_after_fork()`` called, in children forked from now."""
+    """Close ``item`` in every child that this process forks from now on.
+
+    A socket is closed; of another object ``close_after_fork()`` is called.
+    """
     _register()
     _open.add(item)
 
 
 def keep_across_fork(item: _ForkAwareMemory) -> None:
-    """Have ``item.before_fork()`` called in this process before every fork from now on."""
+    """Call ``item.before_fork()`` in this process before every fork from now on."""
     _register()
     _memory.add(item)
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that is readable once a process has ended; -1 where there is none to be had.
+    """Return a pidfd, a descriptor that is readable once a process has ended, or -1 without one.
 
-    That is so where the kernel or a sandbox has no pidfds, where this process has no descriptor
-    left, and for a ``pid`` that cannot be one.
+    There is none if the kernel or a sandbox has no pidfds, if this process has no descriptor left,
+    or if ``pid`` cannot be the id of a process.
 
     Raises:
         ProcessLookupError: There is no such process any more.
@@ -122,16 +127,17 @@ def open_pidfd(pid: int) -> int:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd has ended, reaped or not."""
+    """Return True if the process of a pidfd has ended, even if it was not reaped."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def find_exit_code(pid: int) -> int | None:
-    """The exit code of a child that has ended and was not reaped, negative for a signal's number.
+    """Return the exit code of a child that has ended and was not reaped; ``None`` otherwise.
 
-    The child stays for its parent to reap. ``None`` of every other process.
+    The code is negative, the number of a signal, if a signal ended the child. The child is not
+    reaped.
     """
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -143,7 +149,7 @@ def find_exit_code(pid: int) -> int | None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process is known to have ended."""
+    """Return True if a process is known to have ended."""
     try:
         pidfd = open_pidfd(pid)
     except ProcessLookupError:
@@ -157,5 +163,8 @@ def is_gone(pid: int) -> bool:
 
 
 def is_no_room(error: object) -> bool:
-    """Whether this process, or its host, had no descriptor or memory left for what failed."""
+    """Return True if an operation failed because no descriptor or no memory is left.
+
+    Either the limit of this process or that of its host was reached.
+    """
     return isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -1,7 +1,7 @@
-"""What runs in other processes of a Ray cluster: pickled by value, so they need no aiosync.
+"""Code for other processes of a Ray cluster: pickled by value, so they need no aiosync.
 
-It has to stand alone: must not import anything of aiosync, and torch only where an actor asked
-for tensors. See ``docs/topics/ray.md``.
+This module has to stand alone: it must not import anything of aiosync, and torch only where an
+actor gets tensors. See ``docs/topics/ray.md``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Hub", "Weights", "flat_memory"]
 
 
 class Hub:
-    """An asynchronous actor that passes references on from the sender to the receivers.
+    """An asynchronous actor that passes references to objects on from the sender to the receivers.
 
-    A reference that is pickled by hand pins its object for ever. Actor calls count references,
-    so each goes into a call to this actor and out of another one.
+    A reference that is pickled by hand pins its object for ever. Ray counts the references in calls
+    of actors, so the sender puts each reference into one call, and receivers get it from another.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class Hub:
         self._changed = asyncio.Condition()
 
     async def put(self, ticket: bytes, refs: list[Any]) -> None:
-        """Keep ``refs`` until they are dropped."""
+        """Keep ``refs`` under ``ticket`` until :meth:`drop`."""
         async with self._changed:
             self._refs[ticket] = refs
             self._changed.notify_all()
 
     async def get(self, ticket: bytes, seconds: float) -> list[Any]:
-        """Wait until there is something for ``ticket``; nothing after that many seconds."""
+        """Wait for the references of ``ticket``; return an empty list after ``seconds``."""
         import asyncio
 
         try:
@@ -46,25 +46,26 @@ class Hub:
         return list(self._refs.get(ticket, ()))
 
     async def drop(self, ticket: bytes) -> None:
-        """Forget what belongs to ``ticket``."""
-        async with self._changed:  # behind a put() that waits for it
+        """Forget the references of ``ticket``."""
+        # The lock orders this after a put() that already waits for it.
+        async with self._changed:
             self._refs.pop(ticket, None)
 
 
 def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
-    """The arrays as one block of memory that other processes neither see change nor change.
+    """Return arrays as one block of memory through which no other process's data can be changed.
 
-    The object store is mapped writable by every process of a node. The block is a second
-    mapping of the same memory, read-only: a write through it ends the process instead of
-    changing what others compute with. Where that cannot be made, as the arrays do not lie in a row
-    or not in shared memory, it is a copy.
+    Every process of a node maps the object store writable. The block is a second mapping of the
+    same memory, read-only: a write through it ends the process instead of changing the weights that
+    other processes compute with. If the arrays do not lie in a row, or not in shared memory, no
+    such mapping can be made and the block is a copy.
 
     Args:
         arrays: Flat arrays of bytes, as they came out of the store.
-        nbytes: Of all of them, at least 1.
+        nbytes: Bytes of all arrays together, at least 1.
 
     Returns:
-        A buffer that is aligned to 64 bytes, and keeps alive what it needs.
+        A buffer that is aligned to 64 bytes, and keeps the objects alive that it needs.
     """
     block = _second_mapping(arrays, nbytes)
     if block is None:
@@ -97,7 +98,8 @@ def _second_mapping(arrays: Sequence[Any], nbytes: int) -> Any:
     ]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    # An old size of 0 makes a second mapping of shared pages; private ones are refused.
+    # With an old size of 0, mremap() makes a second mapping of shared pages, and refuses private
+    # ones.
     may_move = 1
     mapped = libc.mremap(first, 0, length, may_move, None)
     if mapped is None or mapped == ctypes.c_void_p(-1).value:
@@ -106,20 +108,20 @@ def _second_mapping(arrays: Sequence[Any], nbytes: int) -> Any:
         libc.munmap(mapped, length)
         return None
     block = (ctypes.c_ubyte * nbytes).from_address(mapped + start - first)
-    # The store may use the memory for something else once the arrays are gone.
+    # The block keeps the arrays alive, because the store may reuse their memory once they are gone.
     owner = weakref.finalize(block, lambda _arrays: libc.munmap(mapped, length), arrays)
     owner.atexit = False
     return block
 
 
 class Weights:
-    """Weights for an actor that knows nothing of aiosync: arrives as a dict of tensors.
+    """Weights for an actor that knows nothing of aiosync. They unpickle as a dict of tensors.
 
     Args:
         arrays: Flat arrays of bytes, each but the last a multiple of 64 bytes long.
-        nbytes: Of all of them.
+        nbytes: Bytes of all arrays together.
         leaves: Names, dtype, shape, offset and size of each tensor.
-        values: What else the weights have, by name.
+        values: Non-tensor leaves of the weights, by name.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Where a stream link starts: ``tcp://host:port`` and ``unix:///path``.
+"""Addresses of stream links: ``tcp://host:port`` and ``unix:///path``.
 
-Parsing and binding only; nothing here knows the wire format, the event loop or torch.
+This module only parses and binds them; it knows neither the wire format, the event loop nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from aiosync.errors import ConfigError
 __all__ = ["Address", "bind", "own_host"]
 
 _BACKLOG = 1024
-_MAX_PATH_NBYTES = 107  # of sockaddr_un on Linux
+# Greatest path in a sockaddr_un on Linux.
+_MAX_PATH_NBYTES = 107
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,23 @@ class Address:
 
     @classmethod
     def parse(cls, url: str | Address) -> Address:
-        """Read ``tcp://host:port``, ``tcp://[::1]:port`` or ``unix:///path``.
+        """Parse ``tcp://host:port``, ``tcp://[::1]:port`` or ``unix:///path``.
 
         Raises:
-            ConfigError: It is none of them.
+            ConfigError: ``url`` is none of them.
         """
         if isinstance(url, Address):
             return url
         if not isinstance(url, str):
             raise ConfigError(f"an address must be a str such as 'tcp://host:7000', not {url!r}")
         if "@" in url and not url.startswith("unix:"):
-            # Before anything is parsed: an error of the parser would repeat a part of them.
+            # Checked before anything is parsed, as an error of the parser would show a part of the
+            # credentials.
             raise ConfigError(
                 "an address must not contain credentials: pass them as token= or tls="
             )
-        shown = repr(re.sub("(?s)([?#]).*", r"\1...", url)[:200])  # a query may hold a token
+        # A query is left out of errors, because it may hold a token.
+        shown = repr(re.sub("(?s)([?#]).*", r"\1...", url)[:200])
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -76,13 +79,14 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this host can reach it: a Unix socket or a loopback address."""
+        """True if only this host can reach the address: a Unix socket or a loopback address."""
         if self.scheme == "unix" or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
-            return False  # a name; whatever it means, it may mean something else tomorrow
+            # A host name counts as not local, because it may resolve to another address later.
+            return False
 
     def __str__(self) -> str:
         if self.scheme == "unix":
@@ -92,16 +96,16 @@ class Address:
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:
-    """Bind and listen. Blocking only to look up a host name.
+    """Bind an address and listen on it. This blocks only to look up a host name.
 
-    A Unix socket that a dead process left behind is replaced; only the same user may open the
+    A Unix socket that a dead process left behind is replaced; only the same user may connect to the
     new one.
 
     Returns:
         The non-blocking listening socket, and the address with the port that was bound.
 
     Raises:
-        ConfigError: The address is in use, not of this host, or not allowed.
+        ConfigError: The address is in use, does not belong to this host, or is not allowed.
     """
     sock = None
     try:
@@ -110,7 +114,7 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
             if _is_stale(address.path):
                 os.unlink(address.path)
             # The mode of the socket object becomes that of the file, so that there is no moment in
-            # which others may connect. A umask would be process-wide.
+            # which other users may connect. A umask would affect the whole process.
             os.fchmod(sock.fileno(), stat.S_IRUSR | stat.S_IWUSR)
             sock.bind(address.path)
             os.chmod(address.path, stat.S_IRUSR | stat.S_IWUSR)
@@ -135,7 +139,7 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
 
 
 def _is_stale(path: str) -> bool:
-    """Whether a socket is there that nobody listens on."""
+    """Return True if the file at ``path`` is a socket on which no process listens any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         refused = probe.connect_ex(path) == errno.ECONNREFUSED
@@ -143,9 +147,10 @@ def _is_stale(path: str) -> bool:
 
 
 def own_host(towards: str | None) -> str:
-    """Address of this host that ``towards`` and its neighbours reach; the loopback for nobody.
+    """Return the address of this host at which the host ``towards`` can reach it.
 
-    Looks up a name, and sends nothing.
+    Hosts near it can use this address, too. It is the loopback address if ``towards`` is ``None``
+    or there is no route to it. The call may look up a host name, and sends nothing to that host.
     """
     if towards:
         for family in (socket.AF_INET, socket.AF_INET6):

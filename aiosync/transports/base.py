@@ -3,8 +3,8 @@
 A transport moves messages of :mod:`aiosync.wire` and, beside each, an optional payload of raw
 bytes. It knows nothing of torch, tensors or schemes and must never import them. The published
 suite in :mod:`aiosync.testing` checks every statement made here; see
-``docs/topics/transports.md``. At its end is what several transports need: calls that take turns
-and end in time, buffers seen as bytes, and errors that are kept.
+``docs/topics/transports.md``. The end of this module has helpers of several transports: for calls
+that take turns and end in time, for byte views of buffers, and for errors that are kept.
 """
 
 from __future__ import annotations
@@ -68,15 +68,16 @@ _Error = TypeVar("_Error", bound=BaseException)
 _is_readonly = operator.attrgetter("readonly")
 
 Payload: TypeAlias = "Sequence[Buffer]"
-"""Buffers that are sent one after the other. Read-only for the transport."""
+"""Buffers that are sent one after the other. The transport only reads them."""
 
 Lender: TypeAlias = "Callable[[Message, int], Sequence[Buffer]]"
 """Called with a message and its payload size; returns writable buffers of that size in total.
 
 It may raise an :class:`~aiosync.errors.AiosyncError` to refuse: the link then breaks, because
-the payload that follows cannot be placed. A lender that is an object with a method
-``landed(nbytes)`` may be told now and then how many bytes from the start of the payload are in
-place, so that it can look at them while they are in the cache; the call must not raise.
+there is no place for the payload that follows. A lender may be an object with a method
+``landed(nbytes)``. The transport may call it now and then with the number of bytes, from the start
+of the payload, that are in place, so that the lender can read them while they are in the cache. The
+method must not raise.
 """
 
 
@@ -88,9 +89,9 @@ class Received:
         message: The decoded message.
         payload: The payload's buffers: those that the lender gave, or the transport's own.
         nbytes: Bytes of the payload in total.
-        key: Names the transport's own memory that the payload lies in, if it does: equal keys
-            on one link are the same memory. ``None`` when the buffers were lent.
-        ext: What the peer's transport added for this one.
+        key: Key of the transport's own memory that holds the payload: equal keys on one link stand
+            for the same memory. ``None`` for buffers that were lent, or made for this payload only.
+        ext: Entries that the peer's transport added for this side's transport.
     """
 
     message: Message
@@ -101,7 +102,8 @@ class Received:
 
 
 Handler: TypeAlias = "Callable[[Received], bool | None]"
-"""Handles a message, or returns False to leave it; see :meth:`Transport.subscribe`."""
+"""Handles a message, or returns False to leave it to ``recv()``; see :meth:`Transport.subscribe`.
+"""
 
 
 @runtime_checkable
@@ -139,8 +141,8 @@ class TransportBackend(Protocol):
 class Transport(abc.ABC):
     """One established link between a sender and a receiver.
 
-    Not thread-safe: use it on the loop that created it. At most one ``send()`` (or ``ack()``)
-    and one ``recv()`` may run at a time; a second one raises
+    A link is not thread-safe: use it on the loop on which it was made. At most one ``send()`` (or
+    ``ack()``) and one ``recv()`` may run at a time; a second one raises
     :class:`~aiosync.errors.TransportBusy`.
 
     Every operation raises :class:`~aiosync.errors.TransportClosed` after this side closed,
@@ -152,24 +154,24 @@ class Transport(abc.ABC):
     capabilities: ClassVar[Capabilities]
 
     publisher: SlotPublisher | None = None
-    """Names slots of shared memory to the peer, where that can read them."""
+    """Publisher that names slots of shared memory to the peer; ``None`` if this end names none."""
 
     slots: SlotReader | None = None
-    """Reads the slots of shared memory that the peer names."""
+    """Reader of the slots of shared memory that the peer names; ``None`` without shared memory."""
 
     follows_copies_above: int | None = None
-    """Payloads above so many bytes may still be filled, from their start on, as they are sent.
+    """Size in bytes above which a payload may still be copied into its memory while it is sent.
 
-    ``None``: none may.
+    The copy fills the memory from its start on. ``None`` if every payload must be complete.
     """
 
     def take_segments(self, wanted: bool) -> None:
-        """Whether the peer may announce memory to be read in place, where this link has that."""
+        """Allow or forbid the peer to announce memory to be read in place, if the link has that."""
         del wanted
 
     @property
     def channel(self) -> FramedTransport | None:
-        """The framed stream below, which watches the peer's process; ``None`` without one."""
+        """The framed stream below this link, which watches the peer's process; ``None`` without."""
         return None
 
     @abc.abstractmethod
@@ -178,12 +180,12 @@ class Transport(abc.ABC):
     ) -> None:
         """Hand one message and its payload to the link.
 
-        Returning means that the link took it, not that the peer read it. Waits while the peer
-        does not read (backpressure). Always a checkpoint.
+        When the call returns, the link took the message; the peer may not have read it yet. The
+        call waits while the peer does not read (backpressure). It is always a checkpoint.
 
         Args:
-            message: What to send.
-            payload: Contiguous buffers, sent one after the other. Must not change until the
+            message: The message to send.
+            payload: Contiguous buffers, sent one after the other. They must not change until the
                 call returns.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
@@ -202,13 +204,13 @@ class Transport(abc.ABC):
         """Wait for the next message. Always a checkpoint.
 
         Args:
-            into: Lends the buffers that the payload lands in. Without it the transport's own
-                memory is used, which goes with its last view.
+            into: Lends the buffers for the payload. Without it the payload lands in the
+                transport's own memory, which lives until its last view is gone.
             timeout: Seconds until the message is complete, 10 ms at least; ``None`` waits for ever.
 
         Raises:
-            RecvTimeout: Nothing arrived in time; the link is intact. If the deadline passed
-                in the middle of a payload the link is broken from then on.
+            RecvTimeout: No whole message arrived in time. The link is intact, unless the deadline
+                passed in the middle of a payload: the link is broken then.
             PeerClosed: The peer closed between messages.
             RemoteProtocolError: The peer sent something illegal. Sticky.
             TransportBusy: Another ``recv()`` is running.
@@ -232,9 +234,9 @@ class Transport(abc.ABC):
         Args:
             epoch: Epoch of the update.
             version: Version of the update.
-            status: What to say about it.
+            status: Status of the update at this receiver.
             error: For a NACK, the reason; its type's name and its text travel.
-            timeout: As for :meth:`send`; raises and cancels as it does.
+            timeout: As for :meth:`send`. Errors and cancellation are those of :meth:`send`, too.
         """
         await self.send(make_ack(epoch, version, status, error), timeout=timeout)
 
@@ -258,9 +260,9 @@ class Transport(abc.ABC):
     def subscribe(self, handler: Handler) -> bool:
         """Hand messages to ``handler`` as they are read, bypassing ``recv()``.
 
-        That is quicker by a turn of the loop. Messages whose payload needs a lent buffer, and
+        This is quicker by a turn of the loop. Messages whose payload needs a lent buffer, and
         messages that were read before, still come through :meth:`recv`, which also goes on to
-        report the end of the link; the order of messages is kept as long as a ``recv()`` is
+        report the end of the link. The order of messages is kept as long as a ``recv()`` is
         always waiting.
 
         Args:
@@ -270,17 +272,20 @@ class Transport(abc.ABC):
                 raise nothing else.
 
         Returns:
-            False when this transport cannot; every message comes through :meth:`recv` then.
+            False if this transport has no such way; every message comes through :meth:`recv` then.
         """
         return False
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """Close the link. Idempotent, bounded; wakes every waiter with ``TransportClosed``."""
+        """Close the link, in bounded time, and wake every waiter with ``TransportClosed``.
+
+        Idempotent.
+        """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Close at once, without waiting, from a destructor or a signal. Idempotent."""
+        """Close the link at once, without waiting; for destructors and signals. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -309,10 +314,15 @@ def make_ack(epoch: int, version: int, status: AckStatus, error: BaseException |
 
 @contextlib.contextmanager
 def in_turn(running: set[str], call: str, name: str) -> Iterator[None]:
-    """Let one call of a kind run at a time on the link to ``name``; ``running`` are those that do.
+    """Let only one call of a kind run at a time on a link.
+
+    Args:
+        running: Kinds of the calls that run on the link; updated.
+        call: Kind of this call, such as ``"send"``.
+        name: Name of the peer in errors.
 
     Raises:
-        TransportBusy: Another one runs.
+        TransportBusy: Another call of this kind is running.
     """
     if call in running:
         raise TransportBusy(f"another {call}() is running on the link to {name}")
@@ -325,7 +335,13 @@ def in_turn(running: set[str], call: str, name: str) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def in_time(seconds: float | None, late: type[SyncTimeout], what: str) -> AsyncIterator[None]:
-    """Cut what takes longer, and raise ``late``, which says ``what`` was not done in that time."""
+    """Cancel the block after so many seconds, and raise ``late``.
+
+    Args:
+        seconds: Seconds for the block; ``None`` for no limit.
+        late: Type of the error.
+        what: First part of the error's text, which says what did not happen in time.
+    """
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -336,7 +352,7 @@ async def in_time(seconds: float | None, late: type[SyncTimeout], what: str) -> 
 
 
 def flat_view(buffer: object) -> memoryview:
-    """A byte view of a contiguous buffer, whatever its format and shape."""
+    """Return a byte view of a contiguous buffer of any format and shape."""
     view = memoryview(cast("bytes", buffer))
     if view.format == "B" and view.ndim == 1:
         return view
@@ -346,11 +362,11 @@ def flat_view(buffer: object) -> memoryview:
 def take_buffers(
     into: Lender | None, message: Message, nbytes: int, limits: Limits
 ) -> list[memoryview]:
-    """Borrow the buffers for a payload, or allocate them when nobody lends.
+    """Borrow the buffers for a payload, or allocate them if there is no lender.
 
     Raises:
-        LocalProtocolError: They are not as large as the payload, or nobody lends for one that is
-            too large to allocate.
+        LocalProtocolError: The lent buffers are read-only or do not have the size of the payload;
+            or there is no lender, and the payload is larger than ``limits`` let this side allocate.
     """
     if into is not None:
         views = [*map(flat_view, into(message, nbytes))]
@@ -367,10 +383,10 @@ def take_buffers(
 
 
 def without_frames(error: _Error) -> _Error:
-    """Drop the tracebacks of an error that is going to be kept.
+    """Drop the tracebacks of an error that is going to be kept, and of its causes.
 
-    Their frames, and those that called them, would keep alive what was in hand: buffers of the
-    size of a model. A traceback that shows a bug stays.
+    The frames of a traceback would keep their local variables alive, among them buffers of the size
+    of a model. Tracebacks of other types of errors stay, because they show a bug.
     """
     link: BaseException | None = error
     while isinstance(link, (AiosyncError, OSError)):
@@ -380,7 +396,10 @@ def without_frames(error: _Error) -> _Error:
 
 
 def again(error: _Error) -> _Error:
-    """A fresh exception for each raise of one that is kept: tracebacks would pile up on it."""
+    """Return a copy of an error that is kept, to be raised in its place.
+
+    Raising the kept error itself several times would pile up tracebacks on it.
+    """
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh

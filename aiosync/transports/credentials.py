@@ -1,7 +1,7 @@
-"""What the two ends of a stream link prove to each other: a shared token, certificates of TLS.
+"""Credentials of the two ends of a stream link: a shared token, and certificates of TLS.
 
-Secrets are in no repr, no error and no log, and not legible in a pickle. Must not import torch
-or the event loop.
+No repr, error or log shows a secret, and a pickle does not contain it as legible text. Must not
+import torch or the event loop.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ MAKE_A_TOKEN = "make one with `python -c 'import secrets; print(secrets.token_ur
 
 
 TOKEN_VARIABLE = "AIOSYNC_TOKEN"
-"""Environment variable with the token, where no file is given."""
+"""Environment variable that has the token if no file is given."""
 
 _MAX_TOKEN_NBYTES = 65536
-_PIPE_SECONDS = 10.0  # in which somebody has to write a token into a pipe, and close it
+# Time for another process to write a token into a pipe and to close the pipe.
+_PIPE_SECONDS = 10.0
 
 
 class Secret:
-    """Bytes that do not show: not in a repr, and not in the text of a pickle.
+    """Secret bytes that neither a repr nor the text of a pickle shows.
 
-    A pickle carries them masked, which keeps them out of logs but
-    not from anyone who has the pickle.
+    A pickle carries the bytes masked. This keeps them out of logs, but not from a reader who has
+    the pickle.
 
     Args:
         value: The secret; text becomes UTF-8. The attribute has the bytes.
 
     Raises:
-        ConfigError: It is empty, or neither text nor bytes.
+        ConfigError: The secret is empty, or neither text nor bytes.
     """
 
     __slots__ = ("value",)
@@ -73,14 +74,17 @@ def _unmask(mask: bytes, masked: bytes) -> Secret:
 
 
 def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None:
-    """The token of a file, without one newline at its end, or that of the environment.
+    """Return the token in a file, without one newline at its end, or that of the environment.
 
     Args:
-        path: The file, if there is one.
-        option: How errors call it.
+        path: The file; ``None`` reads the variable :data:`TOKEN_VARIABLE`.
+        option: Name of the option for the file, in errors.
+
+    Returns:
+        The token; ``None`` if there is neither a file nor the variable.
 
     Raises:
-        ConfigError: It cannot be read, is empty or is too large for a token.
+        ConfigError: The file cannot be read, is empty or is too large for a token.
     """
     if path is None:
         text = os.environ.get(TOKEN_VARIABLE)
@@ -113,10 +117,10 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def _read_pipe(file: BinaryIO) -> bytes:
-    """Read a pipe to its end, or as far as a token can reach.
+    """Read a pipe to its end, or until the data is too large for a token.
 
     Raises:
-        TimeoutError: There was no end in time.
+        TimeoutError: The pipe was not closed in time.
     """
     ends, poll, token = time.monotonic() + _PIPE_SECONDS, select.poll(), b""
     poll.register(file, select.POLLIN)
@@ -130,21 +134,21 @@ def _read_pipe(file: BinaryIO) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TLS:
-    """Certificates for a link, as files, so that it can be pickled into workers.
+    """Certificates for a link, as names of files, so that this object can be pickled into workers.
 
     The side that listens shows ``cert``; the side that dials checks it against ``ca`` and the
-    host name. With ``verify_clients`` it is mutual: the side that dials must
-    also show a certificate, which the side that listens checks against ``ca``. One object may serve
-    both sides.
+    host name. With ``verify_clients`` the check is mutual: the side that dials must also show a
+    certificate, which the side that listens checks against ``ca``. One object may serve both sides.
 
     Attributes:
         cert: PEM file of this end's certificate, followed by its chain.
-        key: PEM file of its private key; ``None`` if it is in ``cert``.
+        key: PEM file of the certificate's private key; ``None`` if the key is in ``cert``.
         ca: PEM file of the authorities to trust; ``None`` trusts those of the system.
-        verify_clients: The side that listens refuses peers without a certificate signed by ``ca``.
+        verify_clients: True lets the side that listens refuse peers without a certificate signed by
+            ``ca``.
         hostname: Name that the certificate of the other end must have; ``None`` takes the
             host that was dialled, ``localhost`` for Unix sockets.
-        password: Of an encrypted key.
+        password: Password of an encrypted key.
     """
 
     cert: str | os.PathLike[str] | None = None
@@ -166,7 +170,7 @@ class TLS:
             )
 
     def listening_context(self) -> ssl.SSLContext:
-        """The context of the side that listens.
+        """Return the SSL context of the side that listens.
 
         Raises:
             ConfigError: There is no certificate, or a file cannot be used.
@@ -180,7 +184,7 @@ class TLS:
         return context
 
     def dialling_context(self) -> ssl.SSLContext:
-        """The context of the side that dials.
+        """Return the SSL context of the side that dials.
 
         Raises:
             ConfigError: A file cannot be used.
@@ -193,10 +197,10 @@ class TLS:
 
     def _load(self, context: ssl.SSLContext) -> None:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # Without a password OpenSSL would ask on the terminal, and wait.
+        # If no password were given, OpenSSL would ask on the terminal, and wait.
         password = self.password.value if isinstance(self.password, Secret) else b""
         for file in (self.cert, self.key, self.ca):
-            # OpenSSL would wait for somebody who writes to a pipe, and each link reads it anew.
+            # OpenSSL would wait until a pipe is written to, and later links would read it again.
             if file is not None and os.path.exists(file) and not os.path.isfile(file):
                 raise ConfigError(f"{file} cannot be used for TLS: it is no regular file")
         files = f"certificate file {self.cert} with the key file {self.key or self.cert}"
@@ -214,17 +218,19 @@ class TLS:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What one end of a link proves itself with, and demands of the other.
+    """The token and certificates of one end of a link, which are also its demands on the other end.
 
     Attributes:
-        token: Must be the same on both ends; it never travels. Use at least 16 random bytes.
-        pull_token: What those who dial may have instead, if they are to get weights only.
-        tls: Encrypts the link: certificates as files, or an ``ssl.SSLContext``, which cannot be
-            pickled.
+        token: Token that must be the same on both ends; it never travels. Use at least 16 random
+            bytes.
+        pull_token: Another token, for the end that listens: a peer that dials may have this one
+            instead, and then only gets weights.
+        tls: Certificates as files, or an ``ssl.SSLContext``, which cannot be pickled. They encrypt
+            the link; ``None`` does not.
 
     Raises:
-        ConfigError: A token is empty, there is no ``token`` beside the ``pull_token`` or it is the
-            same, or something is of another type.
+        ConfigError: A token is empty, there is no ``token`` beside the ``pull_token`` or the two
+            are the same, or a value has a wrong type.
     """
 
     token: Secret | str | bytes | None = field(default=None, repr=False)
@@ -251,16 +257,16 @@ class Credentials:
 
     @property
     def token_bytes(self) -> bytes | None:
-        """The token, for the handshake."""
+        """The token as bytes, for the handshake; ``None`` without one."""
         return self.token.value if isinstance(self.token, Secret) else None
 
     @property
     def pull_token_bytes(self) -> bytes | None:
-        """The token of those who get weights only."""
+        """The ``pull_token`` as bytes, for the handshake; ``None`` without one."""
         return self.pull_token.value if isinstance(self.pull_token, Secret) else None
 
     def listening_context(self) -> ssl.SSLContext | None:
-        """TLS for the side that listens, or ``None``.
+        """Return the SSL context of the side that listens, or ``None`` without TLS.
 
         Raises:
             ConfigError: There is no certificate, or a file cannot be used.
@@ -268,7 +274,11 @@ class Credentials:
         return self.tls.listening_context() if isinstance(self.tls, TLS) else self.tls
 
     def dialling_context(self) -> ssl.SSLContext | None:
-        """TLS for the side that dials, or ``None``."""
+        """Return the SSL context of the side that dials, or ``None`` without TLS.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
         return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
 
     def __getstate__(self) -> list[Any]:

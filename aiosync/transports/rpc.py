@@ -1,7 +1,8 @@
-"""Links between workers of a ``torch.distributed.rpc`` group: RPC only invites to a stream.
+"""Links between workers of a ``torch.distributed.rpc`` group: RPC only carries invitations.
 
-What a worker was told is kept for the life of the process, by the random id of the scheme, as it
-may ask long after. Must not import schemes.
+The sender tells each worker the address of its stream by RPC. The worker's process keeps this
+invitation by the random id of the scheme, as long as it lives, because the worker's scheme may ask
+for it much later. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _invitations: dict[str, tuple[str, bytes | None]] = {}
 class RPCTransport(TCPTransport):
     """A link between two workers of an RPC group: a stream, as :class:`TCPTransport` is.
 
-    RPC only tells a worker where to connect, see :class:`aiosync.RPCWeightSyncScheme`.
+    RPC only carries the sender's address to a worker, see :class:`aiosync.RPCWeightSyncScheme`.
     """
 
     capabilities: ClassVar[Capabilities] = replace(TCPTransport.capabilities, name="rpc")
 
 
 def need_rpc() -> Any:
-    """The module ``torch.distributed.rpc``, in a process that is a worker of an RPC group.
+    """Return the module ``torch.distributed.rpc``, in a process that is a worker of an RPC group.
 
     Raises:
-        ConfigError: RPC is not initialised in this process, or this build of torch has none.
+        ConfigError: RPC is not initialised in this process, or this build of torch has no RPC.
     """
     rpc: Any = distributed.is_available() and importlib.import_module("torch.distributed.rpc")
     if not rpc or not rpc.is_available():
@@ -54,7 +55,10 @@ def need_rpc() -> Any:
 
 
 def keep_invitation(scheme_id: str, url: str, token: bytes | None) -> None:
-    """The sender of this scheme listens there. Called by RPC, on one of its threads."""
+    """Keep the address and the token of a scheme's sender. RPC calls this, on one of its threads.
+
+    Only the newest 1024 invitations are kept.
+    """
     _invitations.pop(scheme_id, None)
     _invitations[scheme_id] = (url, token)
     for old in list(_invitations)[:-_MAX_KEPT]:
@@ -62,21 +66,32 @@ def keep_invitation(scheme_id: str, url: str, token: bytes | None) -> None:
 
 
 def invitation(scheme_id: str) -> tuple[str, bytes | None] | None:
-    """Where the sender of this scheme listens, and its token, as it has told this process last."""
+    """Return the URL and the token that the sender of a scheme last told this process.
+
+    ``None`` if it has told nothing yet.
+    """
     return _invitations.get(scheme_id)
 
 
 async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeout: float) -> None:
-    """Tell one worker where the sender listens.
+    """Tell one RPC worker the address and the token of the sender.
+
+    Args:
+        name: Name of the RPC worker.
+        scheme_id: Random id of the scheme.
+        url: Address on which the sender listens.
+        token: Token of the sender.
+        timeout: Seconds for the call.
 
     Raises:
-        ConnectError: It could not be told within ``timeout`` seconds, or does not exist (yet).
+        ConnectError: The worker could not be told within ``timeout`` seconds, or does not exist
+            (yet).
     """
     loop = asyncio.get_running_loop()
     answered = asyncio.Event()
 
     def on_done(_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so that nobody waits
             loop.call_soon_threadsafe(answered.set)
 
     try:
@@ -85,7 +100,7 @@ async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeo
         future.add_done_callback(on_done)
         await answered.wait()
         future.value()
-    except Exception as exc:  # of any type; the caller of connect() sees who is missing
+    except Exception as exc:  # torch raises any type; the caller of connect() sees which worker
         raise ConnectError(
             f"the RPC worker {name!r} was not told the address: {first_line(exc)}"
         ) from exc

@@ -1,9 +1,9 @@
-"""TLS as a byte stream: what is encrypted goes through memory, so that no call ever blocks.
+"""TLS as a byte stream. OpenSSL encrypts into memory, so that no call ever blocks.
 
-A socket that OpenSSL drives itself wants a write that did not fit to be repeated with the same
-bytes; a framed link may have changed its mind by then. Here a byte that was taken is encrypted,
-kept and sent in order, whatever comes after it. Which certificates, and what is checked, is in
-``credentials``; ``tcp`` puts it on a socket. Must not import torch.
+If OpenSSL drove the socket itself, a write that did not fit would have to be repeated with the same
+bytes; a framed link may have other bytes to send by then. Here every byte that was taken is
+encrypted, kept and sent in order, whatever is written after it. The certificates and their checks
+are in ``credentials``; ``tcp`` puts this stream on a socket. Must not import torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ __all__ = ["TlsStream", "why_refused"]
 
 _READ_NBYTES = 256 * 1024
 _ONE_SIDED = "the other end does not use TLS: pass tls= on both sides or on neither"
-_ENCRYPT_NBYTES = 256 * 1024  # kept encrypted at most, beyond what the kernel takes
+# Greatest number of encrypted bytes that are kept while the kernel does not take them.
+_ENCRYPT_NBYTES = 256 * 1024
 
 
 class _Scratch(threading.local):
-    """What a thread reads encrypted bytes into, before OpenSSL copies them: one for all links."""
+    """Memory for encrypted bytes that were read, until OpenSSL copies them.
+
+    All links of a thread share it.
+    """
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(_READ_NBYTES))
@@ -37,13 +41,13 @@ _scratch = _Scratch()
 
 
 class TlsStream(ByteStream):
-    """A TLS stream over a connected socket. Owns it. Use :meth:`handshake` before anything else.
+    """A TLS stream over a connected socket, which it owns. Call :meth:`handshake` first.
 
     Args:
         sock: Connected stream socket.
-        context: Of the side that this end is.
-        server_side: This end listened.
-        hostname: Name that the certificate of the other end must have, if it is checked.
+        context: SSL context for this side.
+        server_side: True if this end listened.
+        hostname: Name that the certificate of the other end must have, if the context checks it.
 
     Raises:
         ConfigError: The context cannot be used for this side.
@@ -75,13 +79,13 @@ class TlsStream(ByteStream):
     # -- the handshake -------------------------------------------------------------------------
 
     async def handshake(self) -> None:
-        """Agree on keys and check certificates. The caller limits its time.
+        """Agree on keys and check certificates. The caller limits the time.
 
         Raises:
             AuthError: The certificate of one end was refused.
             ConfigError: The listener does not use TLS.
-            RemoteProtocolError: The dialer does not; it was told.
-            ConnectError: The peer speaks something else, or went away.
+            RemoteProtocolError: The dialer does not use TLS; it was told so.
+            ConnectError: The peer speaks another protocol, or closed the link.
 
         Cancellation:
             Breaks the link.
@@ -95,7 +99,8 @@ class TlsStream(ByteStream):
             except ssl.SSLWantReadError:
                 done = False
             except ssl.SSLError as exc:
-                with contextlib.suppress(OSError):  # the alert tells the peer why
+                # The pending bytes are an alert, which tells the peer the reason.
+                with contextlib.suppress(OSError):
                     await loop.sock_sendall(self.sock, self._out.read())
                 raise why_refused(exc) from exc
             try:
@@ -119,7 +124,7 @@ class TlsStream(ByteStream):
         if first and data.startswith(MAGIC):
             if not self._ssl.server_side:
                 raise ConfigError(_ONE_SIDED)
-            # It can be told in words that it understands.
+            # The dialer speaks plain frames, so a plain frame can tell it the reason.
             refuse = Refuse("ConfigError", "this address uses TLS: pass tls= on this side as well")
             with contextlib.suppress(OSError):
                 self.sock.send(encode_frame(refuse))
@@ -148,9 +153,12 @@ class TlsStream(ByteStream):
                 else:
                     self._in.write_eof()
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                break  # frames say themselves whether they are complete
-        with contextlib.suppress(OSError):  # what was read counts; the next write meets it again
-            self.flush()  # the protocol answers for itself now and then
+                # The end of the stream is not an error here: frames show if one was cut.
+                break
+        # TLS sometimes answers by itself, such as to a change of keys. An error does not undo what
+        # was read; the next write raises it.
+        with contextlib.suppress(OSError):
+            self.flush()
         return total
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:
@@ -176,10 +184,11 @@ class TlsStream(ByteStream):
         self.has_unsent: bool = bool(self._unsent) or self._out.pending > 0
 
     def close(self, *, farewell: bool = True) -> None:
-        """See :class:`ByteStream`; says goodbye if that needs no waiting."""
+        """See :class:`ByteStream`. The farewell is sent if that needs no waiting."""
         if farewell and self.sock.fileno() >= 0:
+            # unwrap() raises because it also wants the peer's answer to the farewell, or because
+            # the session never began.
             with contextlib.suppress(OSError, ValueError):
-                # It asks for the peer's answer, or the session never began.
                 self._ssl.unwrap()
             with contextlib.suppress(OSError):
                 self.flush()
@@ -187,7 +196,7 @@ class TlsStream(ByteStream):
 
 
 def why_refused(exc: ssl.SSLError) -> ConnectError:
-    """What an error of OpenSSL means for whoever opened the link."""
+    """Translate an error of OpenSSL for the caller that opened the link."""
     reason = exc.reason or str(exc)
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
         return ConnectError(_ONE_SIDED)
