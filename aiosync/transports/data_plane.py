@@ -1,8 +1,8 @@
 """Links whose large payloads travel beside the stream: over a process group, or Ray's store.
 
 The control stream is a framed link that the event loop watches: messages, acknowledgements and
-the end of the peer arrive there, awaited without polling. A subclass of :class:`DataPlaneTransport`
-moves the bytes of payloads that are too large to travel in the stream. Must not import torch, ray,
+the end of the peer arrive there, without polling. A subclass of :class:`DataPlaneTransport`
+moves the payloads that are too large to travel in the stream. Must not import torch, ray,
 schemes or a concrete transport.
 """
 
@@ -80,7 +80,7 @@ INLINE_NBYTES = 128 * 2**10
 """Payloads up to this size travel in the control stream."""
 
 _NBYTES = "beside"
-"""Entry of an extension map: bytes of the payload that travels beside the stream."""
+"""Key in an extension map: the size in bytes of the payload that travels beside the stream."""
 
 _T = TypeVar("_T")
 
@@ -88,26 +88,30 @@ COPYING = "copying"
 """Key of :attr:`SharedPayload.memo`: the :class:`Progress` of the copy that fills the payload."""
 
 STEADY = "steady"
-"""Key of :attr:`SharedPayload.memo`: has a call made in another thread that reads the caller's own
-tensors. Given what starts such a call, and the call, it returns the future of its result."""
+"""Key of :attr:`SharedPayload.memo`: a function that runs a call in another thread while the call
+reads the caller's own tensors.
+
+It is called with a function that starts a call in a thread, and with the call. It returns the
+future of the call's result.
+"""
 
 CHANGED = "changed"
-"""Key of :attr:`SharedPayload.memo`: why that failed, if it was for the tensors."""
+"""Key of :attr:`SharedPayload.memo`: the error of such a call, if the tensors caused it."""
 
 KEPT = "kept"
-"""Key of :attr:`SharedPayload.memo`: a transport keeps the bytes.
+"""Key of :attr:`SharedPayload.memo`: a function that brings back bytes that a transport keeps.
 
-A call that brings them back, as buffers in order: an awaitable of ``Sequence[memoryview]``, which
-raises :class:`~aiosync.errors.LocalProtocolError` where they are gone.
+It returns an awaitable of ``Sequence[memoryview]``, the buffers in order, which raises
+:class:`~aiosync.errors.LocalProtocolError` if the bytes are gone.
 """
 
 
 class SharedPayload(list[memoryview]):
-    """A payload that goes over several links, with a place for what is made of it once.
+    """A payload that goes over several links, with a memo of objects that are made of it once.
 
     Attributes:
-        memo: Entries of transports, by keys of their own; cleared when the payload's memory is
-            about to be used for another.
+        memo: Objects that transports made of the payload, by keys of their own. It is cleared
+            before the payload's memory is used for another payload.
     """
 
     def __init__(self, views: Iterable[memoryview], memo: dict[Any, Any]) -> None:
@@ -116,9 +120,9 @@ class SharedPayload(list[memoryview]):
 
 
 class Progress:
-    """How much of a payload is in place while it is still being copied, from its start on.
+    """The progress of a copy that fills the memory of a payload from its start on.
 
-    One thread copies, any threads wait.
+    One thread copies, and any number of threads wait for it.
     """
 
     def __init__(self) -> None:
@@ -127,19 +131,19 @@ class Progress:
         self._changed = threading.Condition()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes from the start are in place."""
+        """Report that ``nbytes`` bytes from the start are in place."""
         with self._changed:
             self._nbytes = nbytes
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No more will come."""
+        """Report that the copy failed, so that no more bytes will follow."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def wait(self, nbytes: int) -> None:
-        """Block until so many bytes are in place.
+        """Block until ``nbytes`` bytes from the start are in place.
 
         Raises:
             LocalProtocolError: The copy failed.
@@ -155,16 +159,16 @@ class DataPlaneTransport(Transport):
 
     A subclass moves one payload at a time in each direction, by the abstract methods. They run on
     the loop of the link and may raise :class:`~aiosync.errors.TransportError`, which ends the link.
-    When one of them is cancelled it must not return before nothing reads from or writes to the
+    A method that is cancelled must not return while anything still reads from or writes to the
     memory that it was given.
 
     Args:
-        control: A connected framed link.
-        inline_nbytes: Payloads up to this size travel in it.
+        control: A connected framed link, the control stream.
+        inline_nbytes: Payloads up to this size travel in the control stream.
     """
 
     _kind: ClassVar[str]
-    """Names the way beside the stream in :class:`~aiosync.wire.Setup` messages."""
+    """Name of the path beside the stream in :class:`~aiosync.wire.Setup` messages."""
 
     def __init__(self, control: FramedTransport, inline_nbytes: int) -> None:
         self._control = control
@@ -173,8 +177,11 @@ class DataPlaneTransport(Transport):
         self._running: set[str] = set()
         self._told = False
         self._awaited: dict[tuple[str, bytes], asyncio.Future[None]] = {}
-        self._broken = False  # whatever the control stream may still have in hand
-        self._over: asyncio.Future[None] = self._loop.create_future()  # the link
+        # True after a transfer failed: recv() then raises, even if the control stream still has
+        # messages.
+        self._broken = False
+        # Done once the link has ended.
+        self._over: asyncio.Future[None] = self._loop.create_future()
         self._handler: Handler | None = None
         control.subscribe(self._deliver)
         control.call_on_end(self._end)
@@ -183,63 +190,72 @@ class DataPlaneTransport(Transport):
     async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
-        """Prepare to send.
+        """Prepare to send a payload.
 
         Args:
-            payload: The bytes, in order.
-            memo: Belongs to the payload, see :class:`SharedPayload`; kept until all is sent.
+            payload: The buffers of the payload, in order.
+            memo: The memo of the payload, see :class:`SharedPayload`; kept until all is sent.
 
         Returns:
-            What the peer has to know, and what sends once it was told. That ends when the
-            payload's memory may change. No generator of both: one that waits cannot be closed.
+            The entries of the extension map for the peer, and a function that sends the payload
+            once the peer has them. That function returns when the payload's memory may change. The
+            two are not the steps of one generator, because a generator that waits cannot be closed.
 
         Raises:
-            LocalProtocolError: It cannot be sent; the link is as it was.
+            LocalProtocolError: The payload cannot be sent; the link goes on as before.
         """
 
     @abc.abstractmethod
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
-        """Receive what the peer told of.
+        """Receive a payload that the peer announced.
 
         Args:
-            ext: What the peer's :meth:`_offer` returned, unchecked.
-            nbytes: Size of the payload.
-            lend: Gives the buffers that the payload has to land in; ``None`` where memory of the
-                transport is welcome.
+            ext: The entries that the peer's :meth:`_offer` returned, unchecked.
+            nbytes: Size of the payload in bytes.
+            lend: Returns the buffers for the payload; ``None`` allows memory of the transport.
 
         Returns:
-            The bytes, and :attr:`Received.key`: ``None`` where they lie in lent buffers.
+            The buffers with the payload, and :attr:`Received.key`, which is ``None`` for lent
+            buffers.
         """
 
     def _hear(self, message: Setup) -> None:
-        """The peer said what nobody waits for.
+        """Handle a :class:`~aiosync.wire.Setup` message of the peer that no call waits for.
 
         Raises:
-            RemoteProtocolError: That is illegal; it ends the link.
+            RemoteProtocolError: The message is illegal, which ends the link.
         """
         raise RemoteProtocolError(f"unexpected {message.key[:40]!a} from the peer")
 
     def _end(self) -> None:
-        """The link has ended: make what is under way fail soon. Never waits."""
+        """Make transfers that are under way fail soon, as the link has ended. Never waits."""
         if not self._over.done() and not self._loop.is_closed():
             self._over.set_result(None)
 
     def _say(self, key: str, value: bytes = b"") -> None:
-        """Tell the peer something, once the stream is between two frames."""
+        """Send the peer a Setup message as soon as the stream is between two frames."""
         self._control.queue(encode_frame(Setup(self._kind, key, value)))
 
     def _until_told(self, key: str, value: bytes = b"") -> asyncio.Future[None]:
-        """Until the peer tells this, which it must not do unasked."""
+        """Return a future that is done once the peer sends this Setup message.
+
+        A message that no call waits for is handled by :meth:`_hear`.
+        """
         waiter = self._awaited[key, value] = self._loop.create_future()
         return waiter
 
     async def _outcome(self, waited: asyncio.Future[_T], seconds: float | None = None) -> _T:
-        """What a future brings that the peer decides on; its wait ends with the link, or late.
+        """Return the result of a future that the peer completes, unless the link ends first.
+
+        Args:
+            waited: The future; it is cancelled if it is not done when this returns.
+            seconds: Seconds to wait; ``None`` for no limit.
 
         Raises:
-            TransportBroken: Nothing came in time. What ended the link is raised as it is.
+            TransportBroken: The future was not done in time.
+            LinkError: The error that ended the link.
         """
         try:
             either: set[asyncio.Future[Any]] = {waited, self._over}
@@ -262,11 +278,17 @@ class DataPlaneTransport(Transport):
     async def _transfer(
         self, what: str, timeout: float | None, late: type[AiosyncError]
     ) -> AsyncIterator[None]:
-        """A transfer that ends the link when it is cut once it has begun, or fails."""
+        """Run a transfer. The link ends if the transfer fails, or is cut once it has begun.
+
+        Args:
+            what: Name of the transfer in errors.
+            timeout: Seconds for the transfer; ``None`` for no limit.
+            late: Type of the error for a timeout.
+        """
         try:
             async with asyncio.timeout(timeout) as deadline:
                 yield
-        except BaseException as exc:  # raised again, or what it comes from
+        except BaseException as exc:  # raised again, or replaced by the error that caused it
             ours = isinstance(exc, AiosyncError)
             if (
                 late is RecvTimeout
@@ -286,7 +308,7 @@ class DataPlaneTransport(Transport):
             return
         lost = control.error or (error if isinstance(error, LinkError) else None)
         if lost is None or isinstance(lost, PeerClosed | LocalProtocolError):
-            # The end of a stream between two messages may be one within this payload.
+            # The stream may have ended between two messages, and yet in the middle of this payload.
             broken = TransportBroken(f"the link was lost in the middle of {what}: {error}")
             broken.__cause__ = lost or (error if isinstance(error, AiosyncError) else None)
             lost = broken
@@ -313,8 +335,8 @@ class DataPlaneTransport(Transport):
     ) -> None:
         """See :meth:`Transport.send`. Cancellation: class B.
 
-        A send that is cut while its payload is on its way returns once nothing reads the payload
-        any more.
+        A send that is cut while its payload is on its way returns only once nothing reads the
+        payload any more.
         """
         control = self._control
         with in_turn(self._running, "send", control.name):
@@ -323,9 +345,11 @@ class DataPlaneTransport(Transport):
             if nbytes <= self._inline_nbytes:
                 await control.send(message, views, timeout=timeout)
                 return
-            encode_frame(message, nbytes, limits=control.limits)  # the checks of a stream
+            # A stream makes these checks before it writes anything.
+            encode_frame(message, nbytes, limits=control.limits)
             what = f"the payload of a {type(message).__name__} to {control.name}"
-            self._told = False  # until then a cut harms nothing
+            # Until the peer is told of the payload, a cut leaves the link intact.
+            self._told = False
             async with self._transfer(what, timeout, SendTimeout):
                 await asyncio.sleep(0)  # a checkpoint, before the first byte
                 control.check()
@@ -356,18 +380,18 @@ class DataPlaneTransport(Transport):
             waiter = self._awaited.pop((message.key, message.value), None)
             if waiter is None:
                 self._hear(message)
-            elif not waiter.done():  # otherwise this side has just called it off
+            elif not waiter.done():  # a future that is done was cancelled: this side gave up
                 waiter.set_result(None)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
-            return False  # its payload is fetched by recv()
+            return False  # recv() fetches the payload of this message
         return self._handler(received) is not False
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`. Cancellation: class B; idle it is safe.
 
-        Cut while a payload is on its way beside the stream, it returns once nothing writes to
-        the lent buffers any more.
+        A recv() that is cut while a payload is on its way beside the stream returns only once
+        nothing writes to the lent buffers any more.
         """
         clock = self._loop.time
         started = clock()
@@ -406,7 +430,7 @@ class DataPlaneTransport(Transport):
     # -- closing -------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Close at once; what carries payloads follows as soon as it can."""
+        """Close the link at once; the path beside the stream follows as soon as it can."""
         self._control.abort()
 
     @in_every_state
@@ -415,11 +439,13 @@ class DataPlaneTransport(Transport):
 
 
 class Threads:
-    """Threads for calls that block: torch's, Ray's, and copies. Each is made when it is needed.
+    """Threads for blocking calls: those of torch and Ray, and copies.
+
+    A thread is started when it is first needed.
 
     Args:
-        name: Of the threads.
-        count: How many calls run at a time; others wait for their turn.
+        name: Name of the threads.
+        count: Greatest number of calls that run at a time; other calls wait for their turn.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -430,7 +456,10 @@ class Threads:
         close_in_child(self)
 
     def start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
-        """Run ``call``, and let go of what it holds as it returns.
+        """Run ``call`` in a thread, and drop every reference to it as it returns.
+
+        Returns:
+            The future of its result.
 
         Raises:
             TransportBroken: :meth:`end` was called.
@@ -443,16 +472,32 @@ class Threads:
     async def run(
         self, call: Callable[[], _T], on_cancel: Callable[[], object] | None = None
     ) -> _T:
-        """The result of ``call``. When this is cancelled, it still waits, and is cancelled then."""
+        """Return the result of ``call``, which runs in a thread.
+
+        Args:
+            call: The blocking call.
+            on_cancel: Called at once whenever this is cancelled.
+
+        Cancellation:
+            Waits until ``call`` has ended, and is raised then.
+        """
         return await result_of(self.start(call), on_cancel)
 
     async def idle(self) -> None:
-        """Wait until nothing runs; when cancelled, too, and is cancelled then."""
+        """Wait until no call runs any more.
+
+        Cancellation:
+            Goes on to wait, and is raised then.
+        """
         every = asyncio.gather(*map(self._future_of, self._running), return_exceptions=True)
         await result_of(every)
 
     def end(self, last: Callable[[], object] | None = None) -> None:
-        """Take no more calls but this one, after all others. Never waits; idempotent."""
+        """Take no more calls. Never waits; idempotent.
+
+        Args:
+            last: A last call, which runs after all others, if any call ever ran.
+        """
         if self._ended:
             return
         self._ended = True
@@ -463,7 +508,7 @@ class Threads:
         self._pool.shutdown(wait=False)
 
     async def aclose(self, seconds: float) -> None:
-        """Wait for so long until the threads have ended. Call :meth:`end` first."""
+        """Wait until the threads have ended, at most for ``seconds``. Call :meth:`end` first."""
         pending = {self._future_of(each) for each in self._running}
         if pending:
             _, pending = await asyncio.wait(pending, timeout=seconds)
@@ -471,13 +516,14 @@ class Threads:
             self._pool.shutdown(wait=True)
 
     def close_after_fork(self) -> None:
-        """In a forked child: the threads are the parent's."""
+        """Take no more calls in a forked child, as only the parent has the threads."""
         self._ended = True
         self._running.clear()
 
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:
-        # An executor lets go of a call only some time after it has told its outcome, and the
-        # buffers of a payload must be their owner's again by then.
+        # An executor drops its reference to a call only some time after the result is known, and by
+        # then the buffers of a payload must belong to their owner alone. So the executor gets a
+        # function that takes the call off a list.
         calls = [call]
         running = self._pool.submit(lambda: calls.pop()())
         self._running.add(running)
@@ -486,7 +532,8 @@ class Threads:
 
     def _future_of(self, running: Future[_T]) -> asyncio.Future[_T]:
         there = asyncio.wrap_future(running, loop=self._loop)
-        # Whoever waits for it raises it; when cut, the cut is the news.
+        # The exception counts as seen: a caller that waits raises it, and a caller that was
+        # cancelled raises the cancellation instead.
         there.add_done_callback(lambda done: done.cancelled() or done.exception())
         return there
 
@@ -494,14 +541,16 @@ class Threads:
 async def outlast(
     running: asyncio.Future[Any], on_cancel: Callable[[], object] | None = None
 ) -> asyncio.CancelledError | None:
-    """Wait until ``running`` has ended, as it uses memory of others, also when cancelled.
+    """Wait until ``running`` has ended, even if this call is cancelled.
+
+    The wait is needed because ``running`` uses memory that other code reuses after this returns.
 
     Args:
-        running: Not cancelled by this.
+        running: The future of the call in another thread. This never cancels it.
         on_cancel: Called at once whenever this is cancelled.
 
     Returns:
-        What cancelled this, for the caller to raise.
+        The error that cancelled this call, for the caller to raise; ``None`` if nothing did.
     """
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
@@ -517,14 +566,26 @@ async def outlast(
 async def result_of(
     running: asyncio.Future[_T], on_cancel: Callable[[], object] | None = None
 ) -> _T:
-    """What ``running`` has brought once it has ended; as :func:`outlast`, which see."""
+    """Return the result of ``running`` once it has ended, waiting for it as :func:`outlast` does.
+
+    Cancellation:
+        Waits until ``running`` has ended, and is raised then.
+    """
     if (cancelled := await outlast(running, on_cancel)) is not None:
         raise cancelled
     return running.result()
 
 
 def cut(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
-    """The same bytes in other pieces: a list of views for each size, of one if it lies in one."""
+    """Cut a payload into parts of the given sizes, without a copy.
+
+    Args:
+        pieces: The buffers of the payload, in order.
+        sizes: Sizes of the parts in bytes, in order.
+
+    Yields:
+        For each size, the views of that part, in order; a single view if it lies in one piece.
+    """
     left, piece = iter(pieces), memoryview(b"")
     for size in sizes:
         views: list[memoryview] = []
@@ -539,7 +600,10 @@ def cut(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[mem
 
 
 def copy_bytes(sources: Sequence[NDArray[np.uint8]], targets: Iterable[memoryview]) -> None:
-    """Copy, however the two sides are cut into pieces; without the GIL."""
+    """Copy bytes from arrays to buffers, each in order, without holding the GIL.
+
+    The two sides may be cut into different pieces.
+    """
     sizes = [source.nbytes for source in sources]
     for source, views in zip(sources, cut(targets, sizes), strict=False):
         at = 0
@@ -549,5 +613,5 @@ def copy_bytes(sources: Sequence[NDArray[np.uint8]], targets: Iterable[memoryvie
 
 
 def first_line(error: BaseException | None) -> str:
-    """What a library's error says, without the stack that some put behind it."""
+    """Return the first line of an error's text. Some libraries put a stack on the next ones."""
     return str(error).strip().partition("\n")[0]

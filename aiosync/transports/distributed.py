@@ -1,9 +1,9 @@
 """Links over ``torch.distributed``: messages over a stream, large payloads over a group of Gloo.
 
-Payloads move point-to-point, in pipelined chunks. Each link has a group of two ranks of its own,
-which meet through the control stream instead of a store on a port. Work of Gloo can only be waited
-for by blocking, so each direction that is in use has one thread that waits. Drives torch; must not
-import schemes. See ``docs/topics/torch-distributed.md``.
+Payloads move point-to-point, in pipelined chunks. Each link has a process group of its own with two
+ranks, which find each other through the control stream instead of a store on a port. Only a
+blocking call can wait for work of Gloo, so each direction that is in use has one thread that waits.
+This module imports torch; it must not import schemes. See ``docs/topics/torch-distributed.md``.
 """
 
 from __future__ import annotations
@@ -47,23 +47,25 @@ from aiosync.wire import ExtValue, Setup
 
 __all__ = ["DistributedTransport", "check_backend"]
 
-# A few on their way beat one big one, and many small ones too: see docs/benchmarks.md.
+# A few chunks of this size under way are faster than one big chunk, and than many small ones: see
+# docs/benchmarks.md.
 _CHUNK_NBYTES = 4 * 2**20
-_WINDOW = 8  # chunks on their way at a time
+_WINDOW = 8  # chunks under way at a time
 _CLOSE_SECONDS = 1.0
 _MEET_SECONDS = 30.0
 _MAX_KEYS = 64
-# Once the peer said where it is. No SYN is sent again within 2 s of this on Linux (1, 3, 7 and 15 s
-# after the first one, since Linux 6.5 also 2, 4, 5, 11 and 19): one that came through just as Gloo
-# gives up would find memory that is being freed.
+# Time for the connection, once the peer has sent its address. Linux sends no SYN again within 2 s
+# of this (it does 1, 3, 7 and 15 s after the first one, since Linux 6.5 also after 2, 4, 5, 11 and
+# 19 s): a SYN that succeeded just as Gloo gives up would find memory that is being freed.
 _CONNECT_SECONDS = 13.0
-_GLOO_WAITS = 5  # times the timeout of a group until a connection counts as failed
-# Gloo closes a connection on which one wait failed, and touches no memory any more, but tells only
-# some of those who wait.
+# Gloo counts a connection as failed after this many times the timeout of its group.
+_GLOO_WAITS = 5
+# Once one wait on a connection has failed, Gloo closes the connection and touches no memory any
+# more, but ends only some of the other waits. So these get only this time.
 _CLOSED = timedelta(milliseconds=10)
 _GO, _NOW, _GOT, _HAVE = "go", "now", "got", "have"
-"""Keys of the messages of a side that is ready to receive, that sends now, that has received all,
-or that has a key of the store; never keys of a store."""
+"""Keys of Setup messages: this side is ready to receive, sends now, has received the whole payload,
+or has a key of the store. Torch never uses these names as keys of a store."""
 
 _PORTS = (
     "hosts must reach each other on any port, in both directions, so open these in firewalls "
@@ -71,19 +73,22 @@ _PORTS = (
 )
 
 _Wait: TypeAlias = "Callable[[timedelta], object]"
-"""Has to be called; raises RuntimeError where the chunk did not get through in that time."""
+"""Waits for a chunk; raises RuntimeError if it was not moved in that time. It has to be called."""
 
 _Post: TypeAlias = "Callable[[list[memoryview]], _Wait]"
 
 _of_parents: list[Any] = []
-"""Groups of the process that this one was forked from. Their destructors would wait for ever."""
+"""Groups of the process from which this one was forked.
+
+They are kept because their destructors would wait for ever.
+"""
 
 
 def check_backend(backend: str) -> Literal["gloo", "nccl"]:
-    """The back-end, if it can be used here.
+    """Return the name of a back-end, if it can be used here.
 
     Raises:
-        ConfigError: It is unknown or not supported, or this build of torch lacks it.
+        ConfigError: The back-end is unknown or not supported, or this build of torch lacks it.
     """
     if backend == "nccl":
         raise ConfigError("backend='nccl' was never tested, and is not supported: use 'gloo'")
@@ -98,10 +103,10 @@ _Store: Any = getattr(dist, "Store", object)  # not every build of torch has one
 
 
 class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
-    """A store of two processes, kept alike over their control stream.
+    """A store of keys and values that two processes keep equal over their control stream.
 
     Args:
-        say: Tells the other side a key and its value; called from torch's threads.
+        say: Sends the other side a key and its value; called on torch's threads.
     """
 
     def __init__(self, say: Callable[[str, bytes], object]) -> None:
@@ -109,11 +114,12 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         self._say = say
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._acks: list[str] = []  # what the other side says once it has the keys of this one
+        # Names under which the other side confirms each key that this side has set.
+        self._acks: list[str] = []
         self._closed = False
 
     def learn(self, key: str, value: bytes) -> None:
-        """Take over what the other side set, or has."""
+        """Take over a key that the other side set, or its confirmation of a key."""
         with self._changed:
             if len(self._values) >= _MAX_KEYS:
                 raise RemoteProtocolError("the peer's process group sets too many keys")
@@ -121,12 +127,12 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Fail whoever waits."""
+        """Make every wait fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    # What torch calls, from its threads.
+    # Torch calls the following methods, on its threads.
 
     def set(self, key: str, value: bytes | str) -> None:
         value = value.encode() if isinstance(value, str) else bytes(value)
@@ -139,10 +145,11 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        del timeout  # of the connection, which comes after this
+        del timeout  # it is meant for the connection, which comes after this
 
         def settled() -> bool:
-            # Connecting, which follows, has a short deadline: both sides have to be that far.
+            # Connecting, which follows, has a short deadline. So both sides must have reached this
+            # point, which the confirmations show.
             return self._closed or all(key in self._values for key in (*keys, *self._acks))
 
         with self._changed:
@@ -153,8 +160,8 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
 class DistributedTransport(DataPlaneTransport):
     """A link whose large payloads travel over a process group. Takes ownership of ``control``.
 
-    Messages and small payloads travel in the control stream. The first large payload makes a
-    process group of two ranks, which never touches the default group.
+    Messages and small payloads travel in the control stream. With the first large payload the two
+    ends make a process group of two ranks, which never touches the default group.
 
     Args:
         control: Connected link for messages.
@@ -194,7 +201,8 @@ class DistributedTransport(DataPlaneTransport):
         self._rank = rank
         self._patience = timedelta(seconds=patience)
         self._group: Any = None
-        self._met: asyncio.Future[None] | None = None  # with the peer, in a group
+        # The call that makes the group with the peer; ``None`` before it was started.
+        self._met: asyncio.Future[None] | None = None
         self._store = _LinkStore(self._say_soon)
         self._threads = Threads("aiosync-gloo", 2)
         self._stop = False
@@ -227,15 +235,19 @@ class DistributedTransport(DataPlaneTransport):
                 self._begin()
 
     def _begin(self) -> asyncio.Future[None]:
-        """Do this side's part of the meeting."""
+        """Start to make this side's part of the group, once. Return the future of that."""
         if self._met is None:
             self._met = self._threads.start(self._make_group)
         return self._met
 
     async def _meet(self) -> None:
-        """Have a group with the peer. The sender of a payload begins, before it tells of it.
+        """Wait until there is a group with the peer.
 
-        Cutting a transfer does not cut this: the two sides would wait for each other.
+        The sender of a payload begins to make the group before it announces the payload. A transfer
+        that is cut does not end this work, because the other side would wait for it in vain.
+
+        Raises:
+            TransportBroken: The link has ended, or the group could not be made.
         """
         if not self._stop:
             await asyncio.shield(self._begin())
@@ -246,11 +258,11 @@ class DistributedTransport(DataPlaneTransport):
         self._loop.call_soon_threadsafe(self._say, key, value)
 
     def _make_group(self) -> None:
-        """Make a group of two; where that fails, nothing of Gloo is left when this raises.
+        """Make a group of two ranks. If that fails, nothing of Gloo is left when this raises.
 
-        While its device lives, Gloo goes on to listen and to connect in a thread, also for a group
-        that it has freed, and a connection that comes late ends the process. So nobody keeps the
-        device.
+        As long as its device lives, Gloo goes on to listen and to connect in a thread, even for a
+        group that it has freed, and a late connection then ends the process. So no reference to the
+        device is kept.
         """
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as new_group()
         try:
@@ -264,7 +276,7 @@ class DistributedTransport(DataPlaneTransport):
                 f"{first_line(exc)}"
             ) from exc
         finally:
-            del options  # errors keep this frame
+            del options  # the traceback of an error would keep it, and with it the device
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -276,7 +288,7 @@ class DistributedTransport(DataPlaneTransport):
         going, taken = self._until_told(_GO), self._until_told(_GOT)
 
         async def push() -> None:
-            # A thread that waits for a peer that does not receive could not be called off.
+            # The peer has to be ready first: a thread that waits for Gloo cannot be cancelled.
             await self._outcome(going)
             self._say(_NOW)
             await self._move(payload, self._send, memo.get(COPYING))
@@ -293,7 +305,8 @@ class DistributedTransport(DataPlaneTransport):
         await self._meet()
         coming = self._until_told(_NOW)
         self._say(_GO)
-        await self._outcome(coming)  # its loop may be busy for long: no thread waits for that
+        # The peer's loop may be busy for long. This task waits for it, so that no thread has to.
+        await self._outcome(coming)
         await self._move(buffers, self._receive)
         self._say(_GOT)
         return buffers, None
@@ -306,8 +319,8 @@ class DistributedTransport(DataPlaneTransport):
 
         try:
             await self._threads.run(lambda: self._move_here(pieces, post, copying), stop)
-        except RuntimeError as exc:  # of torch: the peer is gone, stopped or never came
-            exc.__traceback__ = None  # its frames would keep the weights
+        except RuntimeError as exc:  # torch raises it: the peer is gone, stopped or never connected
+            exc.__traceback__ = None  # its frames would keep the weights alive
             raise TransportBroken(f"the transfer over Gloo failed: {first_line(exc)}") from exc
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
@@ -330,7 +343,7 @@ class DistributedTransport(DataPlaneTransport):
         except RuntimeError:
             patience = _CLOSED
             raise
-        finally:  # the memory is theirs until then
+        finally:  # Gloo uses the memory of the chunks until their waits have ended
             for each in waits:
                 try:
                     each(patience)
@@ -342,7 +355,7 @@ class DistributedTransport(DataPlaneTransport):
     def _send(self, chunk: list[memoryview]) -> _Wait:
         arrays = [np.frombuffer(view, np.uint8) for view in chunk]
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-        # Torch warns of memory that it must not write to.
+        # Torch warns if the memory of a tensor is read-only, so such memory is copied.
         tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         wait: _Wait = self._group.send([tensor], 1 - self._rank, 0).wait
         return wait
@@ -367,26 +380,26 @@ class DistributedTransport(DataPlaneTransport):
         super()._end()
         self._stop = True
         self._store.close()
-        # That closes the group's sockets, and tells the peer. Its destructor waits for torch's own
-        # threads.
+        # Dropping the group closes its sockets, which the peer notices. It is done on a thread,
+        # because the group's destructor waits for torch's own threads.
         self._threads.end(self._drop_group)
 
     def _drop_group(self) -> None:
         self._group = None
 
     def close_after_fork(self) -> None:
-        """In a forked child: never touch the group, whose threads are the parent's."""
+        """Set the group aside in a forked child, as only the parent has its threads."""
         _of_parents.append(self._group)
         self._group, self._stop = None, True
 
     async def aclose(self) -> None:
-        """Close the link and the group; waiters see ``TransportClosed``.
+        """Close the link and the group; waiters get ``TransportClosed``.
 
-        A thread that waits for a peer that stalls is left to end by itself, after
-        ``patience``.
+        A thread that waits for a peer that has stalled ends by itself, after ``patience``.
         """
         try:
-            if self._met is not None and not self._stop:  # while the peer can still be heard
+            # The group can only be finished while messages of the peer still arrive.
+            if self._met is not None and not self._stop:
                 await asyncio.wait({self._met}, timeout=_CLOSE_SECONDS)
         finally:
             self.abort()

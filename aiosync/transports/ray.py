@@ -1,8 +1,8 @@
 """Links inside a Ray cluster: to workers with aiosync, and to plain actors.
 
-Payloads go through Ray's object store: put once by the sender, mapped by every receiver. Ray's
-objects are pickles, and are read as such: whoever is in the cluster is trusted, as Ray itself does.
-Ray is loaded when a link is made. Must not import torch or schemes.
+Payloads go through Ray's object store: the sender puts each one once, and every receiver maps it.
+Ray's objects are pickles and are unpickled: every process in the cluster is trusted, as Ray itself
+trusts them. Ray is loaded when a link is made. Must not import torch or schemes.
 """
 
 from __future__ import annotations
@@ -94,13 +94,18 @@ __all__ = [
     "need_cluster",
 ]
 
-_NAMESPACE = "aiosync"  # of the hub actors
+# Ray's namespace of the hub actors.
+_NAMESPACE = "aiosync"
 _HUB_NAME = re.compile(r"aiosync-[0-9a-f]{32}")
-_HUB_SECONDS = 60.0  # until the hub has what the sender gave it
-_FETCH_SECONDS = 600.0  # until an object came from another node
-_BACK_SECONDS = 60.0  # until an object is here again that may have been spilled
+# Time until the hub has a reference that the sender gave it.
+_HUB_SECONDS = 60.0
+# Time to get an object from another node.
+_FETCH_SECONDS = 600.0
+# Time to bring back an object that Ray may have spilled to disk.
+_BACK_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
-# Ray starts six threads for each array above 1 MiB, which only pays for much larger ones.
+# Ray starts six threads for each array above 1 MiB, which is only worth it for much larger ones. So
+# smaller payloads are cut into slices of 1 MiB.
 _SLICE_NBYTES = 2**20
 _THREADED_NBYTES = 32 * 2**20
 _GOT = "got"
@@ -111,10 +116,10 @@ _regions = itertools.count(1)
 
 
 def load_ray() -> Any:
-    """The module ``ray``.
+    """Import and return the module ``ray``.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -126,10 +131,11 @@ def load_ray() -> Any:
 
 
 def need_cluster() -> Any:
-    """The module ``ray``, connected to a cluster.
+    """Return the module ``ray`` in a process that is connected to a cluster.
 
     Raises:
-        ConfigError: It is not, or through a client that has no object store.
+        ConfigError: Ray is not installed, or this process is not connected to a cluster, or only
+            through a Ray client, which has no object store.
     """
     ray = load_ray()
     if not ray.is_initialized():
@@ -143,19 +149,19 @@ def need_cluster() -> Any:
 
 
 def landed(ref: Any) -> asyncio.Future[Any]:
-    """What a reference stands for, as a future; cancelling it only stops the wait."""
+    """Return a future of the object of a reference. Cancelling the future only stops the wait."""
     there = asyncio.wrap_future(ref.future())
-    # Who waits sees what it raises; perhaps nobody does any more. Python 3.14 would report each
-    # error of what is shielded and not waited for.
+    # The exception counts as seen, as perhaps no task waits for it any more: Python 3.14 would
+    # report the error of each shielded future that no task waits for.
     there.add_done_callback(lambda done: done.cancelled() or done.exception())
     return there
 
 
 def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
-    """The payload as arrays that each fill whole lines of 64 bytes, but for the last one.
+    """Return a payload as arrays that each have a multiple of 64 bytes, except the last one.
 
-    The store aligns each array to 64 bytes, so that these lie in it without gaps. Only lines
-    that two pieces share are copied.
+    The store aligns each array to 64 bytes, so these arrays lie in it without gaps. Only lines of
+    64 bytes that two pieces of the payload share are copied.
     """
     arrays: list[NDArray[np.uint8]] = []
     line = bytearray()
@@ -181,7 +187,7 @@ def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
 
 
 def _are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
-    """Whether an object of the store is what :func:`in_lines` made."""
+    """Return True if an object of the store is a list of arrays such as :func:`in_lines` makes."""
     return type(value) is list and all(
         type(each) is np.ndarray
         and each.dtype == np.uint8
@@ -192,7 +198,7 @@ def _are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
 
 
 class Entry:
-    """One payload in the object store; it is passed on for as long as this object lives."""
+    """One payload in the object store. The hub passes it on as long as this object lives."""
 
     __slots__ = ("__weakref__", "ref", "ticket")
 
@@ -202,37 +208,39 @@ class Entry:
 
 
 class RayObjects:
-    """Puts each payload once, however many links want it. Belongs to one loop.
+    """The payloads of a sender in Ray's object store. Each is put once for any number of links.
 
-    An actor, the hub, passes references on to the receivers.
+    An actor, the hub, passes references on to the receivers. This object belongs to one loop.
 
     Attributes:
-        threads: For calls of Ray that block, and copies out of its store.
+        threads: Threads for blocking calls of Ray, and for copies out of its store.
     """
 
     def __init__(self) -> None:
         self._ray = need_cluster()
-        # Whoever gets objects of that module has no need of aiosync, or of importing all of it.
+        # Processes that get objects of that module then need not have aiosync, nor import it.
         self._ray.cloudpickle.register_pickle_by_value(_ray_actor)
         self._loop = asyncio.get_running_loop()
         self.threads: Threads = Threads("aiosync-ray", 1)
-        self._hub: tuple[str, Any] | None = None  # name and handle
+        # Name and handle of the hub.
+        self._hub: tuple[str, Any] | None = None
 
     async def put(self, memo: dict[Any, Any], key: object, make: Callable[[], Any]) -> Entry:
-        """The entry of a payload, made by the first who asks.
+        """Return the entry of a payload. The first call for a payload makes it.
 
         Args:
-            memo: Of the payload.
-            key: Names the entry in it.
-            make: Called in a thread; returns what is put.
+            memo: The memo of the payload.
+            key: Key of the entry in the memo.
+            make: Called in a thread; returns the object to put.
 
         Raises:
-            LocalProtocolError: The store did not take it.
+            LocalProtocolError: The store did not take the object, or the weights changed while
+                they were read.
 
         Cancellation:
-            Waits all the same until nothing reads the payload, and is raised then.
+            Waits until nothing reads the payload any more, and is raised then.
         """
-        if CHANGED in memo:  # found out for another link
+        if CHANGED in memo:  # the call for another link found that the weights changed
             raise LocalProtocolError(str(memo[CHANGED]))
         putting: asyncio.Future[Entry] | None = memo.get(key)
         if putting is None:
@@ -241,7 +249,7 @@ class RayObjects:
             putting.add_done_callback(functools.partial(self._keep, memo, key))
         try:
             return await result_of(putting)
-        except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the link is as it was
+        except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the links go on as before
             memo[CHANGED] = exc
             raise LocalProtocolError(str(exc)) from exc
 
@@ -249,8 +257,8 @@ class RayObjects:
         self.check_cluster()
         try:
             entry = Entry(self._ray.put(make()))
-        except Exception as exc:  # of Ray: the store is full; who sends sees it
-            exc.__traceback__ = None  # its frames would keep the weights
+        except Exception as exc:  # Ray's, such as a full store; the caller of send() sees it
+            exc.__traceback__ = None  # its frames would keep the weights alive
             raise LocalProtocolError(
                 f"Ray's object store did not accept the weights: {_said(exc)}"
             ) from exc
@@ -258,12 +266,13 @@ class RayObjects:
         return entry
 
     def _forget(self, ticket: bytes) -> None:
-        # The collector may run this anywhere, also inside of Ray.
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and the hub with it
+        # The garbage collector may call this anywhere, even inside Ray, so only the loop calls Ray.
+        # A closed loop raises RuntimeError; the hub has ended with it.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._drop, ticket)
 
     def _drop(self, ticket: bytes) -> None:
-        # Any call would connect this process to a cluster again, or start one.
+        # Without a cluster, any call of Ray would connect this process to one, or start one.
         if self._hub is not None and self._ray.is_initialized():
             self._hub[1].drop.remote(ticket)
 
@@ -271,18 +280,19 @@ class RayObjects:
         if memo.get(key) is not putting:
             return
         if putting.cancelled() or putting.exception() is not None:
-            del memo[key]  # the next link tries again
+            del memo[key]  # so that the next link tries again
         else:
             memo[KEPT] = functools.partial(self._bring_back, putting.result())
 
     async def publish(self, entry: Entry) -> tuple[str, asyncio.Future[Any]]:
-        """Have the hub pass the entry on for as long as this object lives.
+        """Make the hub pass the entry on, as long as the entry lives.
 
         Returns:
-            The hub's name, and when it has the entry; an error of Ray's where it has died.
+            The hub's name, and a future that is done once the hub has the entry; it raises an error
+            of Ray if the hub has died.
 
         Raises:
-            TransportBroken: The hub cannot be started.
+            TransportBroken: The hub cannot be started, or there is no cluster any more.
         """
         hub = self._hub
         if hub is None:
@@ -293,7 +303,7 @@ class RayObjects:
 
     def _start_hub(self) -> tuple[str, Any]:
         if self._hub is not None:
-            return self._hub  # another link was quicker
+            return self._hub  # the call for another link has started it meanwhile
         self.check_cluster()
         name = f"aiosync-{secrets.token_hex(16)}"
         try:
@@ -307,12 +317,16 @@ class RayObjects:
                 scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(here, soft=False),
             )
             self._hub = name, actor.remote()
-        except Exception as exc:  # of Ray; who sends sees it
+        except Exception as exc:  # Ray's, of any type; the caller of send() sees it
             raise TransportBroken(f"Ray has no hub actor: {_said(exc)}") from exc
         return self._hub
 
     async def _bring_back(self, entry: Entry) -> list[memoryview]:
-        """The bytes of a payload, where they lie in the store of this node."""
+        """Return the bytes of a payload as views of this node's store.
+
+        Raises:
+            LocalProtocolError: The store has lost them, or keeps them for plain actors only.
+        """
         try:
             self.check_cluster()
             async with asyncio.timeout(_BACK_SECONDS):
@@ -326,12 +340,16 @@ class RayObjects:
         return [array.data for array in arrays]
 
     def check_cluster(self) -> None:
-        """Raise where there is none any more: Ray's calls would start one."""
+        """Raise if there is no cluster any more, because a call of Ray would start one.
+
+        Raises:
+            TransportBroken: This process is not connected to a cluster any more.
+        """
         if not self._ray.is_initialized():
             raise TransportBroken("this process is not connected to a Ray cluster any more")
 
     def abort(self) -> None:
-        """Have the hub end, after what is under way. Never waits; idempotent."""
+        """End the hub after the calls that are under way. Never waits; idempotent."""
         self.threads.end(self._end_hub)
 
     def _end_hub(self) -> None:
@@ -340,7 +358,7 @@ class RayObjects:
             self._ray.kill(hub[1])
 
     async def aclose(self) -> None:
-        """The same, and wait until it is done. Bounded."""
+        """End the hub, and wait for that, at most 5 s."""
         self.abort()
         await self.threads.aclose(_CLOSE_SECONDS)
 
@@ -348,13 +366,14 @@ class RayObjects:
 class RayTransport(DataPlaneTransport):
     """A link whose large payloads travel through Ray's object store. Owns ``control``.
 
-    ``recv()`` without lent buffers returns the object itself where the system allows it: memory
-    that all receivers of a node share, and that nobody can write to. A write through it ends the
-    process. The memory lives until nothing refers to it any more.
+    ``recv()`` without lent buffers returns the object itself if the system allows it: memory
+    that all receivers of a node share, and that none of them can write to. A write through it ends
+    the process. The memory lives until nothing refers to it any more.
 
     Args:
         control: Connected link for messages.
-        objects: What the sender's links share; made when first needed if omitted.
+        objects: The payloads in Ray's store that the sender's links share; the link makes and owns
+            one if omitted.
         inline_nbytes: Payloads up to this size travel in the control stream.
 
     Raises:
@@ -400,18 +419,18 @@ class RayTransport(DataPlaneTransport):
     async def _offer(
         self, payload: list[memoryview], memo: dict[Any, Any]
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
-        """See :class:`DataPlaneTransport`. Puts the payload, unless another link did."""
+        """See :class:`DataPlaneTransport`. Puts the payload, unless another link has put it."""
         self._control.check()
         entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
         hub, passed_on = await self._objects.publish(entry)
         self._control.check()
         taken = self._until_told(_GOT, entry.ticket)
 
-        async def push() -> None:  # ends when the peer holds the object itself
+        async def push() -> None:
             try:
                 await self._outcome(passed_on, _HUB_SECONDS)
             except self._ray.exceptions.RayError as exc:
-                exc.__traceback__ = None  # its frames would keep the weights
+                exc.__traceback__ = None  # its frames would keep the weights alive
                 raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
             await self._outcome(taken)
 
@@ -422,7 +441,7 @@ class RayTransport(DataPlaneTransport):
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
-        """See :class:`DataPlaneTransport`; what is not lent is the object itself."""
+        """See :class:`DataPlaneTransport`. Without lent buffers this returns the object itself."""
         ticket, name = ext.get("ref"), ext.get("hub")
         if type(ticket) is not bytes or len(ticket) != 16:
             raise RemoteProtocolError("a payload beside the stream has no valid ticket")
@@ -463,7 +482,7 @@ class RayTransport(DataPlaneTransport):
             self._objects.abort()
 
     async def aclose(self) -> None:
-        """Close the link, and give back what it has in the store."""
+        """Close the link, and give back its objects in the store."""
         self.abort()
         self._hub = "", None
         if self._owns_objects:
@@ -471,21 +490,21 @@ class RayTransport(DataPlaneTransport):
 
 
 class RayActorTransport(Transport):
-    """Brings weights to an actor that knows nothing of aiosync.
+    """A link that brings weights to an actor that knows nothing of aiosync.
 
     Each update is one call of a method of the actor, with a dict of tensors by dotted name. The
-    call's return is the acknowledgement, its exception the refusal. The tensors are views of
-    Ray's object store, which every actor of a node shares: they are read-only, and writing to
+    return of the call acknowledges the update, and an exception refuses it. The tensors are views
+    of Ray's object store, which every actor of a node shares: they are read-only, and writing to
     one ends the actor. ``load_state_dict()`` and ``copy_()`` into parameters are fine; for the
-    former the scheme's strategy should be ``"state_dict"``, as the other also sends buffers that
-    are not persistent.
+    former the scheme's strategy should be ``"state_dict"``, as the other strategy also sends
+    buffers that are not persistent.
 
     Give it to a sender: ``scheme.init_on_sender(model=..., transports={0: link})``.
 
     Args:
         actor: Handle of the actor.
         update_method: Name of the method to call with the weights.
-        model_id: The model that the sender serves; set by a scheme that gets this link.
+        model_id: Id of the model that the sender serves; a scheme that gets this link sets it.
 
     Raises:
         ConfigError: Ray is not installed, or the actor has no such method.
@@ -508,7 +527,8 @@ class RayActorTransport(Transport):
             method = getattr(actor, update_method)
         except AttributeError as exc:
             raise ConfigError(f"{actor!r} has no method {update_method!r}") from exc
-        self._method: Any = method.options(num_returns=1)  # whatever it returns, it is waited for
+        # The method may return anything. With one return, there is one reference to wait for.
+        self._method: Any = method.options(num_returns=1)
         self.model_id = model_id
         self._name = f"{actor!r}"
         self._objects: RayObjects | None = None
@@ -538,7 +558,7 @@ class RayActorTransport(Transport):
     ) -> None:
         """See :meth:`Transport.send`. Returns when the actor was called.
 
-        Cancellation: class A; a payload that is on its way into the store gets there first.
+        Cancellation: class A; a payload that is being put into the store gets there first.
         """
         with in_turn(self._running, "send", self._name):
             async with in_time(timeout, SendTimeout, f"{self._name} was not called"):
@@ -568,14 +588,15 @@ class RayActorTransport(Transport):
         def make() -> _ray_actor.Weights:
             return _ray_actor.Weights(in_lines(views), *rest)
 
-        # Another digest, or other values, are another payload.
+        # All links share this entry. Updates with another digest or other values never get it, as
+        # they have another payload.
         entry = await self._objects.put(memo, ("ray-actor", manifest.digest), make)
         self._check()
         self._objects.check_cluster()
         try:
             answered = landed(self._method.remote(entry.ref))
-        except Exception as exc:  # of Ray, of many types; the caller of the scheme's send() sees it
-            exc.__traceback__ = None  # its frames would keep the weights
+        except Exception as exc:  # Ray's, of many types; the caller of the scheme's send() sees it
+            exc.__traceback__ = None  # its frames would keep the weights alive
             raise LocalProtocolError(
                 f"{self._name} could not be called: {type(exc).__name__}: {exc}"
             ) from exc
@@ -608,7 +629,7 @@ class RayActorTransport(Transport):
     # -- receiving -----------------------------------------------------------------------------
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
-        """See :meth:`Transport.recv`: first a Hello, then what became of each call."""
+        """See :meth:`Transport.recv`. The first message is a Hello; then each call has an Ack."""
         with in_turn(self._running, "recv", self._name):
             await asyncio.sleep(0)
             async with in_time(timeout, RecvTimeout, f"{self._name} did not answer"):
@@ -621,14 +642,14 @@ class RayActorTransport(Transport):
         return Received(message)
 
     async def idle(self) -> None:
-        """Wait until nothing reads any payload; see :meth:`Threads.idle`."""
+        """Wait until no thread reads a payload any more; see :meth:`Threads.idle`."""
         if self._objects is not None:
             await self._objects.threads.idle()
 
     # -- closing -------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Let go of the actor, which goes on living. What it was called with, it still does."""
+        """Close the link. The actor lives on, and still executes the calls that were made."""
         self.abort()
         if self._objects is not None:
             await self._objects.aclose()
