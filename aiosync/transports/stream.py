@@ -1,10 +1,10 @@
 """Frames over a non-blocking byte stream, driven by the event loop: no thread, no polling.
 
-:class:`ByteStream` reads and writes descriptors; :class:`FramedTransport` is the link over one: it
-reads and writes frames, watches the peer's process, and knows how the link ended. Payload bytes are
-written straight from the sender's buffers, and read straight into those that the receiver lends.
-:class:`MPTransport` is one without anything else. Must not import torch, anyio, schemes, or another
-transport.
+:class:`ByteStream` reads and writes a descriptor; :class:`FramedTransport` is the link over such a
+stream: it reads and writes frames, watches the peer's process, and keeps the error that ended the
+link. Payload bytes are written straight from the sender's buffers, and read straight into those
+that the receiver lends. :class:`MPTransport` is such a link over a pipe. Must not import torch,
+anyio, schemes, or another transport.
 """
 
 from __future__ import annotations
@@ -65,14 +65,17 @@ from aiosync.wire import (
 
 __all__ = ["ByteStream", "FramedTransport", "MPTransport", "MemoryTransport"]
 
-# No message of a stranger or of a worker is longer, with the text of an error and all.
+# Every message of a stranger or of a worker fits into these limits, with the text of an error.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 
-# One loop callback moves at most this much, so that a bulk transfer never holds the loop long;
-# and less if that takes longer, as it does where the memory is touched for the first time.
+# One callback of the loop moves at most this many bytes, so that a large transfer never blocks the
+# loop for long.
 _WINDOW_NBYTES = 2**20
+# A callback that reads also ends after this time, because memory that is touched for the first time
+# is filled more slowly.
 _WINDOW_SECONDS = 0.001
-# One call reads at most this much, which is still in the cache when it is looked at.
+# One call reads at most this many bytes, so that they are still in the cache when a lender reads
+# them.
 _READ_NBYTES = 2**18
 _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
@@ -82,7 +85,7 @@ _BUFFER_NBYTES = 4 * 2**20
 
 
 class ByteStream:
-    """A non-blocking stream over a connected socket. Owns it.
+    """A non-blocking stream over a connected socket, which it owns.
 
     Args:
         end: The socket, or the two-way ``multiprocessing`` connection over it. Unix sockets get
@@ -94,13 +97,15 @@ class ByteStream:
     Attributes:
         sock: The socket.
         fd: The descriptor to watch.
-        reads_out: Whether to read on until nothing is left, although that takes one more call.
-            Where data and an error of the socket come together, uvloop calls back once and never
-            again: who stops at the data would wait for the error for ever.
-        has_unsent: Bytes that were taken are not with the kernel yet; :meth:`flush` goes on.
-        readv: Reads some bytes; 0 at the end of the stream. This and the next one raise
-            ``BlockingIOError`` where they would wait, and may be another function later.
-        writev: Writes some bytes of several buffers.
+        reads_out: True to read on until nothing is left, although that takes one more call. If data
+            and an error of the socket arrive together, uvloop calls back only once: a reader that
+            stopped after the data would never see the error.
+        has_unsent: True if the stream took bytes that it has not given to the kernel yet;
+            :meth:`flush` goes on with them.
+        readv: Reads some bytes, and returns their number; 0 at the end of the stream. ``readv`` and
+            ``writev`` raise ``BlockingIOError`` instead of waiting, and may be replaced by other
+            functions later.
+        writev: Writes some bytes of several buffers, and returns their number.
     """
 
     reads_out: ClassVar[bool] = True
@@ -109,26 +114,28 @@ class ByteStream:
         self.sock: socket.socket = end if isinstance(end, socket.socket) else _below(end)
         self.sock.setblocking(False)
         if self.sock.family == socket.AF_UNIX:
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # bulk transfers need it
+            # Large transfers are slow with the small buffers that the kernel gives by default.
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
         self.fd: int = self.sock.fileno()
         self.has_unsent: bool = False
-        # The system's own functions: no call of ours for each read and write.
+        # These call the functions of the system directly, which saves a Python call each time.
         self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(os.readv, self.fd)
         self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(os.writev, self.fd)
 
     def flush(self) -> None:
-        """Hand what is unsent to the kernel, as much as it takes; never blocks."""
+        """Give unsent bytes to the kernel, as many as it takes. Never blocks."""
 
     def close(self, *, farewell: bool = True) -> None:
         """Close the socket. Idempotent.
 
         Args:
-            farewell: Tell the peer, where the stream has words for that; not in a forked child,
-                whose parent goes on.
+            farewell: True to tell the peer, if the stream has a message for that. False in a forked
+                child, because the parent goes on with the link.
         """
         del farewell
-        self.readv = self.writev = _closed  # the number may soon be another file's
+        # Reading or writing on must fail: the number of the descriptor may soon be another file's.
+        self.readv = self.writev = _closed
         self.sock.close()
 
 
@@ -137,7 +144,11 @@ def _closed(_: object) -> int:
 
 
 def _below(pipe: Connection) -> socket.socket:
-    """The socket that a two-way pipe is, which is closed."""
+    """Return the socket of a two-way pipe, and close the pipe.
+
+    Raises:
+        ConfigError: The pipe is one-way, so that it is no socket.
+    """
     fd = os.dup(pipe.fileno())
     try:
         sock = socket.socket(fileno=fd)
@@ -149,32 +160,35 @@ def _below(pipe: Connection) -> socket.socket:
 
 
 class FramedTransport(Transport):
-    """Frames of :mod:`aiosync.wire` over ``io``, payloads in the stream.
+    """A link of frames of :mod:`aiosync.wire` over ``io``, with payloads in the stream.
 
-    Belongs to the loop that runs when it is made. The descriptor stays registered with the loop;
-    it is taken out only while a message waits that nobody asked for yet and the read-ahead is full,
-    which is what makes the peer block.
+    The link belongs to the loop that runs when it is made. The descriptor stays registered with the
+    loop. It is taken out while a manifest is decoded, and while a message waits for ``recv()`` and
+    the read-ahead is full; the peer then blocks.
 
     Args:
         io: A connected socket, a two-way ``multiprocessing`` connection, or the stream over one.
-            Owned from now on: nothing else may read from or write to it.
-        limits: What the peer may announce.
-        name: How errors call the peer.
+            Owned from now on: no other code may read from or write to it.
+        limits: Bounds on what the peer may announce.
+        name: Name of the peer in errors.
 
     Raises:
         ConfigError: ``io`` is a one-way connection.
 
     Attributes:
         io: The stream.
-        limits: What the peer may announce where it may send payloads.
-        name: As given; may be assigned.
-        closed: This side closed the link.
-        ended: No operation can succeed any more.
-        error: What ended the link, or ``None`` while it works. Sticky.
-        says_why: Tells the peer in a Refuse what it did wrong.
-        read_only: The peer proved itself with the secret of those who may not push.
+        limits: Bounds on what the peer may announce while it may send payloads.
+        name: Name of the peer in errors; may be assigned.
+        closed: True if this side closed the link.
+        ended: True if no operation can succeed any more.
+        error: The error that ended the link; ``None`` while it works, or if this side closed it.
+            Sticky.
+        says_why: True to send the peer a Refuse with the reason if it breaks the protocol.
+        read_only: True if the peer proved its identity with the ``pull_token``, so that it must not
+            push.
         pidfd: Descriptor that is readable once the peer's process has ended, or -1.
-        written_nbytes: Bytes that the stream took so far; grows while a write makes progress.
+        written_nbytes: Number of bytes written so far, without those of writes that did not wait;
+            it grows while a waiting send makes progress.
     """
 
     _default_limits: ClassVar[Limits] = DEFAULT_LIMITS
@@ -201,16 +215,22 @@ class FramedTransport(Transport):
 
         self._decoder = FrameDecoder(self.limits)
         self._handler: Handler | None = None
-        self._event: FrameStart | FrameEnd | None = None  # what waits for recv()
-        self._arrival = Notifier()  # of such an event, or of the end
+        # The event that waits for recv().
+        self._event: FrameStart | FrameEnd | None = None
+        # Wakes recv() for such an event, or for the end of the link.
+        self._arrival = Notifier()
         self._landed: Callable[[], None] | None = None
-        self._gone: PeerClosed | None = None  # ends the link once all was received
+        # The error that ends the link once every message that was read is handled.
+        self._gone: PeerClosed | None = None
         self._receiving = self._reading = self._read_again = self._hearing_out = False
         self._next_step_due = False
 
-        self._out: list[memoryview] = []  # what is left of the frame being written
-        self._started = False  # some of its bytes are with the kernel
-        self._queue: deque[bytes] = deque()  # control frames that go out between two others
+        # The rest of the frame that is being written.
+        self._out: list[memoryview] = []
+        # True if the kernel has some bytes of that frame.
+        self._started = False
+        # Control frames that are sent as soon as the stream is between two other frames.
+        self._queue: deque[bytes] = deque()
         self._room = Notifier()
         self._sending = self._writing = False
 
@@ -234,20 +254,20 @@ class FramedTransport(Transport):
 
     @property
     def channel(self) -> FramedTransport:
-        """See :attr:`Transport.channel`: this one."""
+        """See :attr:`Transport.channel`: this link itself."""
         return self
 
-    # -- how it ends -----------------------------------------------------------------------------
+    # -- the end of the link ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what ended the link, if anything did."""
+        """Raise the error that ended the link, if it has ended."""
         if self.closed:
             raise TransportClosed(f"this end of the link to {self.name} was closed")
         if self.error is not None:
             raise again(self.error)
 
     def call_on_end(self, callback: Callable[[], None]) -> None:
-        """Have ``callback()`` called once the link has ended, however it ends; now if it has."""
+        """Call ``callback()`` once when the link ends, for any reason; now if it has ended."""
         if self.ended:
             callback()
         else:
@@ -260,19 +280,19 @@ class FramedTransport(Transport):
             self._end(error)
 
     def abort(self) -> None:
-        """Close at once, and wake every waiter. Idempotent, never waits."""
+        """Close the link at once, and wake every waiter. Idempotent, never waits."""
         self.closed = True
-        self._handler = None  # it may know this object
+        self._handler = None  # the handler may refer to this object, which would be a cycle
         if not self.ended:
             self._end(None)
 
     async def aclose(self) -> None:
-        """Close both directions at once; waiters see ``TransportClosed``."""
+        """Close both directions at once; waiters get ``TransportClosed``."""
         self.abort()
 
     def _end(self, error: LinkError | None) -> None:
         self.ended = True
-        # The loop may be gone when a destructor calls this: then nobody waits any more.
+        # A destructor may call this after the loop was closed. Then no task waits any more.
         with contextlib.suppress(RuntimeError):
             if not self._loop.is_closed():
                 self._pause()
@@ -287,7 +307,7 @@ class FramedTransport(Transport):
         self._close_descriptors(farewell=True)
 
     def _take_leave(self, error: LinkError | None) -> None:
-        # Unread bytes would turn our orderly end of the stream into a reset at the peer.
+        # Unread bytes would turn this orderly end of the stream into a reset at the peer.
         scratch = memoryview(bytearray(65536))
         with contextlib.suppress(OSError):
             for _ in range(64):
@@ -295,9 +315,10 @@ class FramedTransport(Transport):
                     break
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
         if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
-            # What the kernel does not take at once is left out: nobody waits for the rude.
+            # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
+            # breaks the protocol. Encoding fails if the text is longer than a header may be.
             refuse = Refuse(type(error).__name__, str(error)[:_MAX_REASON])
-            with contextlib.suppress(OSError, AiosyncError):  # or longer than a header may be
+            with contextlib.suppress(OSError, AiosyncError):
                 self.io.writev([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
     def _close_descriptors(self, *, farewell: bool) -> None:
@@ -307,30 +328,30 @@ class FramedTransport(Transport):
             self.pidfd = -1
 
     def close_after_fork(self) -> None:
-        """In a forked child: close this copy; the parent's link goes on."""
+        """Close this copy of the link in a forked child; the parent's link goes on."""
         self.closed = self.ended = True
         self._close_descriptors(farewell=False)
 
-    # -- who is at the other end -----------------------------------------------------------------
+    # -- the peer --------------------------------------------------------------------------------
 
     def refuse_payloads(self) -> None:
-        """Let the peer send small messages only, from the next frame on."""
+        """Allow the peer only small messages, from the next frame on."""
         self._decoder.limits = _SMALL_MESSAGES
 
     def allow_payloads(self) -> None:
-        """Let the peer send what the limits allow."""
+        """Allow the peer all messages within ``limits``, from the next frame on."""
         self._decoder.limits = self.limits
 
     @property
     def takes_payloads(self) -> bool:
-        """Whether the peer may send payloads."""
+        """True if the peer may send payloads."""
         return self._decoder.limits is self.limits
 
     def watch_process(self, pid: int) -> None:
-        """Notice the death of the peer's process even when somebody else holds its descriptors.
+        """Notice the end of the peer's process, even if another process holds its descriptors.
 
         Raises:
-            ConnectError: The process is gone already.
+            ConnectError: The process has ended already.
         """
         if pid <= 0 or pid == os.getpid() or self.ended:
             return
@@ -338,18 +359,23 @@ class FramedTransport(Transport):
             pidfd = open_pidfd(pid)
         except ProcessLookupError as exc:
             raise ConnectError(f"process {pid} of {self.name} ended during the handshake") from exc
-        if pidfd >= 0:  # else the closed stream has to tell
+        # Without a pidfd, only the end of the stream shows the end of the process.
+        if pidfd >= 0:
             self.pidfd = pidfd
             self._loop.add_reader(pidfd, self._on_process_end)
 
     def _on_process_end(self) -> None:
         self._loop.remove_reader(self.pidfd)
-        self._hear_out()  # what it said before it died still counts
+        # Messages that the peer sent before it died still count.
+        self._hear_out()
         self._gone = self._gone or PeerClosed(f"the process of {self.name} ended")
         self._pull()
 
     def _hear_out(self) -> None:
-        """Read what the peer said before it went: that still counts. Nothing answers any more."""
+        """Read the messages that the peer sent before it closed, without answering them.
+
+        They still count.
+        """
         self._read_again, self._hearing_out = False, True
         self._read()
         self._hearing_out = False
@@ -357,7 +383,10 @@ class FramedTransport(Transport):
     # -- receiving -------------------------------------------------------------------------------
 
     def subscribe(self, handler: Handler) -> bool:
-        """See :meth:`Transport.subscribe`; for messages without payload, also one that waits."""
+        """See :meth:`Transport.subscribe`. The handler gets messages without payload.
+
+        A message that waits for ``recv()`` already goes to the handler at once.
+        """
         self._handler = handler
         waiting = self._event
         if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self._receiving:
@@ -367,7 +396,7 @@ class FramedTransport(Transport):
         return True
 
     def deliver(self, received: Received) -> bool:
-        """Hand on a message without payload as it is read; False leaves it to :meth:`recv`."""
+        """Hand a message without payload to the handler. False leaves it to :meth:`recv`."""
         return self._handler is not None and self._handler(received) is not False
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
@@ -375,7 +404,8 @@ class FramedTransport(Transport):
         if self._receiving:
             raise TransportBusy(f"another recv() is waiting on the link to {self.name}")
         self._receiving = True
-        if timeout is not None:  # whoever looks for what is there lets the loop look
+        # The loop needs this time to read: with a timeout of 0, no message would ever be found.
+        if timeout is not None:
             timeout = max(timeout, _LEAST_SECONDS)
         try:
             if self._event is not None:
@@ -389,8 +419,8 @@ class FramedTransport(Transport):
                 received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
                 if start.payload_nbytes:
                     received.payload = await self._recv_payload(start, into)
-                # The caller gets its message before the next one is looked at: a handler may take
-                # that one at once, and would overtake it.
+                # The next message is decoded only after the caller got this one. Otherwise a
+                # handler could get the next one first.
                 self._loop.call_soon(self._go_on)
                 return received
         except TimeoutError as exc:
@@ -408,7 +438,7 @@ class FramedTransport(Transport):
         try:
             buffers = take_buffers(into, start.message, nbytes, decoder.limits)
         except BaseException:  # goes on to the caller of recv()
-            # The payload that follows cannot be placed, so the stream is lost with it.
+            # There is no place for the payload that follows, so the stream cannot go on.
             self.fail(TransportBroken(f"no buffer was lent for a payload from {self.name}"))
             raise
         decoder.lend(buffers)
@@ -428,13 +458,13 @@ class FramedTransport(Transport):
         return buffers
 
     def _go_on(self) -> None:
-        """Look for the next event in what was already read, and go on reading."""
+        """Take the next event from bytes that were read already, and go on reading."""
         if self.closed:
             return
         self._pull()
         if self._event is not None:
             self._arrival.notify()  # a recv() may have begun to wait before this ran
-        elif self._decoder.is_busy:  # what comes meanwhile waits in the kernel
+        elif self._decoder.is_busy:  # bytes that arrive meanwhile wait in the kernel
             self._pause()
         elif self._gone is None and not self.ended:
             if not self._reading:
@@ -453,7 +483,7 @@ class FramedTransport(Transport):
             self._loop.remove_reader(self.io.fd)
 
     def _read_soon(self) -> None:
-        """Read in the next turn of the loop, whether or not it says that there is something."""
+        """Read in the next turn of the loop, even if the loop does not report any data."""
         if not self._read_again:
             self._read_again = True
             self._loop.call_soon(self._on_turn)
@@ -465,13 +495,14 @@ class FramedTransport(Transport):
                 self._read()
 
     def _read(self) -> None:
-        if self._read_again or self.ended:  # one window for each turn of the loop, and not two
+        # A turn of the loop reads one window only, so a read that is already scheduled is enough.
+        if self._read_again or self.ended:
             return
         io, decoder = self.io, self._decoder
         budget, until = _WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
         while not self.ended:
             buffer = decoder.get_buffer()
-            if not buffer:  # an event waits, and 64 KiB behind it
+            if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
                 self._pause()
                 break
             buffer = buffer[: min(budget, _READ_NBYTES)]
@@ -486,7 +517,7 @@ class FramedTransport(Transport):
                 decoder.buffer_updated(nbytes)
                 if self._landed is not None:
                     self._landed()
-            else:  # what was read before still counts
+            else:  # the end of the stream; messages that were read before still count
                 self._gone = PeerClosed(f"{self.name} closed the link")
                 self._pause()
             self._pull()
@@ -503,7 +534,11 @@ class FramedTransport(Transport):
             self._arrival.notify()
 
     def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
-        """Take events off the decoder until one has to wait for ``recv()``, or nothing is left."""
+        """Take events from the decoder until one has to wait for ``recv()``, or none is left.
+
+        Args:
+            event: An event that the decoder has returned before, to be handled first.
+        """
         try:
             while self._event is None and not self.ended:
                 event = event or self._decoder.next_event()
@@ -523,7 +558,7 @@ class FramedTransport(Transport):
                 event = None
         except (ProtocolError, TransportError) as exc:
             self.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - a bug above, told to whoever uses the link
+        except Exception as exc:  # noqa: BLE001 - a bug in a handler; the next call raises it
             error = TransportBroken(f"a message from {self.name} could not be handled")
             error.__cause__ = exc
             self.fail(error)
@@ -555,8 +590,8 @@ class FramedTransport(Transport):
     ) -> bool:
         """See :meth:`Transport.send_nowait`; payloads above 64 KiB are always refused.
 
-        A frame that the kernel took only in part is copied and flushed by the loop, and counts
-        as sent.
+        If the kernel takes only a part of the frame, the rest is copied and the loop writes it
+        later; the frame counts as sent.
         """
         frame, views, nbytes = self._frame(message, payload, ext)
         if nbytes > _NOWAIT_NBYTES:
@@ -592,11 +627,13 @@ class FramedTransport(Transport):
         return True
 
     def queue(self, frame: bytes) -> None:
-        """Send a control frame as soon as the stream is between two frames; never waits.
+        """Send a control frame as soon as the stream is between two frames. Never waits.
 
-        For frames whose number is bounded by something else, such as the steps of a set-up.
+        The queue has no bound. Use it only for frames whose number has one, such as the steps of a
+        set-up.
         """
-        with contextlib.suppress(TransportError, ProtocolError):  # the next operation raises it
+        # The next operation raises the error of a link that has ended.
+        with contextlib.suppress(TransportError, ProtocolError):
             if not self.write_nowait(frame):
                 self._queue.append(frame)
                 if not self._sending:
@@ -613,9 +650,9 @@ class FramedTransport(Transport):
         """See :meth:`Transport.send`. Cancellation: class B.
 
         Args:
-            message: What to send.
-            payload: Its payload.
-            timeout: Seconds for the whole call.
+            message: The message to send.
+            payload: The payload of the message.
+            timeout: Seconds for the whole call; ``None`` waits for ever.
             ext: Entries for the transport at the other end.
         """
         frame, views, _ = self._frame(message, payload, ext)
@@ -626,7 +663,9 @@ class FramedTransport(Transport):
         try:
             await asyncio.sleep(0)  # a checkpoint, before the first byte
             async with asyncio.timeout(timeout) as deadline:
-                while self._out:  # the tail of an earlier send_nowait(): not ours to cut
+                # The rest of an earlier send_nowait() counts as sent. Waiting for it must not cut
+                # it.
+                while self._out:
                     await self._wait_for_room()
                 self.check()
                 self._out, self._started = [memoryview(frame), *views], False
@@ -636,7 +675,8 @@ class FramedTransport(Transport):
                         self._watch()
                         await self._wait_for_room()
                 except BaseException:  # goes on to the caller of send()
-                    taken = not self._out  # the kernel has all of it: sent, whatever ended the wait
+                    # A message that the stream has taken as a whole counts as sent after a timeout.
+                    taken = not self._out
                     self._abandon()
                     raise
         except TimeoutError as exc:
@@ -658,7 +698,7 @@ class FramedTransport(Transport):
         self.check()
 
     def _abandon(self) -> None:
-        # A send that ends early is harmless before its first byte and cuts the link after it.
+        # A send that ends early leaves the link intact before its first byte, and breaks it after.
         rest, self._out = self._out, []
         if rest and self._started:
             self.fail(TransportBroken(f"a send to {self.name} was cut in mid-message"))
@@ -683,8 +723,8 @@ class FramedTransport(Transport):
         if self._out or self.io.has_unsent:
             return
         if self._room.waiting:
-            # The next part of a large update is likely to follow at once: taking the descriptor
-            # out of the loop and putting it back costs more than being called once in vain.
+            # The descriptor stays in the loop, as the next part of a large update is likely to
+            # follow at once: taking it out and putting it back costs more than one call in vain.
             self._room.notify()
         elif self._sending or not self._queue:
             self._unwatch()
@@ -715,7 +755,7 @@ class FramedTransport(Transport):
 class MPTransport(FramedTransport):
     """A link over a two-way pipe: ``multiprocessing.Pipe()``, or one socket of a Unix socket pair.
 
-    Takes ownership of it, as :class:`FramedTransport` does. Nothing is pickled.
+    The link takes ownership of the pipe, as :class:`FramedTransport` does. Nothing is pickled.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -726,7 +766,7 @@ class MPTransport(FramedTransport):
 
 
 class MemoryTransport(MPTransport):
-    """A link inside one process: a pipe of which both ends are here. Make them with ``pair()``."""
+    """A link inside one process, over a pipe. Make both ends with ``pair()``."""
 
     capabilities: ClassVar[Capabilities] = replace(
         MPTransport.capabilities, name="memory", cross_process=False
@@ -734,7 +774,7 @@ class MemoryTransport(MPTransport):
 
 
 def _window(views: list[memoryview], budget: int) -> list[memoryview]:
-    """The first buffers of ``views``, no more than ``budget`` bytes of them."""
+    """Return views of the first bytes of ``views``: at most 512 views and ``budget`` bytes."""
     window = []
     for view in views[:_IOV_MAX]:
         window.append(view[:budget])
@@ -745,7 +785,7 @@ def _window(views: list[memoryview], budget: int) -> list[memoryview]:
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of ``views`` after ``nbytes`` of them were written."""
+    """Return the rest of ``views`` after ``nbytes`` bytes of them were written."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:
             return [view[nbytes:], *views[index + 1 :]]

@@ -1,8 +1,8 @@
 """Links over stream sockets: TCP between hosts, Unix sockets within one, with or without TLS.
 
 The event loop drives the sockets: bytes go straight from the sender's buffers and land straight
-in the buffers that the receiver lends. Both ends of a fresh link prove that they have the same
-token: neither says it, and neither believes the other anything before. Must not import torch or
+in the buffers that the receiver lends. Both ends of a new link prove that they have the same token:
+neither end sends the token, and neither trusts the other before the proof. Must not import torch or
 schemes.
 """
 
@@ -55,10 +55,10 @@ _MAX_KEEPALIVE_SECONDS = 32767  # what Linux takes
 
 
 class TCPTransport(FramedTransport):
-    """A link over a connected stream socket. Takes ownership of it.
+    """A link over a connected stream socket, which it takes ownership of.
 
     Use :meth:`connect` on the side that dials and :meth:`accept` on the side that listens: they
-    do the handshakes, with deadlines. The constructor does none.
+    do the handshakes, with deadlines. The constructor does no handshake.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -68,11 +68,12 @@ class TCPTransport(FramedTransport):
         recv_cancellation=Cancellation.BREAKS_LINK,
     )
 
-    _default_limits: ClassVar[Limits] = Limits()  # once a peer has proved who it is
+    # These limits hold once the peer has proved its identity.
+    _default_limits: ClassVar[Limits] = Limits()
 
     @staticmethod
     def _connected_sockets() -> tuple[socket.socket, socket.socket]:
-        """Of a connection over the loopback."""
+        """Return the two sockets of a connection over the loopback interface."""
         with socket.create_server(("127.0.0.1", 0)) as listening:
             left = socket.create_connection(listening.getsockname())
             right, _ = listening.accept()
@@ -93,31 +94,31 @@ class TCPTransport(FramedTransport):
         payloads: bool = True,
         timeout: float | None = 30.0,
     ) -> TCPTransport:
-        """Dial, and authenticate each other. One attempt.
+        """Dial an address, and authenticate both ends. This makes one attempt.
 
-        Of a host with several addresses the first one that answers is taken: each has a quarter of
-        a second before the next one is tried as well.
+        If a host has several addresses, the link uses the first one that answers: each address has
+        a quarter of a second before the next one is tried as well.
 
         Args:
             url: ``tcp://host:port`` or ``unix:///path``.
             credentials: Token and TLS; the same as on the other side.
-            limits: What the peer may announce afterwards.
-            name: How errors call the peer; its address by default.
-            keepalive: Seconds after which the kernel probes an idle TCP peer;
-                one that does not answer is lost after twice that time. ``None`` for never.
-            untaken: Seconds after which a TCP link is lost whose peer takes none of the bytes that
-                were sent, be it because its host is gone or because it does not read. ``None``
+            limits: Bounds on what the peer may announce after the handshake.
+            name: Name of the peer in errors; its address by default.
+            keepalive: Seconds after which the kernel probes an idle TCP peer; a peer that does not
+                answer is lost after twice that time. ``None`` never probes.
+            untaken: Seconds after which a TCP link is lost if the peer takes none of the bytes that
+                were sent, because its host is gone or because it does not read. ``None``
                 leaves it to the kernel, which tries for a quarter of an hour. On Linux it also
                 decides how long a probe of ``keepalive`` may stay without an answer.
-            payloads: Whether the peer may send payloads at once; otherwise from
+            payloads: True if the peer may send payloads at once; otherwise it may from
                 ``channel.allow_payloads()`` on, once its role is known.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
-            ConnectError: Nothing listens there, or the other end refused.
+            ConnectError: Nothing listens at the address, or the other end refused the link.
             AuthError: The tokens or certificates do not match.
-            ConnectTimeout: Not in time.
-            ConfigError: Not an address, or a certificate file cannot be used.
+            ConnectTimeout: The handshakes were not done in time.
+            ConfigError: ``url`` is not an address, or a certificate file cannot be used.
 
         Cancellation:
             Class A.
@@ -126,7 +127,8 @@ class TCPTransport(FramedTransport):
         credentials = credentials or _NO_CREDENTIALS
         name = name or str(address)
         hostname = getattr(credentials.tls, "hostname", None) or address.host or "localhost"
-        credentials = replace(credentials, tls=credentials.dialling_context())  # before all else
+        # A bad certificate file is an error even if the other end cannot be reached.
+        credentials = replace(credentials, tls=credentials.dialling_context())
         async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
             sock = await _open(address)
             close_in_child(sock)
@@ -146,16 +148,16 @@ class TCPTransport(FramedTransport):
         payloads: bool = True,
         timeout: float | None = 10.0,
     ) -> TCPTransport:
-        """The listening side's half of :meth:`connect`, for a socket that was accepted.
+        """Do the listening side's half of :meth:`connect`, for a socket that was accepted.
 
-        Takes ownership of ``sock``. Until the peer has proved its identity it gets no memory but a
-        read-ahead of 4 KiB.
+        Takes ownership of ``sock``. Until the peer has proved its identity, it gets only a
+        read-ahead of 4 KiB as memory.
 
         Args:
-            sock: From ``accept()``.
+            sock: Socket that ``accept()`` returned.
             credentials: As for :meth:`connect`.
-            limits: What the peer may announce afterwards.
-            name: How errors call the peer.
+            limits: Bounds on what the peer may announce after the handshake.
+            name: Name of the peer in errors.
             keepalive: As for :meth:`connect`.
             untaken: As for :meth:`connect`.
             payloads: As for :meth:`connect`.
@@ -163,9 +165,9 @@ class TCPTransport(FramedTransport):
 
         Raises:
             AuthError: The tokens or certificates do not match; the peer was told.
-            ConnectError: The peer went away, or does not speak TLS.
-            RemoteProtocolError: It does not speak aiosync.
-            ConnectTimeout: Not in time.
+            ConnectError: The peer closed the connection, or does not speak TLS.
+            RemoteProtocolError: The peer does not speak aiosync.
+            ConnectTimeout: The handshakes were not done in time.
 
         Cancellation:
             Closes the socket.
@@ -187,7 +189,11 @@ class TCPTransport(FramedTransport):
         untaken: float | None,
         payloads: bool,
     ) -> Self:
-        """A link over ``sock``, which it owns; who dialled has a ``hostname`` in mind."""
+        """Return a link over ``sock``, which it owns, after the handshakes.
+
+        ``hostname`` is that of the listener for the side that dialled, and ``None`` for the side
+        that listens.
+        """
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
             try:
@@ -213,7 +219,7 @@ class TCPTransport(FramedTransport):
         return transport
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
-        """Set what :meth:`connect` calls ``untaken``, once it is known who the peer is."""
+        """Set the time that :meth:`connect` calls ``untaken``, once the peer's role is known."""
         if not self.ended:
             _prepare(self.io.sock, None, seconds)
 
@@ -227,11 +233,14 @@ async def _open(address: Address) -> socket.socket:
         if address.scheme == "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
-            sock.connect(address.path)  # loops take one whose backlog is full for connected
+            # Event loops take a socket for connected when the listener's backlog is full, so this
+            # does not use sock_connect(). Connecting a Unix socket never waits.
+            sock.connect(address.path)
         else:
             found = await _look_up(address.host, address.port)
             sock = await start_connection(found, happy_eyeballs_delay=_HEAD_START_SECONDS)
-    except (OSError, RuntimeError, ValueError) as exc:  # of the loop; of a name that cannot be one
+    # A loop raises RuntimeError for some failures; an impossible host name is a ValueError.
+    except (OSError, RuntimeError, ValueError) as exc:
         if sock is not None:
             sock.close()
         raise ConnectError(f"{address} cannot be reached: {exc}") from exc
@@ -239,7 +248,8 @@ async def _open(address: Address) -> socket.socket:
 
 
 async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
-    try:  # numbers need no resolver, which would need a thread
+    # A numeric address and "localhost" need no resolver, which would run in a thread.
+    try:
         flags = 0 if host == "localhost" else socket.AI_NUMERICHOST
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except socket.gaierror:
@@ -248,7 +258,7 @@ async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
 
 
 def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:
-    """Options of a connected socket; those that its family lacks are left out."""
+    """Set the options of a connected socket. A Unix socket has none of them."""
     if sock.family == socket.AF_UNIX:
         return
     set_option = functools.partial(sock.setsockopt, socket.IPPROTO_TCP)
@@ -268,7 +278,7 @@ def _seconds(value: float) -> int:
     return max(1, round(min(value, _MAX_KEEPALIVE_SECONDS)))
 
 
-# -- who is there -----------------------------------------------------------------------------
+# -- authentication ---------------------------------------------------------------------------
 
 
 async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) -> None:
@@ -276,16 +286,16 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
 
     Args:
         transport: The link, which takes no payloads.
-        credentials: With the token, if any.
+        credentials: The credentials with the token, if there is one.
 
     Raises:
-        AuthError: The tokens do not fit.
-        ConfigError: The listener cannot take this side, and says why.
-        ConnectError: It went away.
-        RemoteProtocolError: It does not speak aiosync.
+        AuthError: The tokens do not match.
+        ConfigError: The listener refused the link because of this side's configuration.
+        ConnectError: The listener refused or closed the link.
+        RemoteProtocolError: The listener does not speak aiosync.
     """
     try:
-        # The first word, so that a side that expects TLS notices at once.
+        # The dialer sends first, so that a listener that expects TLS notices at once.
         token = credentials.token_bytes
         await transport.send(new_challenge(token))
         challenge, answer = answer_challenge((await transport.recv()).message, token)
@@ -293,7 +303,8 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
         verify_listener(challenge, answer, (await transport.recv()).message, token=token)
     except (PeerClosed, TransportBroken) as exc:
         if isinstance(exc.__cause__, ssl.SSLError):
-            # The listener looks at this end's certificate when this end is done already.
+            # The listener checks this end's certificate after this end has finished the TLS
+            # handshake, so that its refusal only arrives now.
             raise why_refused(exc.__cause__) from exc
         raise ConnectError(
             f"{transport.channel.name} closed the link during the handshake: it may be at its "
@@ -302,23 +313,25 @@ async def prove_as_dialer(transport: FramedTransport, credentials: Credentials) 
 
 
 async def prove_as_listener(transport: FramedTransport, credentials: Credentials) -> None:
-    """The same, on the side that listens: who does not fit is told so.
+    """Prove that this side has the token, and that the dialer has it or the ``pull_token``.
 
-    Notes on the channel who may not push.
+    A dialer that fails is told the reason. ``read_only`` of the channel becomes True if the dialer
+    has the ``pull_token``, so that it must not push.
 
     Args:
         transport: The link, which takes no payloads.
-        credentials: With the token, if any.
+        credentials: The credentials with the tokens, if there are any.
 
     Raises:
-        AuthError: The tokens do not fit.
-        ConnectError: The dialer went away.
-        RemoteProtocolError: It does not speak aiosync.
+        AuthError: The tokens do not match.
+        ConnectError: The dialer closed the link.
+        RemoteProtocolError: The dialer does not speak aiosync.
     """
     token, pull_token = credentials.token_bytes, credentials.pull_token_bytes
     challenge = new_challenge(token)
     try:
-        # At once, before anything is read: a peer that speaks TLS finds out from it.
+        # The challenge is sent before anything is read: a peer that speaks TLS learns from it that
+        # this side does not.
         if not transport.send_nowait(challenge):
             await transport.send(challenge)
         greeting = (await transport.recv()).message
@@ -332,6 +345,7 @@ async def prove_as_listener(transport: FramedTransport, credentials: Credentials
         raise ConnectError(f"{transport.channel.name} disconnected during the handshake") from exc
     except AiosyncError as exc:
         if not transport.channel.ended:
-            with contextlib.suppress(AiosyncError):  # it is refused anyway
+            # The link ends anyway, so an error of this send does not matter.
+            with contextlib.suppress(AiosyncError):
                 await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=1.0)
         raise
