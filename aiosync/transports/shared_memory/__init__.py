@@ -1,8 +1,8 @@
 """Links through shared memory: weights in slots of one segment, messages over a Unix socket.
 
-The sender writes a version once into a slot, however many receivers read it, and names it to each
-of them by one word of memory; they read it in place. The descriptors travel over the socket, and so
-does whatever is no version of weights in a slot. Must not import torch or schemes. See
+The sender writes a version once into a slot, for any number of receivers, and names the slot to
+each of them by one word of memory; they read it in place. The descriptors travel over the socket,
+and so does everything that is not a version in a slot. Must not import torch or schemes. See
 ``docs/topics/shared-memory.md``.
 """
 

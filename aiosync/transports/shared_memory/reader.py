@@ -1,10 +1,10 @@
 """The receiving side of shared memory: the slot that this link's word names, read in place.
 
-A segment is mapped privately from a read-only descriptor: what a receiver writes stays its own, and
-is dropped before it reads another version there. Slots are locked through another description,
-which nobody else has and nothing maps: with the process its locks go. Used by the thread that
-applies an update, whichever that is: one at a time. Must not import asyncio, torch or anything
-above ``transports``.
+A segment is mapped privately from a read-only descriptor: the writes of a receiver stay its own,
+and are dropped before it reads another version in that slot. Slots are locked through another open
+file description, which no other process has and no mapping keeps open, so that its locks end with
+the process. The thread that applies an update uses this module; there is one such thread at a time.
+Must not import asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from aiosync.wire import PageMessage, Segment, is_traceparent
 
 __all__ = ["NamedSlot", "SlotReader"]
 
-_MAX_SEGMENTS = 64  # a descriptor or two each, while something in this process uses one
+# Each segment takes a descriptor or two as long as this process uses one of its slots.
+_MAX_SEGMENTS = 64
 _QUICK_TRIES = 100
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 5.0
@@ -53,7 +54,7 @@ _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 
 
 class _SegmentView:
-    """A private mapping of a peer's segment. Owns the descriptor.
+    """The private mappings of a peer's segment. Owns the descriptor.
 
     Raises:
         OSError: There is no ``/proc``, or no descriptor left.
@@ -61,7 +62,8 @@ class _SegmentView:
 
     def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
         self.segment_id = segment_id
-        self.locked: set[int] = set()  # maybe more than are locked, never fewer
+        # Indices of all slots that are locked; after an interrupt perhaps of more.
+        self.locked: set[int] = set()
         self._slot_nbytes = slot_nbytes
         self._fd = fd
         self._file = _file_of(fd)
@@ -69,7 +71,7 @@ class _SegmentView:
         self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
 
     def map(self, index: int) -> tuple[mmap.mmap, memoryview]:
-        """One slot with its header; writes stay private to this process.
+        """Return the mapping of one slot with its header. Writes stay private to this process.
 
         Raises:
             RemoteProtocolError: The segment has no such slot.
@@ -88,13 +90,14 @@ class _SegmentView:
         return known
 
     def share(self, index: int) -> memoryview:
-        """One slot, which is locked, with its header as the sender sees it; read-only.
+        """Return a read-only view of one locked slot, with its header, as the sender sees it.
 
-        The sender takes no page of it away as long as this view is open, so that an accelerator
-        may be told of them.
+        The sender does not take away the slot's pages as long as this segment view is open, so that
+        they may be registered with an accelerator.
 
         Raises:
-            TransportBroken: The view was closed, or foreign code has closed the descriptor.
+            TransportBroken: This segment view was closed, or foreign code has closed the
+                descriptor.
             OSError: There is no room for the mapping.
         """
         fd = self._source()
@@ -104,8 +107,10 @@ class _SegmentView:
         return memoryview(mapping)
 
     def lock(self, index: int) -> bool:
-        """Keep the sender from writing to a slot; False if it is at that."""
-        self.locked.add(index)  # first: an interrupt may come in between, so none is taken for done
+        """Keep the sender from writing to a slot. Return False if the sender is writing to it."""
+        # The index is added before the lock is taken: an interrupt in between must not leave a
+        # locked slot that is not in the set.
+        self.locked.add(index)
         try:
             fcntl.fcntl(self._lock_fd, SET_LOCK, SHARED[index])
         except BlockingIOError:
@@ -117,40 +122,45 @@ class _SegmentView:
         return True
 
     def check_locked(self, index: int) -> None:
-        """Raise unless what :meth:`lock` locked is the segment.
+        """Raise unless the file that :meth:`lock` locked is the segment.
 
         Raises:
-            TransportBroken: Foreign code has closed the descriptor, and with it gave back every
-                lock; another file may have its number.
+            TransportBroken: Foreign code has closed the descriptor, and has released every lock
+                with it; another file may have its number now.
         """
         if _file_of(self._lock_fd) == self._file:
             return
-        with contextlib.suppress(OSError, ValueError):  # of the other file
+        # The lock may have been taken on that other file, so it is released there.
+        with contextlib.suppress(OSError, ValueError):
             fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
         self._lock_fd = -1
         for each in self.locked:
-            self.keep(each)  # the sender may write there
+            self.keep(each)  # the sender may write to these slots now
         raise TransportBroken(_CLOSED)
 
     def _source(self) -> int:
-        """What to map."""
+        """Return the descriptor to map.
+
+        Raises:
+            TransportBroken: Foreign code has closed it.
+        """
         if _file_of(self._fd) != self._file:
             raise TransportBroken(_CLOSED)
         return self._fd
 
     def unlock(self, index: int) -> None:
-        """Let the sender write to a slot. Idempotent."""
+        """Allow the sender to write to a slot. Idempotent."""
         if index in self.locked and self._lock_fd >= 0:
             fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
         self.locked.discard(index)
 
     def keep(self, index: int) -> None:
-        """Give a slot memory of this process, at the address it has: what views it stays as it is.
+        """Copy a slot into memory of this process at the same address, so that views of it stay.
 
         The kernel copies, without the GIL; before Linux 5.14 this process does.
         """
         known = self.maps.get(index)
-        if known is None:  # a fork came between locking it and mapping it
+        if known is None:  # a fork came after the slot was locked and before it was mapped
             return
         array = np.frombuffer(known[1], np.uint8)
         if _madvise is not None:
@@ -158,12 +168,13 @@ class _SegmentView:
             if _madvise(ctypes.c_void_p(array.ctypes.data), size, _POPULATE_WRITE) == 0:
                 return
         pages = array[:: mmap.PAGESIZE]
-        pages[:] = pages.copy()  # writing to a page of a private mapping copies it
+        pages[:] = pages.copy()  # a write to a page of a private mapping makes the kernel copy it
 
     def close(self) -> None:
-        """Close the descriptors, and with them give every lock back; views keep what they see."""
+        """Close the descriptors, which releases every lock. Views of slots keep their memory."""
         for fd in (self._fd, self._lock_fd):
-            if _file_of(fd) == self._file:  # else another file has that number
+            # If foreign code has closed a descriptor, another file may have its number.
+            if _file_of(fd) == self._file:
                 os.close(fd)
         self._fd = self._lock_fd = -1
         self.locked.clear()
@@ -172,17 +183,19 @@ class _SegmentView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedSlot:
-    """A slot that a word named, locked.
+    """A locked slot that the word of a link named.
 
     Attributes:
         want: The word.
-        version: What is in it.
-        digest: Of the manifest of that.
-        nbytes: Of the payload.
-        sent_at: When it was named, in nanoseconds since the Unix epoch.
-        ids: Of the sender's trace and span; 0 for none.
-        memory: What the payload is the beginning of.
-        key: Names the mapping that this lies in.
+        version: The version in the slot.
+        digest: Digest of the version's manifest.
+        nbytes: Bytes of the payload.
+        sent_at: Time at which the slot was sealed, in nanoseconds since the Unix epoch.
+        ids: Ids of the sender's trace and span, 24 bytes; zeros for none.
+        memory: Memory of the slot behind its header; the payload is at its beginning.
+        key: Key of the mapping with that memory.
+        view: The segment that the slot is in.
+        index: Index of the slot in its segment.
     """
 
     want: int
@@ -197,16 +210,17 @@ class NamedSlot:
     index: int
 
     def share(self) -> memoryview:
-        """The same memory, read-only, for an accelerator to read directly.
+        """Return a read-only view of the same memory, for an accelerator to read directly.
 
         Raises:
-            OSError: It cannot be mapped.
+            TransportBroken: The segment was closed, or foreign code has closed the descriptor.
+            OSError: The memory cannot be mapped.
         """
         return self.view.share(self.index)[HEADER_NBYTES:]
 
     @property
     def trace(self) -> str | None:
-        """The traceparent of the sender's span, if it has one."""
+        """The traceparent of the sender's span; ``None`` without one."""
         trace = f"00-{self.ids[:16].hex()}-{self.ids[16:].hex()}-{self.sent_at & 1:02x}"
         return trace if is_traceparent(trace) else None
 
@@ -215,12 +229,13 @@ class SlotReader:
     """The segments and the page that one peer announced.
 
     Args:
-        descriptors: Those of the peer, in the order of its messages.
+        descriptors: Descriptors that arrived from the peer, in the order of its messages.
 
     Attributes:
-        words: The words of the page, the first of which names a slot; ``None`` before it came.
-        segments: Those that the peer announced and that are in use, by the last byte of their id.
-        outlives_link: Whoever reads here closes it, and not the link.
+        words: The words of the page, the first of which names a slot; ``None`` before the page
+            arrived.
+        segments: The announced segments that are in use, by the last byte of their id.
+        outlives_link: True if the receiver closes this object, and not the link.
     """
 
     def __init__(self, descriptors: deque[int]) -> None:
@@ -229,22 +244,24 @@ class SlotReader:
         self._descriptors = descriptors
         self.segments: dict[int, _SegmentView] = {}
         self._held: NamedSlot | None = None
-        self._seen = 0  # the word that was dealt with
+        # The last word that was handled: its slot was applied or refused.
+        self._seen = 0
         self._closed = False
         keep_across_fork(self)
         close_in_child(self)
 
     def before_fork(self) -> None:
-        """Copy what this side reads: it will leave it, but a child would go on reading it.
+        """Copy the locked slots, because a child goes on reading them after this process.
 
-        Another thread may apply updates: :data:`FORKING` keeps it from doing so before the fork.
+        This process will give them back to the sender, which then writes to them. Another thread
+        may apply updates; :data:`FORKING` keeps it from locking another slot before the fork.
         """
         for view in list(self.segments.values()):
             for index in list(view.locked):
                 view.keep(index)
 
     def close_after_fork(self) -> None:
-        """In a forked child: close its copies of the descriptors, and read no words."""
+        """Close the descriptors of a forked child, which then reads no words."""
         self.words = None
         for view in self.segments.values():
             view.close()
@@ -254,14 +271,16 @@ class SlotReader:
         """Take over the descriptor of a new segment, or of the page.
 
         Raises:
-            RemoteProtocolError: There came none, or too many are in use.
-            TransportBroken: It cannot be mapped: no room, no descriptor, or no ``/proc``.
+            RemoteProtocolError: No descriptor arrived, the page or the segment was announced
+                before, or too many segments are in use.
+            TransportBroken: The memory cannot be mapped: there is no room, no descriptor left, or
+                no ``/proc``.
         """
         if not self._descriptors:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
         fd = self._descriptors.popleft()
         try:
-            if self._closed:  # nobody reads here any more
+            if self._closed:  # the descriptor is closed below, as no slot is read any more
                 return
             if isinstance(message, PageMessage):
                 if self.words is not None:
@@ -281,7 +300,8 @@ class SlotReader:
         self._drop_old_segments()
 
     def _drop_old_segments(self) -> None:
-        with FORKING:  # or another thread is about to lock a slot of one
+        # Without this lock, another thread could lock a slot of a segment that is being closed.
+        with FORKING:
             for key, view in list(self.segments.items())[:-1]:
                 if not view.locked:
                     del self.segments[key]
@@ -291,14 +311,15 @@ class SlotReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the word names something that was not dealt with yet."""
+        """True if the word names a slot that was neither applied nor refused yet."""
         return self.words is not None and self.words[WANT] != self._seen
 
     @property
     def named(self) -> tuple[int, bytes]:
-        """Version and manifest's digest of what the word names, if it was not dealt with yet.
+        """Version in the slot that the word names, and the digest of that version's manifest.
 
-        Else version 0. Nothing is locked.
+        The version is 0 if the slot was applied or refused already, or cannot be read. This locks
+        nothing.
         """
         words = self.words
         want = self._seen if words is None else words[WANT]
@@ -309,23 +330,26 @@ class SlotReader:
             version, _, digest, _, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
         except (OSError, RemoteProtocolError):
             return 0, b""
-        return version if words[WANT] == want else 0, digest  # else it may be that of another one
+        # If the word has changed meanwhile, the header may be that of another version.
+        return version if words[WANT] == want else 0, digest
 
     def ring_me(self, wanted: bool) -> None:
-        """Have the sender tell of each new word from now on, or not any more."""
+        """Ask the sender for a message about each new word from now on, or for none any more."""
         if self.words is not None:
             self.words[BELL] = int(wanted)
 
     def open(self) -> NamedSlot | None:
-        """Lock the slot that the word names; ``None`` if that was dealt with.
+        """Lock the slot that the word names, and return it.
 
-        Also where its segment was not announced yet: a message that is on its way does, and
-        then asks for it.
+        Returns:
+            The slot; ``None`` if it was applied or refused already. It is also ``None`` if its
+            segment was not announced yet: the announcement is on its way, and a message that asks
+            for the slot follows it.
 
         Raises:
-            ApplyError: The sender writes to it, and does not stop.
+            ApplyError: The sender writes to the slot, and does not finish.
             TransportBroken: Foreign code has closed a descriptor.
-            RemoteProtocolError: What the word names is no slot.
+            RemoteProtocolError: The word names no slot, or an empty one.
             OSError: There is no room for a mapping.
         """
         words, held, tries, until = self.words, self._held, 0, 0.0
@@ -353,8 +377,9 @@ class SlotReader:
         view.check_locked(index)
         mapping, mapped = view.maps.get(index) or view.map(index)
         if not held_here:
-            # An operation of another thread that began on an older version, an optimizer's step,
-            # may have written here since the slot was left.
+            # Drop private writes to these pages. An operation of another thread that began on an
+            # older version, such as an optimizer's step, may have written here after the slot was
+            # given back.
             mapping.madvise(mmap.MADV_DONTNEED)
         version, nbytes, digest, sent_at, ids = HEADER.unpack_from(mapped, 0)
         memory = mapped[HEADER_NBYTES:]
@@ -365,24 +390,24 @@ class SlotReader:
         return NamedSlot(want, version, digest, nbytes, sent_at, ids, memory, key, view, index)
 
     def hold(self, slot: NamedSlot) -> None:
-        """The model has what is in this slot."""
+        """Register that the model has the version in this slot, and write it to the page."""
         self._held, self._seen = slot, slot.want
         if self.words is not None:
             self.words[HOLDS] = slot.version
 
     def refuse(self, slot: NamedSlot) -> None:
-        """What is in this slot is not for the model: do not open it again."""
+        """Register that the version in this slot was refused, so that it is not opened again."""
         self._seen = slot.want
 
     def leave(self, slot: NamedSlot, *, keep: bool) -> None:
-        """Give a slot back, which may be done already.
+        """Give a slot back to the sender. Does nothing if that was done already.
 
         Args:
-            slot: Which one.
-            keep: Something in this process goes on using the memory: it stays as it is.
+            slot: The slot.
+            keep: True if this process goes on using the memory; its content is kept.
         """
         with FORKING:
-            # The same slot may have been named again, and be held for that.
+            # The word may have named the same slot for a newer version, which the model holds now.
             held = self._held
             if held is not None and held is not slot:
                 if held.view is slot.view and held.index == slot.index:
@@ -391,13 +416,14 @@ class SlotReader:
                 return
             if keep:
                 slot.view.keep(slot.index)
-                slot.view.maps.pop(slot.index, None)  # goes with its last view; the next is new
+                # This mapping goes with its last view. The next version there gets a new mapping.
+                slot.view.maps.pop(slot.index, None)
             slot.view.unlock(slot.index)
             if self._held is slot:
                 self._held = None
 
     def leave_others(self) -> None:
-        """Give back what an interrupt left locked."""
+        """Give back slots that an interrupt left locked: all but the one that the model holds."""
         for view in self.segments.values():
             for index in view.locked - {self._held.index if self._held else -1}:
                 view.unlock(index)
@@ -405,7 +431,10 @@ class SlotReader:
             self._drop_old_segments()
 
     def close(self) -> None:
-        """Give everything back; what views the memory keeps it, and what another thread took."""
+        """Give every slot back to the sender, and close the segments.
+
+        Views keep their memory, even those of a slot that another thread has just locked.
+        """
         words = self.words
         self._closed = True
         self.words = self._held = None
@@ -419,7 +448,7 @@ class SlotReader:
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:
-    """Which file a descriptor is one of; ``None`` if it is none."""
+    """Return the device and inode of a descriptor's file; ``None`` if the descriptor is closed."""
     try:
         found = os.fstat(fd)
     except OSError:

@@ -1,12 +1,12 @@
-"""Anonymous shared memory in slots, words and locks: what the sender has, and both sides agree on.
+"""The sender's side of shared memory, and the layout of slots, words and locks for both sides.
 
 A segment is a memfd, so that nothing is left behind however a process ends. The sender maps it
 shared; receivers get a read-only descriptor and map it privately: their side is in ``reader``. Each
-link has a page of three words: ``want`` names the slot that the worker is to compute with, and only
-the sender writes it; ``holds`` is the version that the worker computes with, and ``bell`` says that
-somebody there waits: these only the worker writes. Nobody frees a slot: :meth:`Arena.take_slot`
-takes one that no snapshot is in, no link's word names and no reader has locked. Must not import
-asyncio, torch or anything above ``transports``.
+link has a page of three words. ``want`` names the slot that the worker is to compute with, and only
+the sender writes it. ``holds`` is the version that the worker computes with, and ``bell`` asks for
+a message about each new word; only the worker writes these two. No call frees a slot:
+:meth:`Arena.take_slot` takes a slot that has no snapshot of the sender, that no link's word names,
+and that no reader has locked. Must not import asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
@@ -46,29 +46,31 @@ __all__ = [
 ]
 
 HEADER_NBYTES = 64
-"""Bytes before the payload of a slot."""
+"""Bytes of the header of a slot, before the payload."""
 
 HEADER = struct.Struct("<QQ16sQ24s")
-"""Version, bytes of the payload, digest of the manifest, time in nanoseconds, trace and span.
+"""Header of a slot: version, bytes of the payload, digest of the manifest, time, trace and span.
 
-Of a trace the lowest bit of the time says whether it is recorded; 0 for no trace.
+The time is in nanoseconds since the Unix epoch. If there is a trace, the lowest bit of the time is
+1 if it is recorded. The ids of the trace and span are 0 for no trace.
 """
 
 WANT, HOLDS, BELL = 0, 8, 16
-"""Where the words of a page are, counted in words: each has a cache line of its own.
+"""Places of the words of a page, counted in words. Each word has a cache line of its own.
 
-``WANT`` is a count, the last byte of a segment's id, and in the last byte the number of a slot;
-0 for none yet. ``HOLDS`` is a version, ``BELL`` 0, 1 or :data:`GONE`.
+``WANT`` holds a count, then the last byte of a segment's id, and in its last byte the index of a
+slot; it is 0 before the first slot is named. ``HOLDS`` is a version; ``BELL`` is 0, 1 or
+:data:`GONE`.
 """
 
 GONE = 2
-"""In the word ``BELL``: the worker uses no slot any more, and will not again."""
+"""Value of the word ``BELL`` when the worker uses no slot any more, and will use none later."""
 
 MAX_SLOTS = 256
-"""Slots of a segment, as a word names them."""
+"""Greatest number of slots of a segment, as a word has one byte for the index of a slot."""
 
 SET_LOCK: int = fcntl.F_OFD_SETLK
-"""Command of ``fcntl()`` that takes one of the next at a slot's index; never waits.
+"""Command of ``fcntl()`` that sets one of the following locks; it never waits.
 
 These locks belong to open file descriptions.
 """
@@ -83,15 +85,20 @@ PINNED, _UNPINNED, _PIN_EXCLUSIVE = (
     tuple(_pack(kind, 0, MAX_SLOTS + index, 1, 0) for index in range(MAX_SLOTS))
     for kind in (fcntl.F_RDLCK, fcntl.F_UNLCK, fcntl.F_WRLCK)
 )
-"""Locks of readers whose accelerator was told of the pages of a slot: these must stay."""
+"""Locks of a slot's pages, by the slot's index.
+
+A reader sets ``PINNED`` before it registers the pages with an accelerator, so that the sender does
+not take them away.
+"""
 
 _PAGE_NBYTES = 4096
 _FIRST_FIT_SENDS = 32
-_UNUSED_SENDS = 50  # until the memory of a slot is given back, one at each send
+# A slot gives its memory back after this many sends without use. One send gives back one slot.
+_UNUSED_SENDS = 50
 
 
 def reopen(fd: int, flags: int) -> int:
-    """Another open file description of the same file, to which locks belong.
+    """Return a descriptor of a new open file description of the same file, with its own locks.
 
     Raises:
         OSError: There is no ``/proc``, or no descriptor left.
@@ -100,24 +107,27 @@ def reopen(fd: int, flags: int) -> int:
 
 
 def _anonymous_file() -> int:
-    """A file without a name. It can grow, but not shrink: no mapped page is taken away."""
+    """Return the descriptor of a file without a name.
+
+    The file can grow and cannot shrink, so that no mapped page is ever beyond its end.
+    """
     fd = os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
 
 def map_page(fd: int) -> memoryview:
-    """The words of a page, mapped as long as somebody has them.
+    """Return the words of a page. They stay mapped as long as the view exists.
 
     Raises:
-        OSError: It cannot be mapped.
+        OSError: The file cannot be mapped.
         ValueError: The file is too short.
     """
     return memoryview(mmap.mmap(fd, _PAGE_NBYTES)).cast("Q")
 
 
 def make_page() -> tuple[memoryview, int]:
-    """The words of a new page, and the descriptor of its file, which the caller closes.
+    """Return the words of a new page, and the descriptor of its file, which the caller closes.
 
     Raises:
         OSError: The system has no memory or descriptor left.
@@ -136,15 +146,22 @@ class Segment:
     """A growable run of equal slots that this process writes.
 
     Args:
-        segment_id: Names it to peers; its last byte is that of no other one in use.
-        slot_nbytes: Bytes of one slot; rounded up to whole pages.
+        segment_id: Id of the segment for peers. Its last byte differs from that of every other
+            segment in use.
+        slot_nbytes: Bytes of the payload of one slot. The slot has its header as well, and is
+            rounded up to whole pages.
 
     Attributes:
-        read_only_fd: A descriptor that peers may map but not write.
-        lock_fd: Its description has the locks: no mapping and no peer keeps it open.
+        segment_id: Id of the segment for peers.
+        slot_nbytes: Bytes of one slot, with its header.
+        slots: The slots, by their index; some may have no memory.
+        read_only_fd: A descriptor that peers may map but not write to.
+        lock_fd: The descriptor whose open file description has the locks: no mapping and no peer
+            keeps it open.
 
     Raises:
-        ConfigError: The system has no memory for it, or the process no descriptor left.
+        ConfigError: The system has no memory for the segment, or the process has no descriptor
+            left.
     """
 
     def __init__(self, segment_id: int, slot_nbytes: int) -> None:
@@ -169,15 +186,18 @@ class Segment:
         return [slot for slot in self.slots if slot.has_memory]
 
     def grow(self) -> Slot:
-        """Give one more slot memory, which is not said of it yet.
+        """Give one more slot memory, and return that slot.
+
+        ``has_memory`` of the slot is not set yet, so that no other call acquires it.
 
         Raises:
-            ConfigError: The system has none left for it.
+            ConfigError: The system has no memory left for it.
         """
         index, nbytes = len(self.slots), self.slot_nbytes
         index = next((slot.index for slot in self.slots if not slot.has_memory), index)
         try:
-            os.posix_fallocate(self._fd, index * nbytes, nbytes)  # without, it would be a SIGBUS
+            # If the memory were missing only at the first write, that write would be a SIGBUS.
+            os.posix_fallocate(self._fd, index * nbytes, nbytes)
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
                 self.slots.append(Slot(self, index, mapping))
@@ -188,9 +208,10 @@ class Segment:
         return self.slots[index]
 
     def shrink(self, slot: Slot) -> None:
-        """Give the memory of a slot back, which is locked and needed by nobody.
+        """Give the memory of a slot back to the system. The slot must be locked and not needed.
 
-        Not where a reader has told an accelerator of its pages: that would go on reading those.
+        If a reader has registered the slot's pages with an accelerator, the slot keeps its memory,
+        because the accelerator would go on reading those pages.
         """
         try:
             fcntl.fcntl(self.lock_fd, SET_LOCK, _PIN_EXCLUSIVE[slot.index])
@@ -199,16 +220,18 @@ class Segment:
             return
         fcntl.fcntl(self.lock_fd, SET_LOCK, _UNPINNED[slot.index])
         slot.has_memory = False
-        if slot.buffer is not None:  # an accelerator would go on writing to pages that are gone
+        if slot.buffer is not None:
+            # This process's accelerator would go on writing to pages that are gone.
             slot.buffer.unpin()
-        with contextlib.suppress(OSError):  # a file system that keeps what it has
+        with contextlib.suppress(OSError):  # some file systems cannot give memory back
             slot.mapping.madvise(mmap.MADV_REMOVE)
         slot.release()
+        # The mapping of a slot has a descriptor of its own, which goes with the slot.
         while self.slots and not self.slots[-1].has_memory:
-            self.slots.pop()  # and its mapping, with that its descriptor
+            self.slots.pop()
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes when its last mapping does."""
+        """Close the descriptors. The memory is freed with its last mapping."""
         for fd in (self._fd, self.read_only_fd, self.lock_fd):
             if fd >= 0:
                 os.close(fd)
@@ -216,23 +239,29 @@ class Segment:
         while self.slots:
             slot = self.slots.pop()
             slot.view, slot.buffer = memoryview(b""), None
-            with contextlib.suppress(BufferError):  # a tensor still views it: it goes with that
+            # If a tensor still views the mapping, it is closed with that tensor.
+            with contextlib.suppress(BufferError):
                 slot.mapping.close()
 
 
 class Slot:
-    """One place for a snapshot.
+    """A place for one snapshot in a segment.
 
     Attributes:
-        view: Bytes for the payload, writable by this process while the slot is locked.
-        buffer: What its owner made of the view, to make it once.
-        in_use: A snapshot of the sender is in it. Set by whoever acquired it, last of all, so that
-            an exception of a signal's handler leaves it free.
-        namers: Links whose word names it, or may.
-        locked: Nobody else may read it: it is being filled.
-        used_at: When it was last acquired, in acquisitions of its arena.
-        has_memory: Its pages are there: nobody acquires it without. Said together with ``in_use``
-            of a new one, as until then whoever had it made is on its way to it.
+        segment: The segment that the slot is in.
+        index: Index of the slot in its segment.
+        mapping: Mapping of the slot, its header included.
+        view: Memory for the payload, writable by this process while the slot is locked.
+        buffer: An object that the owner of the slot made of the view, kept so that it is made once.
+        in_use: True if a snapshot of the sender is in the slot. The caller that acquired the slot
+            sets it last of all, so that an exception of a signal's handler leaves the slot free.
+        namers: Links whose word names the slot, or may name it; and each :class:`Abandoned` with
+            it.
+        locked: True while this process fills the slot, so that no other process may read it.
+        used_at: Time of the last acquisition, counted in acquisitions of the arena.
+        has_memory: True if the slot has its pages; a slot without them is never acquired. It is set
+            together with ``in_use`` for a new slot: until then the call that made the slot is about
+            to use it.
     """
 
     def __init__(self, segment: Segment, index: int, mapping: mmap.mmap) -> None:
@@ -248,18 +277,27 @@ class Slot:
         self.has_memory: bool = False
 
     def lock(self) -> bool:
-        """Keep others from reading it, if nobody does."""
+        """Keep other processes from reading the slot. Return False if one reads it."""
         try:
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, _EXCLUSIVE[self.index])
         except BlockingIOError:
             return False
         self.locked = True
-        # The page of an ended link may name it yet.
+        # The page of an ended link may still name this slot, so its header must name no version.
         HEADER.pack_into(self.mapping, 0, 0, 0, b"", 0, b"")
         return True
 
     def seal(self, version: int, digest: bytes, nbytes: int, trace: str | None = None) -> None:
-        """Say what is in the slot, and let others read it. Does nothing the second time."""
+        """Write the header of a filled slot, and allow other processes to read the slot.
+
+        A second call does nothing.
+
+        Args:
+            version: The version in the slot.
+            digest: Digest of the version's manifest.
+            nbytes: Bytes of the payload.
+            trace: The traceparent of the sender's span, if it has one.
+        """
         if self.locked and self.segment.lock_fd >= 0:
             now, ids = time.time_ns(), b""
             if trace is not None:
@@ -270,7 +308,7 @@ class Slot:
             fcntl.fcntl(self.segment.lock_fd, SET_LOCK, UNLOCKED[self.index])
 
     def release(self) -> None:
-        """The snapshot in it is not needed by the sender any more."""
+        """Give the slot up, as the sender does not need the snapshot in it any more."""
         self.in_use = False
         if self.locked:
             self.locked = False
@@ -279,25 +317,25 @@ class Slot:
 
     @property
     def version(self) -> int:
-        """What is in it; 0 for nothing."""
+        """The version in the slot; 0 for none."""
         return int(HEADER.unpack_from(self.mapping, 0)[0])
 
     @property
     def is_needed(self) -> bool:
-        """Whether the sender, or a link's word, still refers to the slot."""
+        """True if a snapshot of the sender or a link's word still refers to the slot."""
         return bool(self.in_use or self.namers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Abandoned:
-    """Slots of a link that ended without a farewell: its process may compute with them yet.
+    """The slots of a link that ended while the worker's process may still compute with them.
 
-    Its locks say nothing: foreign code may have closed the descriptors there.
+    The process's locks prove nothing: foreign code there may have closed the descriptors.
 
     Args:
-        slots: Those.
-        words: Of the page of the link.
-        pidfd: Of the process; owned from now on.
+        slots: The slots.
+        words: The words of the link's page.
+        pidfd: Descriptor of the worker's process; owned from now on.
     """
 
     slots: frozenset[Slot]
@@ -305,28 +343,29 @@ class Abandoned:
     pidfd: int
 
     def is_over(self) -> bool:
-        """Whether the process uses them no more."""
+        """Return True if the process does not use the slots any more."""
         return self.words[BELL] == GONE or has_ended(self.pidfd)
 
     def release(self) -> None:
-        """Let them be written to."""
+        """Allow the sender to write to the slots, and close the process's descriptor."""
         os.close(self.pidfd)
         for slot in self.slots:
             slot.namers.discard(self)
 
 
 class Arena:
-    """The slots of one sender: as many as its readers make necessary.
+    """The slots of one sender, as many as its readers make necessary.
 
     Attributes:
-        segment: Where the next slots are; ``None`` before the first.
-        num_links: How many links read slots.
+        segment: The segment in which slots are acquired; ``None`` before the first slot.
+        num_links: Number of links that can name slots to a peer.
     """
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.num_links: int = 0
-        self._retired: list[Segment] = []  # were replaced; something may still refer to them
+        # Segments that were replaced by a larger one. Snapshots and links may still refer to them.
+        self._retired: list[Segment] = []
         self._abandoned: list[Abandoned] = []
         self._segment_ids = itertools.count(1)
         self._num_acquired = self._last = self._before_last = 0
@@ -334,20 +373,26 @@ class Arena:
         close_in_child(self)
 
     def close_after_fork(self) -> None:
-        """In a forked child: close its copies of the descriptors."""
+        """Close the copies of the descriptors in a forked child."""
         self.close()
 
     @property
     def num_slots(self) -> int:
-        """Slots of the current segment."""
+        """Number of slots with memory in the current segment."""
         return len(self.segment.taken) if self.segment else 0
 
     def take_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
-        """Acquire a slot that no process reads, or ``None``. The caller says that it is in use.
+        """Acquire a slot that no process reads. The caller sets its ``in_use``.
 
         Args:
-            nbytes: Of the payload.
-            growing: Another thread is in :meth:`grow`.
+            nbytes: Bytes of the payload.
+            growing: True if another thread is in :meth:`grow`; no slot gives its memory back then.
+
+        Returns:
+            The locked slot; ``None`` if none is free, or the slots are too small.
+
+        Raises:
+            TransportClosed: The arena was closed.
         """
         if self._closed:
             raise TransportClosed("this scheme was closed")
@@ -362,8 +407,9 @@ class Arena:
         if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
             return None
         self._num_acquired = now = self._num_acquired + 1
-        # The last but one: to ask for one that a worker reads costs a call of the kernel. Now and
-        # then the first: what only slow workers made necessary comes to be unused.
+        # The slot before the last one is tried first, as workers are likely to have left it; each
+        # slot that a worker still reads costs a call of the kernel. Now and then the first slot
+        # comes first, so that slots that only slow workers made necessary become unused.
         slots = segment.slots
         if now % _FIRST_FIT_SENDS and self._before_last < len(slots):
             slots = [slots[self._before_last], *slots]
@@ -375,19 +421,25 @@ class Arena:
                 break
         else:
             return None
-        old = segment.slots[now % len(segment.slots)]  # each comes to its turn
+        # Each send checks one slot in turn, and gives its memory back if it is unused.
+        old = segment.slots[now % len(segment.slots)]
         unused = old.used_at < now - _UNUSED_SENDS and old.has_memory and not old.is_needed
         if unused and not growing and old.lock():
             segment.shrink(old)
         return slot
 
     def grow(self, nbytes: int) -> Slot:
-        """Acquire a new slot, in any thread, one call at a time. The caller says that it is in use.
+        """Acquire a new slot. The caller sets its ``in_use`` and ``has_memory``.
 
-        Clearing the pages of a large one takes longer than an event loop should stall.
+        Any thread may call this, one call at a time: clearing the pages of a large slot takes
+        longer than an event loop may stall.
+
+        Args:
+            nbytes: Bytes of the payload.
 
         Raises:
-            ConfigError: The system has no memory left for it; smaller ones may still be had.
+            ConfigError: The system has no memory left for a slot of this size, although it may have
+                for a smaller one; or a worker has locked the new slot.
         """
         segment = self.segment
         if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
@@ -407,13 +459,15 @@ class Arena:
         return slot
 
     def abandon(self, named: Iterable[Slot], version: int, words: memoryview, pidfd: int) -> None:
-        """Keep what a process may compute with yet, though its link has ended, until it is dead.
+        """Keep the slots that a worker's process may compute with after its link has ended.
+
+        They are kept until that process says that it uses them no more, or has ended.
 
         Args:
-            named: The slots that its word may name.
-            version: What it has.
-            words: Of the page of the link.
-            pidfd: Of the process; owned from now on.
+            named: The slots that the link's word may name.
+            version: The version that the worker has; 0 for none.
+            words: The words of the link's page.
+            pidfd: Descriptor of the worker's process; owned from now on.
         """
         has = (each for segment in self._segments for each in segment.taken)
         held = [each for each in has if version and each.version == version]
@@ -434,7 +488,7 @@ class Arena:
         return [*self._retired, *([self.segment] if self.segment else [])]
 
     def close(self) -> None:
-        """Close every segment. Readers keep what they mapped."""
+        """Close every segment. Readers keep the memory that they mapped."""
         self._closed = True
         while self._abandoned:
             self._abandoned.pop().release()

@@ -1,7 +1,7 @@
-"""The link through shared memory, and its sending side: which slot the word of a link names.
+"""The link through shared memory, and its sending side, which names slots by the link's word.
 
-Descriptors travel over the socket, beside the messages that say what they are. Must not import
-torch or schemes.
+Descriptors travel over the socket, beside the messages that announce them. Must not import torch or
+schemes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class DescriptorStream(ByteStream):
     """A stream over a Unix socket that can carry descriptors beside the bytes. Owns the socket.
 
     Attributes:
-        received_fds: Descriptors of the peer that nobody took yet.
+        received_fds: Descriptors of the peer that were not taken yet.
     """
 
     reads_out: ClassVar[bool] = (
-        False  # shared memory also watches the peer's process, and every call counts
+        False  # the link also watches the peer's process, and each further call costs time
     )
 
     readv: Callable[[Sequence[memoryview]], int]
@@ -50,7 +50,7 @@ class DescriptorStream(ByteStream):
         self.take_fds(True)
 
     def take_fds(self, wanted: bool) -> None:
-        """Whether descriptors of the peer are taken; to take none saves system time."""
+        """Accept descriptors of the peer, or none from now on, which saves system time."""
         self.readv = self._recv_with_fds if wanted else self._plain[0]
 
     def _recv_with_fds(self, buffers: Sequence[memoryview]) -> int:
@@ -67,7 +67,7 @@ class DescriptorStream(ByteStream):
         return nbytes
 
     def attach(self, fd: int | None) -> None:
-        """Have a copy of ``fd`` travel beside the next bytes that are written."""
+        """Send a copy of ``fd`` beside the next bytes that are written; ``None`` sends none."""
         self.writev = self._plain[1]
         if fd is None:
             return
@@ -81,24 +81,24 @@ class DescriptorStream(ByteStream):
         self.writev = with_fd
 
     def close(self, *, farewell: bool = True) -> None:
-        """Close the socket, and descriptors that nobody took."""
+        """Close the socket, and the descriptors that were not taken."""
         while self.received_fds:
             os.close(self.received_fds.popleft())
         super().close(farewell=farewell)
 
 
 class SlotPublisher:
-    """Names slots of an arena to one peer.
+    """The sending side of a link: it names slots of an arena to one peer.
 
     Args:
-        link: Where messages go.
-        io: Carries descriptors to the peer.
+        link: The link for messages to the peer.
+        io: The stream that carries descriptors to the peer.
         arena: Owner of the slots.
 
     Attributes:
         announced: Ids of the segments that the peer can read.
-        promised: Digest of the manifest whose versions the peer promised to take without being
-            told; ``None`` while it promises nothing.
+        promised: Digest of the manifest whose versions the peer promised to take without a message
+            about each one; ``None`` while it promises nothing.
         version: Version that the word names; 0 for none.
     """
 
@@ -106,21 +106,26 @@ class SlotPublisher:
         self.announced: set[int] = set()
         self.promised: bytes | None = None
         self.version: int = 0
-        self._link: FramedTransport | None = link  # until it has ended
+        # The link; None once it has ended.
+        self._link: FramedTransport | None = link
         self._io = io
         self._arena = arena
         self._words: memoryview | None = None
-        self._page_fd = -1  # until it was sent
-        self._slots: tuple[Slot, ...] = ()  # those that the word may name, the newest last
+        # The descriptor of the page until it was sent, then -1.
+        self._page_fd = -1
+        # The slots that the word may name, the newest last.
+        self._slots: tuple[Slot, ...] = ()
         self._count = self._held = 0
         arena.num_links += 1
 
     def announcements(self, slot: Slot) -> Generator[tuple[Message, tuple[()]]]:
-        """What the peer needs to read a slot: messages, each with its descriptor attached.
+        """Return the messages that the peer needs to read a slot, each with a descriptor attached.
 
-        Asking for the next one says that the last one was sent; close it where that fails.
+        The caller asks for the next message once it has sent the last one. It closes the generator
+        if a send fails.
 
         Raises:
+            TransportClosed: The link has ended.
             TransportBroken: There is no memory or descriptor left for a page.
         """
         segment = slot.segment
@@ -149,22 +154,27 @@ class SlotPublisher:
             self._io.attach(None)
 
     def _close_page_fd(self) -> None:
-        if self._page_fd >= 0:  # else the link ended right after it took the message
+        if self._page_fd >= 0:  # it is -1 if the link ended right after it took the message
             os.close(self._page_fd)
             self._page_fd = -1
 
     def store(self, slot: Slot, version: int) -> None:
-        """Have the peer's next read use a slot, which is sealed and which it can read."""
+        """Name a slot to the peer, whose next read then uses it.
+
+        Args:
+            slot: A sealed slot of a segment that was announced to the peer.
+            version: The version in the slot.
+        """
         words = self._words
         if words is None or (self._slots and slot is self._slots[-1] and version == self.version):
             return
-        # An exception of a signal's handler may end this between any two steps: the slot that the
-        # word names is never taken for one that it does not.
+        # An exception of a signal's handler may end this between any two steps. In this order, the
+        # slot that the word names is in ``_slots``, and this object in its ``namers``, at any time.
         old, self._slots = self._slots, (*self._slots, slot)
         slot.namers.add(self)
         self._count += 1
         self.version = version
-        # Never the same twice on a link, and each greater than the last.
+        # The count makes each word of a link different, and greater than the last one.
         words[WANT] = self._count << 16 | (slot.segment.segment_id & 255) << 8 | slot.index
         for each in old:
             if each is not slot:
@@ -173,19 +183,22 @@ class SlotPublisher:
 
     @property
     def holds(self) -> int:
-        """Version that the peer computes with, of those that a word named; 0 for none.
+        """Version that the peer computes with, of those that the word named; 0 for none.
 
-        Of an ended link the last one.
+        Once the link has ended, this is the last such version.
         """
         return self._held if self._words is None else min(self._words[HOLDS], self.version)
 
     @property
     def bell(self) -> bool:
-        """Whether the peer wants to be told of each new word."""
+        """True if the peer asks for a message about each new word."""
         return self._words is not None and self._words[BELL] == 1
 
     def end(self) -> None:
-        """The link has ended: its word names nothing any more. Idempotent."""
+        """Withdraw the link's slots once the link has ended. Idempotent.
+
+        If the peer's process may still compute with them, the arena keeps them until it has ended.
+        """
         link, words, named = self._link, self._words, self._slots
         if link is None:
             return
@@ -204,18 +217,19 @@ class SlotPublisher:
 class SharedMemTransport(FramedTransport):
     """A link between two processes of one host.
 
-    Payloads given to :meth:`send` travel through the socket; schemes put versions into slots.
+    Payloads that are given to :meth:`send` travel through the socket; schemes put versions into
+    slots.
 
     Args:
         io: A connected Unix stream socket, or a two-way ``multiprocessing`` connection; owned from
             now on.
-        arena: Where the slots are that this end may name to the other; ``None`` if it names none.
-        limits: What the peer may announce.
-        name: How errors and reprs call the peer.
+        arena: Owner of the slots that this end may name to the peer; ``None`` if it names none.
+        limits: Bounds on what the peer may announce.
+        name: Name of the peer in errors and reprs.
 
     Attributes:
-        publisher: Names slots to the peer; ``None`` without an arena.
-        slots: What the peer named.
+        publisher: Publisher that names slots to the peer; ``None`` without an arena.
+        slots: Reader of the slots that the peer names.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -241,11 +255,11 @@ class SharedMemTransport(FramedTransport):
             self.call_on_end(self.publisher.end)
 
     def take_segments(self, wanted: bool) -> None:
-        """Whether the peer may announce segments. To take no descriptors saves system time."""
+        """Allow or forbid the peer to announce segments. To take no descriptors saves time."""
         self._stream.take_fds(wanted)
 
     def deliver(self, received: Received) -> bool:
-        """See :meth:`FramedTransport.deliver`; segments are for the slots alone."""
+        """See :meth:`FramedTransport.deliver`. Segments and pages go to the reader of slots."""
         if isinstance(received.message, Segment | PageMessage):
             self.slots.announce(received.message)
             return True
