@@ -53,7 +53,9 @@ class Hub:
 
 
 def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
-    """Return arrays as one block of memory through which no other process's data can be changed.
+    """Return arrays as one block of memory, mapped read-only or copied.
+
+    A write through it never changes the memory of other processes.
 
     Every process of a node maps the object store writable. The block is a second mapping of the
     same memory, read-only: a write through it ends the process instead of changing the weights that

@@ -351,7 +351,8 @@ class DataPlaneTransport(Transport):
             # Until the peer is told of the payload, a cut leaves the link intact.
             self._told = False
             async with self._transfer(what, timeout, SendTimeout):
-                await asyncio.sleep(0)  # a checkpoint, before the first byte
+                # This is a checkpoint before the first byte, where cancelling harms nothing.
+                await asyncio.sleep(0)
                 control.check()
                 memo = payload.memo if isinstance(payload, SharedPayload) else {}
                 about, push = await self._offer(views, memo)

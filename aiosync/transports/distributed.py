@@ -214,7 +214,7 @@ class DistributedTransport(DataPlaneTransport):
     async def pair(
         cls, *, limits: Limits | None = None
     ) -> AsyncIterator[tuple[DistributedTransport, DistributedTransport]]:
-        """Two connected ends in this process, closed when the context ends."""
+        """Make two connected ends in this process, which are closed when the context ends."""
         async with TCPTransport.pair(limits=limits) as (left, right):
             async with cls(left, rank=0) as one, cls(right, rank=1) as two:
                 yield one, two

@@ -409,7 +409,7 @@ class RayTransport(DataPlaneTransport):
     async def pair(
         cls, *, limits: Limits | None = None
     ) -> AsyncIterator[tuple[RayTransport, RayTransport]]:
-        """Two connected ends in this process, closed when the context ends."""
+        """Make two connected ends in this process, which are closed when the context ends."""
         async with TCPTransport.pair(limits=limits) as (left, right):
             async with cls(left) as one, cls(right) as two:
                 yield one, two

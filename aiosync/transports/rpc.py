@@ -91,7 +91,8 @@ async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeo
     answered = asyncio.Event()
 
     def on_done(_: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so that nobody waits
+        # A closed loop raises RuntimeError; no task waits for the answer then.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(answered.set)
 
     try:

@@ -244,7 +244,7 @@ class FramedTransport(Transport):
     @classmethod
     @contextlib.asynccontextmanager
     async def pair(cls, *, limits: Limits | None = None) -> AsyncIterator[tuple[Self, Self]]:
-        """Two connected ends in this process, closed when the context ends."""
+        """Make two connected ends in this process, which are closed when the context ends."""
         left, right = cls._connected_sockets()
         async with (
             cls(left, limits=limits, name="the right end") as one,
@@ -409,7 +409,8 @@ class FramedTransport(Transport):
             timeout = max(timeout, _LEAST_SECONDS)
         try:
             if self._event is not None:
-                await asyncio.sleep(0)  # a checkpoint; the message still waits if cancelled here
+                # This is a checkpoint: the message goes on to wait if this call is cancelled here.
+                await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
                 while self._event is None or self.closed:
                     self.check()
@@ -661,7 +662,8 @@ class FramedTransport(Transport):
         self._sending = True
         taken = False
         try:
-            await asyncio.sleep(0)  # a checkpoint, before the first byte
+            # This is a checkpoint before the first byte, so cancelling here leaves the link intact.
+            await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
                 # The rest of an earlier send_nowait() counts as sent. Waiting for it must not cut
                 # it.

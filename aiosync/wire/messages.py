@@ -368,7 +368,7 @@ Message: TypeAlias = (
 )
 """Any message."""
 
-# -- what the fields may hold ---------------------------------------------------------------------
+# -- legal values of the fields -------------------------------------------------------------------
 
 MAX_ERROR_TYPE_NBYTES = 256
 """Greatest size of the name of an exception's type, in UTF-8 bytes; encoding clips longer ones."""
