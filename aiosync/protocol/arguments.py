@@ -62,7 +62,7 @@ def validate_seconds(
     """
     if value is None and none:
         return
-    # Fractions are refused because errors print times with number formats, which they lack.
+    # Fractions are refused: before Python 3.12 they lack the number formats of error texts.
     exact = isinstance(value, Rational) and not isinstance(value, Integral)
     if isinstance(value, Real) and not (exact or isinstance(value, bool)):
         seconds = math.nan

@@ -53,9 +53,7 @@ class Hub:
 
 
 def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
-    """Return arrays as one block of memory, mapped read-only or copied.
-
-    A write through it never changes the memory of other processes.
+    """Return arrays as one block of memory that shares no writes with other processes.
 
     Every process of a node maps the object store writable. The block is a second mapping of the
     same memory, read-only: a write through it ends the process instead of changing the weights that
