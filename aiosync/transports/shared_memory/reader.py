@@ -424,8 +424,10 @@ class SlotReader:
 
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""
+        held = self._held
         for view in self.segments.values():
-            for index in view.locked - {self._held.index if self._held else -1}:
+            kept = {held.index} if held is not None and held.view is view else set()
+            for index in view.locked - kept:
                 view.unlock(index)
         if len(self.segments) > 1:
             self._drop_old_segments()
