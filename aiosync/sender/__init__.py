@@ -1,4 +1,4 @@
-"""The trainer's runtime: what a scheme does while it is a sender."""
+"""The trainer's side at run time: snapshots, links to the workers, and sends."""
 
 from aiosync.sender.sender import WeightSender
 from aiosync.sender.snapshots import How, Snapshot, SnapshotCopier

@@ -1,15 +1,14 @@
-"""What is on its way: the updates for one worker, and one send to several of them.
+"""Outbox of one worker, and the outcomes of one send to several workers.
 
-A worker that is slower than the trainer gets the newest version and never sees the ones in
-between: an update that still waits is replaced by the next. With ``strict=False`` an update may
-hold a part of the names, such as the adapters of a model. It replaces only those of which it holds
-every name; the others come before it, in order. Each stays an update of its own, as one that
-workers refuse must take no other with it; but where one was replaced that is older than others,
-these come together with the newest: a worker never has what the trainer never had.
+A worker that is slower than the trainer gets the newest version and never sees the ones in between:
+the next update replaces an update that is still queued. With ``strict=False`` an update may hold a
+part of the names, such as the adapters of a model. It replaces only the updates of which it holds
+every name; the others come before it, in order. Each stays an update of its own, as an update that
+workers refuse must take no other with it. But if a replaced update is older than some that stay,
+these come together with the newest: a worker never has a state that the trainer never had.
 
-What a cancelled send leaves is decided in ``sender.sender``; of bytes on a link, in
-``transports.stream``. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor
-transports.
+``sender.sender`` decides what a cancelled send leaves, and ``transports.stream`` does so for the
+bytes on a link. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor transports.
 """
 
 from __future__ import annotations
@@ -29,26 +28,28 @@ from aiosync.wire import Ack
 __all__ = ["MAX_IN_FLIGHT", "Outbox", "Outcome", "Send", "WorkerLeft"]
 
 MAX_IN_FLIGHT = 64
-"""How many versions one receiver may leave unresolved; it gets no more before it settles one.
+"""Most versions that one receiver may leave unresolved.
 
-aiosync's own receivers say at once what was replaced, and have a handful.
+A receiver that has so many gets no update before it resolves one. aiosync's own receivers answer at
+once which versions were replaced, and have a handful.
 """
 
 
 class WorkerLeft(PeerClosed):
-    """The worker was closed, and said so: that is no failure of anything."""
+    """The worker was closed and said so, which is no failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of one version at one receiver: it is on it, unless one of the others says not.
+    """The end of one version at one receiver.
 
-    There is exactly one for each version offered.
+    With neither ``by`` nor ``error``, the receiver has the version. There is exactly one outcome
+    for each version offered.
 
     Attributes:
-        version: Which version.
-        by: The newer one that overtook it; the receiver never needs it again.
-        error: Why the receiver did not get it, or refused it.
+        version: The version.
+        by: The newer version that overtook this one, which the receiver never needs any more.
+        error: The reason why the receiver did not get the version, or refused it.
     """
 
     version: int
@@ -59,26 +60,28 @@ class Outcome:
 class Outbox:
     """Updates on their way to one receiver.
 
-    ``offer()`` queues a group, mostly in the place of all that wait. The link gets it from
-    ``take()``; its version is then in flight, and the window is shut until the receiver says
-    RECEIVED (or more), so that at most one update is on the link. Acknowledgements resolve what is
-    in flight, which is never more than :data:`MAX_IN_FLIGHT`. Not thread-safe.
+    ``offer()`` queues a group, which mostly replaces all that are queued. The link gets it from
+    ``take()``. Its version is then in flight, and the window is shut until the receiver answers
+    RECEIVED (or more), so that at most one update is on the link. Acknowledgements resolve the
+    versions in flight, of which there are never more than :data:`MAX_IN_FLIGHT`. Not thread-safe.
 
     Args:
         epoch: Epoch of the sender.
-        worker_idx: Named in the errors of outcomes.
+        worker_idx: Index of the worker, named in the errors of outcomes.
         has: Version that the receiver had before the link was opened; 0 for none.
 
     Attributes:
         epoch: As given.
-        queue: What waits.
+        queue: Updates that the link has not taken yet.
         in_flight: Versions that the link took and that are not resolved, oldest first.
-        unreceived: The one of these that shuts the window.
+        unreceived: The version in flight that shuts the window; ``None`` while it is open.
         newest: The version that was offered last, or that the receiver had; 0 for none.
         applied: Newest version that the receiver said it applied; 0 before the first.
-        received: Newest version that is complete there, applied or not; 0 before the first.
-        named: Newest version that the receiver sees without being told; 0 for none.
-        error: Why this outbox was closed, or ``None``. Sticky.
+        received: Newest version that the receiver has completely, applied or not; 0 before the
+            first.
+        named: Newest version that was named to the receiver in shared memory, without a message; 0
+            for none.
+        error: The reason why this outbox was closed, or ``None``. It stays the first one.
     """
 
     def __init__(self, epoch: int, worker_idx: int, has: int = 0) -> None:
@@ -92,20 +95,22 @@ class Outbox:
         self.named: int = 0
         self.error: AiosyncError | None = None
         self._worker_idx = worker_idx
-        self._taken: Group = ()  # the last group; holds every name of what is in flight
+        # The group taken last holds every name of the versions in flight.
+        self._taken: Group = ()
 
     @property
     def is_idle(self) -> bool:
-        """Whether every version that was offered is resolved."""
+        """True if every version that was offered is resolved."""
         return not (self.queue.groups or self.in_flight)
 
     def offer(self, group: Group, *, parts: bool) -> list[Outcome]:
         """Queue an update newer than all before; the newest one wins.
 
-        One that lacks a name of an unresolved one goes once everything before it is resolved.
+        An update that lacks a name of an unresolved one is sent once everything before it is
+        resolved.
 
         Args:
-            group: The update; retained until the link took it.
+            group: The update; its references are kept until the link takes it.
             parts: As for :meth:`Chain.add`.
 
         Returns:
@@ -114,7 +119,8 @@ class Outbox:
         queue, self.newest = self.queue, group[-1].version
         for each in group:
             each.retain()
-        if not queue.groups:  # mostly
+        # An empty queue is the usual case.
+        if not queue.groups:
             queue.groups.append(group)
             return []
         replaced = queue.add(group, lacking(group, queue.snapshots()), parts=parts)
@@ -124,23 +130,24 @@ class Outbox:
         """Move the first update of the queue into flight, with its references; shut the window.
 
         Returns:
-            ``None`` where there is none, it waits for others, the window is shut, or there is no
-            room in flight.
+            The update; ``None`` if the queue is empty, the update has to wait for others, the
+            window is shut, or too many versions are in flight.
         """
         groups, flying = self.queue.groups, self.in_flight
         if not groups or self.unreceived is not None or len(flying) >= MAX_IN_FLIGHT:
             return None
         if flying and lacking(groups[0], self._taken):
-            return None  # it waits for them
+            # The update lacks names of those in flight, and waits until they are resolved.
+            return None
         self._taken = group = groups.pop(0)
         self.unreceived = version = group[-1].version
         self.in_flight = (*flying, version)
         return group
 
     def give_up(self, version: int, error: AiosyncError) -> list[Outcome]:
-        """Fail a version that was taken and that the link cannot carry; the window opens.
+        """Fail a version that was taken and that the link cannot carry; open the window.
 
-        Does nothing where the receiver has answered to it all the same.
+        Do nothing if the receiver has answered to the version all the same.
         """
         if version != self.unreceived:
             return []
@@ -148,28 +155,30 @@ class Outbox:
         return [Outcome(version, error=error)]
 
     def on_ack(self, ack: Ack) -> list[Outcome]:
-        """Register what the receiver said.
+        """Register an acknowledgement of the receiver.
 
         An acknowledgement of another epoch, or of a version that is not in flight, is ignored: it
         never counts as success.
 
         Returns:
-            Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version
-            and every older one in flight. NACK resolves the version with an
-            :class:`~aiosync.errors.ApplyError`, SKIPPED resolves it alone: an older one may be
-            on its way into the model meanwhile.
+            Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version and
+            every older one in flight. NACK resolves the version with an
+            :class:`~aiosync.errors.ApplyError`. SKIPPED resolves it alone: an older one may be on
+            its way into the model meanwhile.
         """
         version, status, flying = ack.version, ack.status, self.in_flight
         if ack.epoch != self.epoch or version not in flying:
             if ack.epoch == self.epoch and version == self.named and status == AckStatus.NACK:
-                self.named = 0  # it looked, and could not take what it saw
+                # The receiver looked at the named version, and could not take it.
+                self.named = 0
                 return [self._refused(ack)]
             return []
         at = flying.index(version)
         if status != AckStatus.NACK:
             self.received = max(self.received, version)
         if status == AckStatus.SKIPPED:
-            if version == flying[-1]:  # there is nothing newer that could have replaced it
+            # No newer version is in flight that could have replaced this one.
+            if version == flying[-1]:
                 return []
             self.in_flight = flying[:at] + flying[at + 1 :]
             return [Outcome(version, flying[at + 1])]
@@ -185,7 +194,7 @@ class Outbox:
         return [self._refused(ack)]
 
     def close(self, error: AiosyncError) -> list[Outcome]:
-        """Fail everything that is unresolved, and give what waits back.
+        """Close with an error: fail every unresolved version, and release the queued updates.
 
         Returns:
             An outcome with the error for every version that is not resolved, oldest first.
@@ -210,7 +219,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """Collects the outcomes of one version at all its targets. Not thread-safe.
+    """Outcomes of one version at all its targets. Not thread-safe.
 
     Attributes:
         version: The version that is sent.
@@ -218,19 +227,20 @@ class Send:
         require: What counts as success, as for :func:`validate_require`.
         started: When the send began.
         nbytes: Payload bytes of the update.
-        lost: Workers that had gone before this send; they are reported and count neither as
-            targets nor as failures.
-        named: The caller named its targets: no more than these are needed.
-        waiter: Who waits for the result; not used here.
-        about: What observers are told of it, if there are any; not used here.
+        lost: Workers that had gone before this send, with the reason. They are reported, and count
+            neither as targets nor as failures.
+        named: True if the caller named the targets: no more than these are needed.
+        waiter: The future that gets the report; not used here.
+        about: Details for observers, if there are any; not used here.
         timeout: Seconds that the send may take.
-        look_at: When to look at it again; not used here.
-        turns: Of the loop that may pass until it has noticed who ended; not used here.
+        look_at: When the sender next checks this send; not used here.
+        turns: Turns of the loop that the send may still wait for the loop to notice the end of
+            workers; not used here.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
-        failed: Workers that did not get it, with the reason.
-        left: Targets that were closed before they had it.
-        waiting: Workers without an outcome.
+        failed: Workers that did not get the version, with the reason.
+        left: Targets that were closed before they had the version.
+        waiting: Targets without an outcome.
     """
 
     version: int
@@ -256,28 +266,28 @@ class Send:
 
     @property
     def satisfied(self) -> bool:
-        """Whether enough targets are on this version or a newer one already."""
+        """True if enough targets are on this version or a newer one already."""
         return len(self.acked) + len(self.skipped) >= self.needed
 
     @property
     def needed(self) -> int:
-        """How many targets have to be on this version or a newer one."""
+        """Number of targets that have to be on this version or a newer one."""
         total = len(self.workers)
         if isinstance(self.require, str):
             return total
         if isinstance(self.require, int):
             return min(self.require, total + len(self.left)) if self.named else self.require
-        # 0.1 * 30 is 3.0000000000000004: a product that is an integer but for its rounding
-        # must not ask for one worker more.
+        # 0.1 * 30 is 3.0000000000000004. A product that is an integer but for its rounding must not
+        # ask for one worker more.
         return max(min(total, 1), math.ceil(self.require * total - 1e-9))
 
     def resolve(self, worker_idx: int, outcome: Outcome) -> bool:
-        """Register what became of the version at one target.
+        """Register the outcome of the version at one target.
 
-        A second outcome of the same target, and those of other workers, are ignored.
+        A second outcome of the same target is ignored, and so are those of other workers.
 
         Returns:
-            Whether it counted.
+            True if the outcome counted.
         """
         if worker_idx not in self.waiting:
             return False
@@ -294,7 +304,7 @@ class Send:
         return True
 
     def withdraw(self, worker_idx: int, error: AiosyncError) -> None:
-        """Count a worker that applied the version, and went, as failed or as left."""
+        """Count a worker that applied the version and then went as failed or as left."""
         self.acked.discard(worker_idx)
         self.waiting.add(worker_idx)
         self.resolve(worker_idx, Outcome(self.version, error=error))
@@ -311,10 +321,10 @@ class Send:
         self.waiting.clear()
 
     def result(self) -> tuple[SyncOutcome, PartialSyncError | None]:
-        """How the send ended, once that is known, and what it raises, if anything."""
+        """Return the outcome of a finished send, and the error that it raises, if any."""
         if not (self.failed or self.require != "all") or self.satisfied:
             return "ok" if self.acked or not self.skipped else "skipped", None
-        # With fewer targets than needed, the workers that had gone are a part of the reason.
+        # With fewer targets than needed, the workers lost before the send are a part of the reason.
         before = self.lost if len(self.workers) < self.needed else {}
         error = PartialSyncError(
             acked=self.acked | self.skipped.keys(),

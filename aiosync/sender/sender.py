@@ -1,9 +1,9 @@
-"""The trainer's runtime: versions, sends and their deadlines, and what can be waited for.
+"""The trainer's sender of updates: versions, sends and their deadlines, and waits for workers.
 
-A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead one
+A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead worker
 never delays another. A send that is cancelled while the weights are copied leaves nothing, not even
-a version; later only the wait stops: the transfer goes on, from a copy, and the next send says who
-failed. Must not import the receiver.
+a version. Later a cancellation ends only the wait: the transfer goes on, from a copy, and the next
+send reports the workers that failed. Must not import the receiver.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
-_AWAKE_NBYTES = 2**20  # of an update whose answer is worth to stay awake for
-# After a small send the loop turns for a moment before it sleeps: waking an idle core costs as much
-# as the whole round trip. The longer time is for where answers were as quick lately.
+_AWAKE_NBYTES = 2**20  # Largest update for whose answer the loop stays awake.
+# After a small send the loop keeps turning this long before it sleeps: waking an idle core costs as
+# much as the whole round trip. The longer time applies while answers are that quick.
 _AWAKE_SECONDS = (50e-6, 250e-6)
-# After a copy that took longer than this, a send looks again whether somebody died.
+# After a copy that took longer than this, a send checks again for workers that ended.
 _LOOKED_SECONDS = 100e-6
-_TURN_SECONDS = 0.001  # for which sends that wait for nobody may keep the loop
-_EARLY_SECONDS = 0.002  # that a loop's timer may be
-_RING_SECONDS = 0.005  # until a worker that does nothing is rung
-_RING_TURNS = 200  # of that length, until it is rung again at most
-# First and longest pause between two looks how far workers are behind that tell nobody.
+_TURN_SECONDS = 0.001  # Sends that wait for no worker may keep the loop busy this long.
+_EARLY_SECONDS = 0.002  # A loop's timer may fire this much too early.
+_RING_SECONDS = 0.005  # Until a worker that does nothing is rung.
+_RING_TURNS = 200  # Number of these periods after which it is rung again at the latest.
+# Poll interval (first, longest) for workers that send no acknowledgements.
 _LOOK_SECONDS = (0.001, 0.01)
 
 
 class WeightSender:
-    """Sends versions of one model to its workers.
+    """The sender of one model's updates to its workers.
 
-    Made by a scheme's ``connect()``; use the scheme's methods. Belongs to one event loop.
+    A scheme's ``connect()`` makes it; use the scheme's methods. Belongs to one event loop.
 
     Args:
-        model_id: Which model.
+        model_id: Name of the model.
         strategy: Name of the strategy, compared in the handshake.
-        num_workers: How many workers are expected; ``None`` for any number.
-        expected: Indices of those that are waited for.
+        num_workers: Number of expected workers; ``None`` for any number.
+        expected: Indices of the workers that ``connect()`` waits for.
         require: What counts as success of a send.
         copier: Makes the snapshots.
         meter: Counts the sends.
         parts: Updates hold parts of the names.
-        streaming: How payloads travel over links that may damage or lose them.
-        how: How ``send()`` copies large weights that are for everybody, see
+        streaming: Settings of links whose payloads may be damaged or lost on the way.
+        how: How ``send()`` copies large weights that are for all workers, see
             :meth:`SnapshotCopier.take`. They are not borrowed while a worker reads slots, which
             have to be filled for it anyway.
-        first_version: What versions are counted from.
+        first_version: Number of the first version.
 
     Attributes:
         require: As given; may change.
-        workers: Who is there, and who is not.
+        workers: Registry of the workers, connected or not.
         copier: As given.
         meter: As given.
     """
@@ -108,20 +108,21 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
-        # What was planned for a worker refers to the last weights that it got.
+        # The flattener of a forgotten worker refers to the last weights that it got: drop it.
         self.workers.on_forget = lambda idx: copier.flatteners.pop(idx, None)
         copier.ring = self._ring
         self._how: How = how
         self._first_version = first_version
         self._loop = asyncio.get_running_loop()
-        self._sends: dict[int, Send] = {}  # by version; their waiters are futures
+        # Sends under way by version. One timer serves all of them; it is due at _looks_at.
+        self._sends: dict[int, Send] = {}
         self._copying = asyncio.Lock()
-        self._timer: asyncio.TimerHandle | None = None  # for all sends
-        self._looks_at = math.inf  # when it is due
-        self._asked_at = 0.0  # when the loop was asked to say that it had a turn; 0: it has said so
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf
+        self._asked_at = 0.0  # When the loop was asked to note a turn; 0 after that turn.
         self._bell: asyncio.TimerHandle | None = None
-        self._turns: dict[tuple[int, int], int] = {}  # turns in which a worker had which version
-        self._recent = 0.0  # seconds that answers took lately
+        self._turns: dict[tuple[int, int], int] = {}  # Rounds in which a worker was behind.
+        self._recent = 0.0  # Moving average of the seconds that answers took.
 
     @property
     def version(self) -> int:
@@ -130,26 +131,26 @@ class WeightSender:
 
     @property
     def lag(self) -> int:
-        """How far the slowest worker is behind; in versions."""
+        """Number of versions that the slowest worker is behind."""
         links = self.workers.links.values()
         return max((self.version - link.applied for link in links), default=0)
 
     def stats(self) -> SyncStats:
-        """How it stands, on any thread."""
+        """Return the counts and the state of the workers. May be called on any thread."""
         version, meter, workers = self.version, self.meter, self.workers
         return meter.stats(
             under_way=lambda: len(self._sends),
             epoch=workers.epoch if version else 0,
             version=version,
             newest_version=version,
-            lag=max(0, self.lag),  # some may have been named a newer one since
+            lag=max(0, self.lag),  # A worker may have been named a newer version.
             age=meter.age(version),
             workers=workers.stats(version, meter.age),
             **workers.counts,
         )
 
     def is_ready(self) -> bool:
-        """Whether every expected worker is there, and each that subscribes has a version."""
+        """Return True if every expected worker is connected and each subscriber has a version."""
         enough = len(self.workers.links) >= max(1, self.workers.num_workers or 0)
         return enough and all(link.visible for link in self.workers.subscribers)
 
@@ -162,7 +163,7 @@ class WeightSender:
         timeout: float | None,
         processes: Sequence[Any] = (),
     ) -> None:
-        """Send the initial weights to every worker that comes, and wait for those expected.
+        """Send the initial weights to every worker that joins, and wait for the expected ones.
 
         Raises:
             ConnectTimeout: Some expected worker did not come in time.
@@ -173,7 +174,7 @@ class WeightSender:
         if planned:
             workers.version = version = self._first_version
             self.meter.mark(version, time.perf_counter())
-        async with self._copying:  # a send that comes meanwhile has newer weights
+        async with self._copying:  # A send() meanwhile waits: its weights are newer.
             for idx, plan in planned.items():
                 snapshot = await self.copier.take(plan)
                 snapshot.version = version
@@ -193,14 +194,14 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
     ) -> SendReport:
-        """Snapshot, send and wait. See ``WeightSyncScheme.send``."""
+        """Snapshot the weights, send them, and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
         quiet = self.is_quiet()
         if self.workers.readers is not None and (
             not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
         ):
-            # Workers come and go on this loop, also where sends leave it no time: what came by now
-            # is looked at in the first turn, and what that means in the second.
+            # Workers join and leave on this loop, also if sends leave it no time: its first turn
+            # reads the messages that arrived, and its second one acts on them.
             for _ in range(3):
                 await asyncio.sleep(0)
         sent = self.start(planned, worker_ids, timeout, started)
@@ -217,10 +218,10 @@ class WeightSender:
             model = self.workers.model_id
             with Waiting("send()", timeout, _not_copied, model=model), self._preparing(started):
                 async with self._copying:
-                    self.workers.check()  # it may have been closed meanwhile
+                    self.workers.check()  # The scheme may have been closed meanwhile.
                     snapshots = await self._take(planned, timeout)
             self.workers.check()
-            addressed = self.workers.address(planned, worker_ids)  # others may be there by now
+            addressed = self.workers.address(planned, worker_ids)  # Other workers may have joined.
             early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
             if sent is None:
@@ -228,9 +229,9 @@ class WeightSender:
                 sent = self._dispatch(*given, at_once=not self.workers.has_ended())
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
-                self._ring()  # what they leave is wanted soon, and waking them costs little here
+                self._ring()  # Slots are wanted soon, and a ring costs little here.
             if isinstance(sent, SendReport):
-                await asyncio.sleep(0)  # workers come on this loop, also where it only sends
+                await asyncio.sleep(0)  # Workers join on this loop, even if it only sends.
                 return sent
             future = sent.waiter
             if future.done():
@@ -242,19 +243,19 @@ class WeightSender:
             self._recent += (report.elapsed - self._recent) / 8
             return report
         except asyncio.CancelledError:
-            # The transfer goes on; a worker that fails is reported by the next send.
+            # The transfer goes on; the next send reports a worker that fails.
             if future is not None and future.done() and not future.cancelled():
-                future.exception()  # seen by nobody, on purpose
+                future.exception()  # Retrieved only to keep it out of asyncio's log.
             raise
         finally:
-            if early is not None:  # the tensors are the caller's again
+            if early is not None:  # The caller may change the tensors once send() has ended.
                 try:
                     await self.copier.settle(early)
                 finally:
                     early.release()
 
     def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
-        """Look for the answer without sleeping: to be woken takes longer than it does."""
+        """Keep the loop turning until the answer is there, as waking it takes longer."""
         if not future.done() and time.perf_counter() < until:
             self._loop.call_soon(self._stay_awake, future, until)
 
@@ -264,7 +265,7 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
     ) -> tuple[int, asyncio.Future[SendReport]]:
-        """Snapshot now and send in the background: the version, and what becomes of it."""
+        """Snapshot now, send in the background; return the version and a future of the report."""
         started = time.perf_counter()
         self.workers.check()
         if self.workers.initial:
@@ -302,7 +303,7 @@ class WeightSender:
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how, patience)
-        except BaseException:  # goes on to the caller of send()
+        except BaseException:  # The error goes on to the caller of send().
             for snapshot in snapshots.values():
                 snapshot.release()
             raise
@@ -317,12 +318,12 @@ class WeightSender:
         *,
         off_loop: bool = False,
     ) -> SendReport | Send | None:
-        """Send small weights where memory for them is free; else ``None``, with nothing done.
+        """Send small weights if memory for them is free; else do nothing and return ``None``.
 
-        :meth:`tell` has to follow. ``off_loop``, on another thread than the loop's, does nothing
-        with the loop, and nothing of which somebody has to be told: naming the update has to be
-        enough. A signal's handler may raise at any step: then some workers may have the version,
-        and nothing else is wrong.
+        The caller calls :meth:`tell` afterwards. With ``off_loop``, on another thread than the
+        loop's, nothing of the loop is used, and the weights are sent only if naming them in shared
+        memory is enough. A signal's handler may raise at any step: then some workers may have the
+        version, and everything else is consistent.
         """
         workers = self.workers
         if workers.closed or workers.crash is not None:
@@ -350,7 +351,7 @@ class WeightSender:
     def _links_that_look(
         self, plan: Prepared, targets: Collection[int], worker_ids: set[int] | None
     ) -> list[WorkerLink]:
-        """The links of the targets, where naming the update is enough and nothing is to be said."""
+        """Return the links of the targets if naming the update is enough for them, else none."""
         links: list[WorkerLink] = []
         for idx in targets:
             link = self.workers.links.get(idx)
@@ -371,10 +372,10 @@ class WeightSender:
         *,
         at_once: bool = True,
     ) -> SendReport | Send:
-        """Hand snapshots to their workers, and to those who come later; takes them over.
+        """Hand snapshots to the workers and to the history of later ones; take them over.
 
-        :meth:`tell` has to follow. Returns the report where naming the update was enough, and it
-        may be given ``at_once``: nobody has ended of whom the loop does not know.
+        The caller calls :meth:`tell` afterwards. Returns the report if naming the update was
+        enough, and it may be given ``at_once``: no worker has ended without the loop's notice.
         """
         workers, meter, about = self.workers, self.meter, None
         targets, lost = addressed
@@ -389,7 +390,7 @@ class WeightSender:
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, about and about[1]
             nbytes += snapshot.nbytes
-        seen: set[int] = set()  # set[int]() is dear
+        seen: set[int] = set()  # A call of set[int]() costs more.
         for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = workers.links.get(idx)
@@ -420,12 +421,12 @@ class WeightSender:
                 else:
                     error = record.error or ConfigError(f"no weights were given for worker {idx}")
                     send.resolve(idx, Outcome(version, error=error))
-        # Workers are busy with it from here on: the rest costs the sender no time.
+        # The workers are busy with the update from here on: the rest costs the sender no time.
         for key, snapshot in snapshots.items():
             if worker_ids is None:
                 workers.history.add(key, snapshot)
                 continue
-            for idx in targets:  # also one that is to come again
+            for idx in targets:  # A lost target gets it when it comes back.
                 if (snapshots.get(idx) or snapshots.get(None)) is snapshot:
                     workers.history.add(idx, snapshot.retain())
             snapshot.release()
@@ -434,7 +435,7 @@ class WeightSender:
             log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
         if send is None:
             elapsed, acked = time.perf_counter() - started, frozenset(seen)
-            meter.finished["ok"] += 1  # the short way, as this is what a small send costs
+            meter.finished["ok"] += 1  # Without _count(): a small send is as cheap as such a call.
             meter.nbytes += nbytes
             if about is not None:
                 self._tell("ok", version, started, nbytes, about)
@@ -453,17 +454,17 @@ class WeightSender:
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
         send = self._sends.get(outcome.version)
         if send is not None and send.resolve(idx, outcome):
-            # With ``require="all"`` it waits for every target, so that it names each failure.
+            # With ``require="all"`` a send waits for every target, to name each failure.
             if not send.waiting or (send.require != "all" and send.satisfied):
                 self._settle(send)
         return send is not None
 
     def _settle(self, send: Send) -> None:
-        """Tell who waits for a send what became of it; the first time."""
+        """Give the caller that waits for a send its report or error, once."""
         workers, future = self.workers, send.waiter
         if send.acked and send.turns and workers.has_ended():
             send.turns -= 1
-            self._loop.call_soon(self._settle, send)  # the loop is about to notice
+            self._loop.call_soon(self._settle, send)  # The loop is about to notice an end.
             return
         for idx in send.acked - workers.links.keys():
             gone = workers.record(idx)
@@ -473,18 +474,18 @@ class WeightSender:
             return
         records = workers.records
         outcome, error = send.result()
-        if send.lost and not (send.workers or workers.links):  # nobody is there
+        if send.lost and not (send.workers or workers.links):  # No worker is connected.
             if not any(each.has_left for each in records.values()):
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        if error is not None or future.done():  # cancelled: the next send says who failed
+        if error is not None or future.done():  # The next send reports the losses.
             replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
             workers.replaced = replaced | workers.replaced
         if future.done():
             return
         left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
-        late = {}  # what an earlier send did not wait for is told, too
+        late = {}  # Failures that no earlier send waited for are reported, too.
         for idx, record in records.items():
             if idx in send.failed:
                 record.reported = True
@@ -497,7 +498,7 @@ class WeightSender:
             )
             closed.__cause__ = error
             future.set_exception(closed)
-            future.exception()  # whoever closed this knows it, where nobody waits
+            future.exception()  # Retrieved for asyncio's log: the caller of aclose() knows.
             return
         if error is not None:
             future.set_exception(error)
@@ -541,7 +542,7 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _preparing(self, started: float) -> Iterator[None]:
-        """While a send has no version yet: it may end here, and counts all the same."""
+        """Count a send that fails before it has a version."""
         try:
             yield
         except AiosyncError as exc:
@@ -556,7 +557,7 @@ class WeightSender:
                 send.waiter.set_exception(error)
 
     def _look_by(self, when: float) -> None:
-        # The timer is left to run when a send ends: making one is as dear as a small send.
+        # The timer goes on when a send ends: making one costs as much as a small send.
         if when < self._looks_at:
             if self._timer is not None:
                 self._timer.cancel()
@@ -564,7 +565,7 @@ class WeightSender:
             self._looks_at = when
 
     def _look(self) -> None:
-        """Some sends are still under way: their time is over, or somebody wants to know."""
+        """Time out the sends whose deadline has passed, and log those that have waited for long."""
         self._looks_at, now = math.inf, time.perf_counter() + _EARLY_SECONDS
         for send in list(self._sends.values()):
             ends = send.started + send.timeout
@@ -588,16 +589,16 @@ class WeightSender:
                 )
         self._look_by(min((each.look_at for each in self._sends.values()), default=math.inf))
 
-    # -- workers that look for themselves ------------------------------------------------------
+    # -- workers that read slots ---------------------------------------------------------------
 
     @property
     def reads_slots(self) -> bool:
-        """Whether there are workers that read slots."""
+        """True if some workers read slots."""
         arena = self.copier.arena
         return arena is not None and arena.num_links > 0
 
     def is_quiet(self) -> bool:
-        """Whether there are workers that read slots, and none of them said something or ended."""
+        """Return True if some workers read slots, and none of them sent a message or ended."""
         workers = self.workers
         if not self.reads_slots:
             return False
@@ -608,7 +609,7 @@ class WeightSender:
         return not workers.readers.poll(0)
 
     def has_to_tell(self) -> bool:
-        """Whether :meth:`tell` has something to do."""
+        """Return True if :meth:`tell` has something to do."""
         return (
             self._bell is None
             or bool(self.workers.changed.waiting)
@@ -619,9 +620,9 @@ class WeightSender:
         )
 
     def tell(self) -> None:
-        """Tell those who wait for a version that there is one, and look later who took it."""
+        """Wake calls and answer workers that wait for a version, and schedule the bell."""
         workers = self.workers
-        if workers.changed.waiting:  # seldom
+        if workers.changed.waiting:  # This is rare.
             workers.changed.notify()
         for link in workers.links.values():
             if link.wanted is not None:
@@ -635,16 +636,16 @@ class WeightSender:
         self._asked_at = 0.0
 
     def _ring(self) -> None:
-        """Ring workers that have not taken what they were named."""
+        """Ring the workers that have not taken the version named to them."""
         for link in self.workers.links.values():
             if link.is_behind:
                 link.ring()
 
     def _ring_late(self) -> None:
-        """Ring workers that have not looked since they were named an update.
+        """Ring the workers that have not looked since a version was named to them.
 
-        Each ever more seldom while it takes none, whatever the others do. One that does not compute
-        follows all the same, and gives its slot back.
+        A worker that takes none is rung ever more seldom, whatever the others do. A worker that
+        does not compute thus follows all the same, and gives its slot back.
         """
         self._bell, before, self._turns = None, self._turns, {}
         for idx, link in self.workers.links.items():
@@ -671,17 +672,17 @@ class WeightSender:
 
         Args:
             version: The version.
-            staged: It is enough if all of it is there.
-            timeout: Seconds.
-            late: Raised after them.
-            waiting: Entered where it has to wait.
+            staged: Wait only until subscribers have received all of it.
+            timeout: Seconds to wait at most; ``None`` for no limit.
+            late: The error raised after that time.
+            waiting: Entered while the call has to wait.
 
         Returns:
-            What the slowest one has.
+            The version of the slowest subscriber.
 
         Raises:
-            PartialSyncError: A worker refused it, and has nothing newer on its way; or it cannot
-                come back; or, with ``staged``, it went before it had it.
+            PartialSyncError: A worker refused the version, and has nothing newer on its way; or it
+                cannot come back; or, with ``staged``, it went before it had the version.
         """
 
         def found() -> dict[int, int]:
@@ -695,23 +696,23 @@ class WeightSender:
                 link, error = self.workers.links.get(idx), record.error
                 if error is None or record.has_left or idx in acked or not record.subscribes:
                     continue
-                if link is None and is_final(error):  # nothing dials it again
+                if link is None and is_final(error):  # Nothing dials it.
                     failed[idx] = error
-                # What is on its way to a worker that refused one may be what is waited for.
+                # An update on its way to a worker that refused one may be the awaited one.
                 elif (staged or (link is not None and link.outbox.is_idle)) and (
                     record.version >= version and (link is None or link.visible < version)
                 ):
                     failed[idx] = error
             if failed:
                 raise PartialSyncError(acked=acked, failed=failed, version=version)
-            # With nobody there, nobody has it: who comes later gets it. Who left is not waited for.
+            # No subscriber has it: later ones get it. The call does not wait for those that left.
             records = self.workers.records.values()
             if not versions and version <= self.version:
                 return bool(records) and all(each.has_left for each in records)
             return bool(versions) and len(acked) == len(versions)
 
         await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
-        # Somebody may have come or gone since.
+        # Workers may have joined or gone meanwhile.
         return max(version, min(found().values(), default=version))
 
     async def wait_until(
@@ -722,10 +723,10 @@ class WeightSender:
         late: SyncTimeout,
         waiting: Waiting,
     ) -> None:
-        """Wait for something that workers change."""
+        """Wait until ``condition()`` is true, which only workers change."""
         self.workers.check()
         if condition():
-            await asyncio.sleep(0)  # answers come on this loop, also where nobody has to wait
+            await asyncio.sleep(0)  # Answers come on this loop, even if no call waits.
             return
         try:
             with waiting:
@@ -741,8 +742,8 @@ class WeightSender:
     ) -> int:
         """Wait until no worker is ``limit`` or more versions behind.
 
-        Of those only that have something on their way: one that refused what it was sent, or was
-        sent nothing, is not waited for. Returns how far the slowest one is behind.
+        Only workers with an update on its way count: the call does not wait for a worker that
+        refused its update, or was sent none. Returns the lag of the slowest worker.
         """
         timer: asyncio.TimerHandle | None = None
 
@@ -751,7 +752,7 @@ class WeightSender:
 
         def look(pause: float) -> None:
             nonlocal timer
-            self._ring()  # one that does not compute follows all the same
+            self._ring()  # A worker that does not compute follows only if it is rung.
             self.workers.changed.notify()
             timer = self._loop.call_later(pause, look, min(2 * pause, _LOOK_SECONDS[1]))
 
@@ -775,7 +776,7 @@ class WeightSender:
                 timer.cancel()
 
     async def aclose(self) -> None:
-        """Close every link; sends under way fail with ``TransportClosed``. Bounded."""
+        """Close every link, within bounded time; sends under way fail with ``TransportClosed``."""
         if self.workers.closed:
             return
         self._end()
@@ -785,7 +786,7 @@ class WeightSender:
             await self.copier.aclose()
 
     def abort(self) -> None:
-        """The same from synchronous code, without waiting for the tasks."""
+        """Close like :meth:`aclose`, but from synchronous code, without waiting for the tasks."""
         if self.workers.closed:
             return
         self._end()

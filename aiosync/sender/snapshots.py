@@ -1,8 +1,9 @@
 """Snapshots of the sender: one copy of the weights per update, how it is made and how long kept.
 
-A :class:`Snapshot` is written once and then only read, until nobody needs it any more and its
+A :class:`Snapshot` is written once and then only read, until no part of the sender needs it and its
 memory becomes the next one. That is memory of this process, for links that carry bytes; or a slot
-of an arena, which receivers read in place. :class:`History` keeps what workers get that join later.
+of an arena, which receivers read in place. :class:`History` keeps the updates for workers that join
+later.
 """
 
 from __future__ import annotations
@@ -45,39 +46,42 @@ __all__ = [
 ]
 
 STEP_SECONDS = 60.0
-"""How long a copy waits for an optimizer's step, where its caller waits for ever."""
+"""Seconds that a copy waits for an optimizer's step if its caller has no timeout."""
 
 _T = TypeVar("_T")
 
-# Copies up to this size run on the loop: a hop to a thread costs more than they do. The pages of
-# larger slots are taken in a thread, too.
+# Copies up to this size run on the loop: a hop to a thread costs more than they do. Larger slots
+# are allocated in a thread, too.
 _INLINE_NBYTES = 4 * 2**20
-_AHEAD_NBYTES = 2 * 2**20  # between two words of how far a copy is
-# How long a send waits for a slot that its readers are about to leave, before it takes another.
+# A copy that a link follows reports its progress after so many bytes.
+_AHEAD_NBYTES = 2 * 2**20
+# Seconds that a send waits for readers to leave a slot, before it takes another one.
 _LEAVING_SECONDS = 0.02
-_PAUSE_SECONDS = 0.0005  # between two looks
-_SMALL_NBYTES = 16 * 2**20  # of all slots together
+# Pause between two checks for a free slot.
+_PAUSE_SECONDS = 0.0005
+# All slots together count as small up to this size.
+_SMALL_NBYTES = 16 * 2**20
 
 
 How: TypeAlias = Literal["copy", "borrow", "copy ahead"]
 
 
 class Snapshot:
-    """One version of the weights, flat. Reference-counted by the sender's bookkeeping.
+    """One version of the weights in flat memory, reference-counted by the sender.
 
     Args:
-        layout: Where each tensor is in the payload.
-        memory: For the payload; a slot is in use from now on.
-        free: Called once, when nobody needs the memory any more.
-        values: What is not a tensor.
-        version: Which version.
+        layout: Place of each tensor in the payload.
+        memory: Memory for the payload; a slot is in use from now on.
+        free: Called once, when the memory is not needed any more.
+        values: Values of the update that are not tensors.
+        version: Version of the update.
 
     Attributes:
-        filling: Until the bytes are in the memory; ``None`` where they are.
-        live: The tensors where they are until then, and which must not change yet.
-        kept: Brings them from where a transport keeps them, if they are nowhere else.
-        checksums: Of the payload's first chunks, as far as links needed them.
-        memo: What transports made of the payload, for all links.
+        filling: Future that is done when the bytes are in the memory; ``None`` once they are.
+        live: The tensors in their own memory, which is read until then; they must not change yet.
+        kept: Brings the bytes back from a transport that keeps them, if they are nowhere else.
+        checksums: Checksums of the payload's first chunks, as far as links needed them.
+        memo: Results that transports derived from the payload, shared by all links.
         trace: The traceparent of the span of its send, if that has one.
     """
 
@@ -128,12 +132,13 @@ class Snapshot:
         memory.has_memory = memory.in_use = True
 
     def __del__(self) -> None:
-        if getattr(self, "_refs", 0) > 0:  # nobody could keep or release it: a handler raised
+        # A signal's handler raised before any code could keep or release the snapshot.
+        if getattr(self, "_refs", 0) > 0:
             self._refs = 1
             self.release()
 
     def views(self, start: int, stop: int) -> list[memoryview]:
-        """Some bytes of the payload, as pieces in order; none for none."""
+        """Return some bytes of the payload as pieces in order; an empty list for no bytes."""
         if self.live is not None:
             return self.live.views(start, stop)
         return [self.buffer.memoryview()[start:stop]] if stop > start else []
@@ -142,7 +147,7 @@ class Snapshot:
         """Wait until the bytes are in the memory.
 
         Raises:
-            LocalProtocolError: They could not be copied.
+            LocalProtocolError: The bytes could not be copied.
         """
         filling = self.filling
         if filling is not None:
@@ -151,7 +156,7 @@ class Snapshot:
                 raise LocalProtocolError(f"there is no copy of the weights: {error}") from error
 
     async def fetched(self) -> None:
-        """The same, also where only a transport has them by now."""
+        """Wait until the bytes are in the memory; bring them back if only a transport has them."""
         await self.filled()
         if self.kept is not None:
             at, target, pieces = 0, self.buffer.memoryview(), await self.kept()
@@ -163,11 +168,12 @@ class Snapshot:
     @property
     def names(self) -> Set[str]:
         """Every name that the update holds."""
-        tensors = self.layout.index.keys()  # a copy of thousands of names takes its time
+        # The index's own view of its keys: a copy of thousands of names takes long.
+        tensors = self.layout.index.keys()
         return tensors | self.values.keys() if self.values else tensors
 
     def holds_same(self, other: Snapshot) -> bool:
-        """Whether the other update holds the same names, of the same shapes."""
+        """Return True if the other update holds the same names, with the same shapes."""
         same = self.layout is other.layout or self.layout.digest == other.layout.digest
         return same and self.values.keys() == other.values.keys()
 
@@ -177,10 +183,10 @@ class Snapshot:
         return self
 
     def release(self) -> None:
-        """Drop a reference; the last one gives the memory back, if need be after a copy."""
+        """Drop a reference; the last one gives the memory back, after a copy that is under way."""
         self._refs -= 1
         if not self._refs:
-            # An exception that somebody keeps may keep this object: it must not keep the memory.
+            # A traceback that is kept may keep this object alive: the memory must not stay with it.
             free, self._free = self._free, _nothing
             self.buffer, self.slot, self.kept = _no_buffer, None, None
             self.memo.clear()
@@ -197,7 +203,7 @@ def _nothing() -> None:
 _no_buffer = FlatBuffer(0)
 
 
-# -- which of them are kept ------------------------------------------------------------------------
+# -- updates that are kept -------------------------------------------------------------------------
 
 
 Group: TypeAlias = "tuple[Snapshot, ...]"
@@ -205,15 +211,18 @@ Group: TypeAlias = "tuple[Snapshot, ...]"
 
 
 def lacking(newest: Group, older: Sequence[Snapshot]) -> list[Snapshot]:
-    """The older ones that hold something which nothing newer holds: never more than names.
+    """Return the older snapshots that hold a name which nothing newer holds.
+
+    There are never more of them than names.
 
     Args:
-        newest: What comes next.
-        older: Oldest first, as what is returned.
+        newest: The group that comes next.
+        older: Older snapshots, oldest first; the result has the same order.
     """
     needed, newer = list[Snapshot](), set[str]()
     for each in reversed(older):
-        if len(newest) == 1 and each.holds_same(newest[0]):  # mostly: to compare names is dear
+        # Updates mostly hold the same names, and comparing names is expensive.
+        if len(newest) == 1 and each.holds_same(newest[0]):
             continue
         newer = newer or _names_of(newest)
         if not each.names <= newer:
@@ -227,10 +236,10 @@ def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
 
 
 class Chain:
-    """Updates that come one after the other. Has a reference to each.
+    """Updates in the order in which they were sent. Holds a reference to each.
 
     Attributes:
-        groups: Oldest first.
+        groups: The updates, oldest first.
     """
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
@@ -240,23 +249,23 @@ class Chain:
 
     @property
     def version(self) -> int:
-        """Of the last one; 0 for none."""
+        """Version of the last update; 0 for none."""
         return self.groups[-1][-1].version if self.groups else 0
 
     def snapshots(self) -> list[Snapshot]:
-        """All of them, oldest first."""
+        """Return all snapshots, oldest first."""
         return [each for group in self.groups for each in group]
 
     def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
-        """Put a group at the end, and leave out what is not needed before it.
+        """Append a group, and drop the older snapshots that are not needed before it.
 
         Args:
-            group: What comes; takes over a reference to each.
-            needed: See :func:`lacking`.
-            parts: What was between an update that is left out and this group comes with it.
+            group: The next update; the chain takes over a reference to each snapshot.
+            needed: Older snapshots that stay, see :func:`lacking`.
+            parts: Merge the updates that stay after a dropped one into this group.
 
         Returns:
-            The versions of the groups that do not stay as they were.
+            The versions of the groups that were dropped or merged.
         """
         groups, late, lost, replaced = list[Group](), list[Snapshot](), list[Snapshot](), []
         for each in self.groups:
@@ -273,22 +282,22 @@ class Chain:
         return replaced
 
     def clear(self) -> None:
-        """Give everything back."""
+        """Release every snapshot."""
         snapshots, self.groups = self.snapshots(), []
         for each in snapshots:
             each.release()
 
 
 class History:
-    """Updates that together hold the newest of each name, for everybody and for some.
+    """Updates that together hold the newest of each name, for all workers and for single ones.
 
-    Nearly always that is one. Names that were never sent before are other weights, or a mistake
-    that no worker can take: they come along with older ones only where the sender says that it
-    sends parts. Keeps references to snapshots, and with that their memory.
+    Nearly always that is one update. Names that were never sent before are other weights, or a
+    mistake that no worker can take: older updates stay beside them only if the sender says that it
+    sends parts. Keeps references to snapshots, and thereby their memory.
 
     Args:
-        parts: Updates hold parts of the names, also when these are new.
-        num_workers: How many workers there can be; ``None`` for any number.
+        parts: Updates hold parts of the names, even if the names are new.
+        num_workers: Largest number of workers; ``None`` for any number.
 
     Attributes:
         parts: As given; may change.
@@ -298,28 +307,33 @@ class History:
         self.parts = parts
         self._num_workers = num_workers
         self._common = Chain()
-        self._own: dict[int, Chain] = {}  # of workers that got others than the rest
+        # Chains of workers that got other updates than the rest.
+        self._own: dict[int, Chain] = {}
 
     def add(self, key: int | None, snapshot: Snapshot) -> None:
-        """Register what was sent, newest last; takes over a reference.
+        """Register an update that was sent, newest last; take over a reference.
 
         Args:
-            key: To which worker; ``None`` for all that got no other one of the same version.
+            key: Index of the worker that got it; ``None`` for all workers that got no other update
+                of the same version.
             snapshot: The update.
         """
         common = self._common
         groups = common.groups
-        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:  # mostly
+        # The usual case first: one update, replaced by another one of the same names.
+        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:
             [(old,)] = groups
             if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
                 common.groups = [(snapshot,)]
-                old.release()  # last: a signal's handler may raise in between
+                # Release it last: a signal's handler may raise in between.
+                old.release()
                 return
         if key is None:
             for idx, own in list(self._own.items()):
                 if own.version < snapshot.version:
                     self._extend(own, snapshot.retain())
-                    if [*map(len, own.groups)] == [1]:  # as everybody has it
+                    # The chain holds only the update that all workers have.
+                    if [*map(len, own.groups)] == [1]:
                         self._own.pop(idx).clear()
             self._extend(common, snapshot)
             return
@@ -328,23 +342,24 @@ class History:
             self._own[key] = Chain(older)
         self._extend(self._own[key], snapshot)
         if len(self._own) == self._num_workers:
-            common.clear()  # nobody is left who would get it
+            # Every worker has a chain of its own, so no worker would get the common one.
+            common.clear()
 
     def for_worker(self, idx: int) -> Chain:
-        """What this worker gets when it joins, in the order in which it was sent."""
+        """Return the updates that this worker gets when it joins, in the order of the sends."""
         return self._own.get(idx, self._common)
 
     def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
-        """What somebody who gets a chain would get as well if ``snapshot`` came next."""
+        """Return the snapshots of a chain that would stay needed if ``snapshot`` came next."""
         known = self.parts or snapshot.names <= _names_of(chain.snapshots())
         return lacking((snapshot,), chain.snapshots()) if known else []
 
     def forget(self, idx: int) -> None:
-        """A worker that comes again under this index gets what the others get."""
+        """Drop a worker's own chain: the next worker of this index gets what the others get."""
         self._own.pop(idx, Chain()).clear()
 
     def clear(self) -> None:
-        """Give everything back."""
+        """Release every snapshot."""
         for chain in (self._common, *self._own.values()):
             chain.clear()
         self._own.clear()
@@ -353,29 +368,29 @@ class History:
         chain.add((snapshot,), self.needed_before(chain, snapshot), parts=self.parts)
 
 
-# -- how they are made -----------------------------------------------------------------------------
+# -- copies of the weights -------------------------------------------------------------------------
 
 
 class SnapshotCopier:
-    """Copies weights into snapshots, on the loop when small and on plain threads when big.
+    """Copier of weights into snapshots: small ones on the loop, large ones on plain threads.
 
-    In slots, beside those that are named to workers, or kept for workers that join, there are as
-    many as workers hold at most: one that computes for long keeps its slot, and nobody else waits
-    for it. Where all together are not small there is another one only when none has become free
-    for a moment: mostly there are two. Of its own memory it keeps at most two buffers that are
-    not in use.
+    Besides the slots that are named to workers, or kept for workers that join, there are at most as
+    many as workers hold: a worker that computes for long keeps its slot, and no other worker waits
+    for it. Unless all slots together are small, another one is made only after no slot has become
+    free for a moment: mostly there are two. Of the process's own memory, at most two buffers are
+    kept that are not in use.
 
     Args:
-        arena: Where the slots are; ``None`` for snapshots in memory of this process.
-        extract_as: What travels of a module.
-        wire_dtype: What floating-point tensors are cast to on the way; ``None`` for nothing.
-        limits: Bounds that the receivers are expected to have; ``None`` for the defaults.
+        arena: Owner of the slots; ``None`` for snapshots in memory of this process.
+        extract_as: The form in which a module's weights travel.
+        wire_dtype: Type that floating-point tensors are cast to on the way; ``None`` for no cast.
+        limits: Limits that the receivers are expected to have; ``None`` for the defaults.
 
     Attributes:
         arena: As given.
-        flatteners: Plan copies: by index those of workers that get weights of their own, and by -1
-            that of what everybody gets.
-        ring: Has workers look who compute with an older version.
+        flatteners: Planners of copies: by index those of workers that get weights of their own, and
+            by -1 the one for weights that all workers get.
+        ring: Rings the workers that compute with an older version.
     """
 
     def __init__(
@@ -392,8 +407,10 @@ class SnapshotCopier:
         self._idle: list[FlatBuffer] = []
         self._closed = False
         STEPS.watch()
-        self._growing: asyncio.Future[Slot] | None = None  # the arena, in a thread
-        self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")  # one copy after the other
+        # Allocation of a slot that runs in a thread.
+        self._growing: asyncio.Future[Slot] | None = None
+        # One thread, so that copies run one after the other.
+        self._executor = ThreadPoolExecutor(1, "aiosync-snapshot")
         self._pool = CopyPool()
         self._has_thread = False
 
@@ -412,7 +429,7 @@ class SnapshotCopier:
             self._idle.append(buffer)
 
     def _may_grow(self, arena: Arena, nbytes: int, *, at_once: bool) -> bool:
-        """Whether there may be another slot; ``at_once``: without waiting for one to be left."""
+        """Return True if another slot may be made; ``at_once``, without a wait for a free one."""
         if self._growing is not None:
             return False
         if arena.segment is None or arena.segment.slot_nbytes < nbytes:
@@ -420,12 +437,15 @@ class SnapshotCopier:
         large = nbytes * (arena.num_links + 2) > _SMALL_NBYTES
         if at_once and large and arena.num_slots > 1:
             return False
-        # Each worker may be in a read of another version, and on its way to the next.
-        left = sum(not slot.is_needed for slot in arena.segment.taken)  # readers may need them
+        # Each worker may be in a read of another version, and on its way to the next. Readers may
+        # also need slots that the sender does not.
+        left = sum(not slot.is_needed for slot in arena.segment.taken)
         return left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
 
     async def _acquire(self, prepared: Prepared) -> Snapshot:
-        """Memory; waits a moment for a slot that is about to become free. One call at a time.
+        """Get memory, and wait a moment for a slot that is about to become free.
+
+        One call at a time.
 
         Raises:
             ConfigError: Workers hold slots that they were not given.
@@ -434,7 +454,8 @@ class SnapshotCopier:
         if arena is None:
             return self._private(prepared)
         nbytes = prepared.layout.nbytes
-        if self._growing is not None:  # of a call that was cancelled
+        # A call that was cancelled left an allocation in the thread.
+        if self._growing is not None:
             await asyncio.wait({self._growing})
         until = time.monotonic() + _LEAVING_SECONDS
         while (slot := arena.take_slot(nbytes)) is None:
@@ -443,9 +464,10 @@ class SnapshotCopier:
                 if nbytes <= _INLINE_NBYTES:
                     slot = arena.grow(nbytes)
                     break
-                # Until it is here, nobody else makes one or takes one away.
+                # Until the slot is there, no other call makes one or gives one's memory back.
                 self._growing = self._start(functools.partial(arena.grow, nbytes))
-                self._growing.add_done_callback(self._grown)  # cut, its slot is what is made next
+                # If this call is cancelled, the next one that grows the arena gets the same slot.
+                self._growing.add_done_callback(self._grown)
                 slot = await asyncio.shield(self._growing)
                 break
             if arena.num_slots == MAX_SLOTS:
@@ -453,7 +475,8 @@ class SnapshotCopier:
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
             self.ring()
-            await asyncio.sleep(_PAUSE_SECONDS)  # the kernel tells nobody of a lock given back
+            # The kernel announces no lock that was given back, so this has to poll.
+            await asyncio.sleep(_PAUSE_SECONDS)
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     def _grown(self, _: object) -> None:
@@ -462,10 +485,10 @@ class SnapshotCopier:
     # -- copies --------------------------------------------------------------------------------
 
     def take_now(self, prepared: Prepared, timeout: float) -> Snapshot:
-        """Copy on this thread, into memory of this process where no slot is free.
+        """Copy on this thread, into memory of this process if no slot is free.
 
         Raises:
-            SendTimeout: An optimizer's step in another thread did not end.
+            SendTimeout: An optimizer's step in another thread did not end in time.
         """
         snapshot = self.take_free(prepared, timeout, always=True)
         if snapshot is None:
@@ -480,12 +503,14 @@ class SnapshotCopier:
         always: bool = False,
         may_wait: bool = False,
     ) -> Snapshot | None:
-        """Copy on this thread what is small, where memory for it is free; or ``always``.
+        """Copy small weights on this thread if memory for them is free; with ``always`` copy any.
 
-        Not what waits for an accelerator, unless the thread ``may_wait``.
+        Without ``always``, weights whose copy waits for an accelerator are copied only if the
+        thread ``may_wait``.
 
         Returns:
-            ``None`` also if an optimizer of another thread is in a step after ``timeout`` seconds.
+            The snapshot; ``None`` if nothing was copied, also because an optimizer of another
+            thread is still in a step after ``timeout`` seconds.
         """
         arena, slot = self.arena, None
         nbytes = prepared.layout.nbytes
@@ -511,7 +536,7 @@ class SnapshotCopier:
 
     @staticmethod
     def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:
-        """Copy on this thread, unless an optimizer's step is open in another one by then."""
+        """Copy on this thread; return False if a step of another thread's optimizer stays open."""
         try:
             STEPS.copies.add(snapshot)
             if STEPS.open and STEPS.wait(timeout) is None:
@@ -529,15 +554,15 @@ class SnapshotCopier:
         """Copy without holding the loop for long.
 
         Args:
-            prepared: What to copy.
-            how: ``"borrow"`` leaves the bytes of large tensors where they are, and ``"copy
-                ahead"`` returns while they are still being copied, in order: these must not change
-                until :meth:`settle` was awaited.
+            prepared: The weights to copy.
+            how: ``"borrow"`` leaves the bytes of large tensors where they are, and ``"copy ahead"``
+                returns while they are still being copied, in order. With both, the tensors must not
+                change until :meth:`settle` was awaited.
             timeout: Seconds to wait for an optimizer's step that is open in another thread.
 
         Raises:
-            SendTimeout: It did not end.
-            WeightsChanged: Somebody wrote to the weights meanwhile.
+            SendTimeout: The step did not end.
+            WeightsChanged: The weights were written to meanwhile.
 
         Cancellation: safe; the memory is kept until a copy on a thread has ended.
         """
@@ -557,7 +582,8 @@ class SnapshotCopier:
         try:
             if source is not None:
                 STEPS.copies.add(snapshot)
-                if STEPS.wait() is not False:  # who follows the copy would have to be told
+                # A step was open. Links that follow the copy would have to be told, so none does.
+                if STEPS.wait() is not False:
                     STEPS.end(snapshot)
                     source = None
             if not large and self._copy(prepared, snapshot):
@@ -573,14 +599,15 @@ class SnapshotCopier:
                 progress = snapshot.memo[COPYING] = Progress()
                 copy = functools.partial(_copy_in_order, source, snapshot, progress)
                 snapshot.filling = self._start(copy)
-        except BaseException:  # goes on to the caller of send()
+        except BaseException:
+            # The error goes on to the caller of send().
             STEPS.end(snapshot)
             snapshot.release()
             raise
         return snapshot
 
     async def settle(self, snapshot: Snapshot) -> None:
-        """Bring the bytes where they stay; the tensors may change afterwards.
+        """Bring the bytes to where they stay; the tensors may change afterwards.
 
         Cancellation: waits for the copy all the same, and is raised then.
         """
@@ -604,12 +631,15 @@ class SnapshotCopier:
                 filling.set_result(None)
             del snapshot.memo[STEADY]
         if cancelled is not None:
-            filling.exception()  # the cut is the news
+            # Retrieve the exception, so that asyncio does not log it: the cancellation is raised
+            # instead.
+            filling.exception()
             raise cancelled
         filling.result()
         snapshot.filling = None
         if (changed := snapshot.memo.pop(CHANGED, None)) is not None:
-            raise changed  # what is copied now is for who joins later
+            # The send fails; the copy made now is for workers that join later.
+            raise changed
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -617,16 +647,18 @@ class SnapshotCopier:
         if self._closed:
             raise TransportClosed("this scheme was closed")
         running = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        # Whoever waits for it raises it; when cut, the cut is the news.
+        # Retrieve the exception, which each waiting caller raises: a cancelled one does not.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._has_thread = True
         return running
 
     async def aclose(self) -> None:
-        """The same as :meth:`close`, without holding the loop until copies have ended."""
+        """Close like :meth:`close`, without holding the loop until copies have ended."""
         if self._has_thread:
-            last = self._start(_nothing)  # of this loop, unlike what may be under way
-            self._closed = True  # those that wait for an optimizer's step give up
+            # Calls under way may belong to another loop, this one does not.
+            last = self._start(_nothing)
+            # Copies that wait for an optimizer's step give up.
+            self._closed = True
             await outlast(last)
         self.close()
 
@@ -641,7 +673,7 @@ class SnapshotCopier:
 
 
 def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) -> None:
-    """Copy a payload from its start on, say how far it is, and let optimizers step."""
+    """Copy a payload from its start on, report the progress, and let optimizers step afterwards."""
     target, at = snapshot.buffer.memoryview(), 0
     try:
         while at < snapshot.nbytes:
@@ -649,7 +681,8 @@ def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) ->
                 copy_bytes(target[at : at + piece.nbytes], piece)
                 at += piece.nbytes
             progress.advance(at)
-    except BaseException as exc:  # send() raises it, and so does every link that waits
+    except BaseException as exc:
+        # send() raises the error, and so does every link that waits for the copy.
         progress.fail(exc)
         raise
     finally:

@@ -1,8 +1,8 @@
-"""Steps of this process's optimizers, and copies of weights that must not meet them.
+"""Coordination of optimizer steps in this process and copies of weights, which must not overlap.
 
 torch calls hooks around every step of every optimizer. A copy waits for the steps that are open on
-other threads, and a step that begins waits for the copies under way: neither for an event loop.
-Compiled steps run no hooks; the counts of writes that torch keeps tell of what they wrote.
+other threads, and a step that begins waits for the copies under way; neither waits for an event
+loop. Compiled steps run no hooks: torch's counts of writes show what they wrote.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ STILL_STEPPING = "an optimizer's step in another thread did not end within {:g} 
 
 _T = TypeVar("_T")
 
-_LOOK_SECONDS = 0.05  # between two looks whether a step raised, which no hook tells
+# Pause between two checks whether an open step raised, which no hook reports.
+_LOOK_SECONDS = 0.05
 _count_writes = attrgetter("_version")
-_PATIENCE_SECONDS = 60.0  # of a step; then it goes on, and the copy finds out
+# A step waits for copies at most this long. Then it goes on, and the copy notices the change.
+_PATIENCE_SECONDS = 60.0
 
 
 class _Steps:
-    """Who steps, and who copies.
+    """Optimizer steps and copies under way in this process.
 
-    Each notes itself before it looks for the other, so that one of the two sees the other one.
+    A step and a copy each register themselves before they look for the other, so that at least one
+    of the two sees the other.
 
     Attributes:
-        open: The frame of the step that a thread is in.
-        copies: Those that are made, or are about to be.
-        unsettled: For each copy that is not looked at yet, where what was stepped since is. Weak,
-            as the loop that should look may be closed.
-        num_waiting: How many steps wait for copies.
+        open: Frame of the step that a thread is in, by the thread's identifier.
+        copies: Copies that are under way, or are about to start.
+        unsettled: For each copy whose last check is still to come, a reference to the set that
+            collects the addresses of tensors stepped since the copy. Weak, as the loop that should
+            make the check may be closed.
+        num_waiting: Number of steps that wait for copies.
     """
 
     def __init__(self) -> None:
@@ -56,8 +60,9 @@ class _Steps:
         self.reset()
 
     def reset(self) -> None:
-        """In a forked child: no other thread is left."""
-        # Taken by itself: a signal's handler that raises inside of a condition's leaves it locked.
+        """Start without steps and copies, also in a forked child, where no other thread is left."""
+        # The code takes the lock by itself: an exception of a signal's handler inside the
+        # condition's methods would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.unsettled: list[weakref.ref[set[int]]] = []
@@ -66,9 +71,9 @@ class _Steps:
         self.num_waiting: int = 0
 
     def watch(self) -> None:
-        """Have torch tell of steps, for the rest of the process.
+        """Register torch's hooks around steps, for the rest of the process.
 
-        Hooks that are removed while a step goes through them would make it raise.
+        They are never removed: that would make a step raise that runs the hooks meanwhile.
         """
         with self._lock:
             if not self._watched:
@@ -80,7 +85,8 @@ class _Steps:
         if torch.compiler.is_dynamo_compiling():
             return
         with self._lock:
-            if self._is_open(threading.get_ident()):  # this one is a step's own
+            # A step within a step of this thread is a part of the outer one.
+            if self._is_open(threading.get_ident()):
                 return
             self.resume(sys._getframe(1))
             if self.unsettled:
@@ -97,18 +103,14 @@ class _Steps:
                 self.pause()
 
     def pause(self) -> FrameType | None:
-        """Say that this thread writes nothing; for a call that may wait for copies.
-
-        Returns:
-            The step that it is in, for :meth:`resume`, or ``None``.
-        """
+        """Leave the step of this thread, for a call that may wait for copies and writes nothing."""
         with self._lock:
             step = self.open.pop(threading.get_ident(), None)
             self._changed.notify_all()
         return step
 
     def resume(self, step: FrameType) -> None:
-        """Go on with a step, or begin it, once nobody copies."""
+        """Begin a step, or go on with it, once no copy is under way."""
         me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
         with self._lock:
             self.num_waiting += 1
@@ -124,26 +126,28 @@ class _Steps:
                 self.num_waiting -= 1
 
     def _is_open(self, thread: int) -> bool:
-        """Whether a thread still is in its step; one that raised is forgotten."""
+        """Return True if a thread is still in its step; forget a step that raised."""
         step = self.open.get(thread)
         if step is None:
             return False
         try:
-            step.clear()  # that only works once it has ended
+            # A frame can be cleared only once it has ended.
+            step.clear()
         except RuntimeError:
             return True
         del self.open[thread]
         return False
 
     def wait(self, timeout: float = 0.0, gave_up: Callable[[], bool] = bool) -> bool | None:
-        """Wait until no other thread is in a step, once a copy was noted.
+        """Wait until no other thread is in a step, after the copy was registered.
 
         Args:
-            timeout: Seconds.
-            gave_up: Ends the wait when it becomes true.
+            timeout: Seconds to wait at most.
+            gave_up: Ends the wait when it returns true.
 
         Returns:
-            Whether one was; ``None`` if one still is.
+            True if a step was open and has ended, False if none was open, ``None`` if one is still
+            open.
         """
         me, until, waited = threading.get_ident(), time.monotonic() + timeout, False
         with self._lock:
@@ -155,7 +159,7 @@ class _Steps:
         return waited
 
     def end(self, copy: object) -> None:
-        """A copy has ended. Idempotent."""
+        """Remove a copy that has ended, and wake the steps that wait for it. Idempotent."""
         self.copies.discard(copy)
         if self.num_waiting:
             with self._lock:
@@ -163,7 +167,7 @@ class _Steps:
 
 
 STEPS = _Steps()
-"""Of this process."""
+"""The steps and copies of this process."""
 
 os.register_at_fork(after_in_child=STEPS.reset)
 
@@ -176,20 +180,22 @@ def steadily(
     timeout: float,
     gave_up: Callable[[], bool],
 ) -> asyncio.Future[_T]:
-    """Have another thread copy tensors, which must not change from now on.
+    """Copy tensors in another thread; fail if parameters change from now on.
 
-    Buffers may, as a forward counts in them, and what an update of aiosync replaces as a whole.
+    Buffers may change, as a forward counts in them. So may tensors that an update of aiosync
+    replaces as a whole.
 
     Args:
-        start: Makes a call in another thread.
-        call: Copies.
-        prepared: What it copies.
-        timeout: Seconds that it waits for a step which is open now.
-        gave_up: Ends that wait.
+        start: Runs a call in another thread.
+        call: Makes the copy.
+        prepared: The weights that the call copies.
+        timeout: Seconds that the copy waits for an optimizer's step which is open now.
+        gave_up: Ends that wait when it returns true.
 
     Returns:
-        What the call returns, for the loop of the caller; or :class:`SendTimeout`, as the step did
-        not end, or :class:`WeightsChanged`.
+        A future of the caller's loop with the result of the call. It fails with
+        :class:`SendTimeout` if the step did not end, and with :class:`WeightsChanged` if the
+        weights changed.
     """
     layout, tensors = prepared.layout, prepared.tensors
     copy, calm = object(), False
@@ -230,13 +236,15 @@ def steadily(
             STEPS.end(copy)
 
     def settle(running: asyncio.Future[_T]) -> None:
-        # A write counts when it ends: on this thread none is under way now.
+        # torch counts a write when it ends, and no write of this thread is under way now.
         try:
             result = running.result()
             check()
-        except BaseException as exc:  # noqa: BLE001 - whoever waits raises it
+        except BaseException as exc:  # noqa: BLE001 - the caller that awaits the future raises it
             done.set_exception(exc)
-            done.exception()  # and if nobody does, it is no news
+            # Retrieve the exception, so that asyncio does not log it if no caller awaits the
+            # future.
+            done.exception()
         else:
             done.set_result(result)
 
@@ -245,7 +253,8 @@ def steadily(
         calm = STEPS.wait() is False
         before = _states(tensors)
         running = start(run)
-    except BaseException:  # goes on to the caller of send()
+    except BaseException:
+        # The error goes on to the caller of send().
         STEPS.end(copy)
         raise
     done: asyncio.Future[_T] = running.get_loop().create_future()
@@ -254,9 +263,10 @@ def steadily(
 
 
 def _states(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """How often each tensor was written to, as torch counts, and where it is."""
+    """Return how often each tensor was written to, as torch counts, and its address."""
     try:
         writes = list(map(_count_writes, tensors))
-    except RuntimeError:  # those of inference mode keep no count
+    except RuntimeError:
+        # Tensors of inference mode keep no count.
         writes = [0 if each.is_inference() else each._version for each in tensors]
     return writes, list(map(torch.Tensor.data_ptr, tensors))

@@ -1,12 +1,12 @@
-"""The sender's side of one link: what the worker has, what is on its way, and its two flows.
+"""The sender's side of one link: the worker's version, the updates on their way, and its two tasks.
 
 Links whose payloads travel in the stream get them in chunks with checksums; a transfer that was cut
 goes on where it stopped, over the next link.
 
-Writing happens at once where the link takes it and in a task where it does not; a second task
-reads the acknowledgements. That the worker has gone is noticed by ``transports.stream``, which
-``sender.workers`` has watch its process; of a plain Ray actor by ``transports.ray``; of a process
-that dies before it joins by ``sender.workers``.
+Updates are written at once if the link takes them, and in a task if not; a second task reads the
+acknowledgements. The end of a worker is noticed by ``transports.stream``, which ``sender.workers``
+has watch the worker's process; that of a plain Ray actor by ``transports.ray``; and that of a
+process that dies before it joins by ``sender.workers``.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ __all__ = ["Streaming", "WorkerLink"]
 _NOWAIT_NBYTES = 65536
 
 _Steps: TypeAlias = "Generator[tuple[Message, Sequence[memoryview]] | None]"
-"""What an update consists of on a link, with ``None`` where others may have a turn.
+"""Messages of an update on a link, with ``None`` where other tasks may have a turn.
 
-What is asked for next was sent. May be given up before any step, and begun again.
+Asking for the next one says that the last one was sent. The generator may be given up before any
+step, and made anew.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How payloads travel.
+    """Settings of links whose payloads travel in the stream.
 
     Attributes:
         chunk_nbytes: Bytes of a chunk, a multiple of 64.
@@ -79,7 +80,7 @@ class Streaming:
             dropped; ``None`` for never.
 
     Raises:
-        ConfigError: One of them is not what it has to be.
+        ConfigError: A value is not of its type, or out of range.
     """
 
     chunk_nbytes: int = 4 * 2**20
@@ -95,19 +96,19 @@ class WorkerLink:
 
     Args:
         idx: Index of the worker.
-        transport: The link; closed by the owner of this.
-        hello: What the worker said about itself.
-        registry: Told what becomes of versions, and when the link ends.
+        transport: The link; closed by the owner of this object.
+        hello: The worker's Hello.
+        registry: Told of the outcomes of versions, and of the end of the link.
 
     Attributes:
         idx: As given.
         transport: As given.
         hello: As given.
-        wanted: The least version that it asked for, until that is answered.
-        outbox: What is on its way, in the epoch of the sender now.
+        wanted: The least version that the worker asked for, until that is answered; else ``None``.
+        outbox: Updates on their way, in the sender's present epoch.
         since: Time of the handshake, on ``time.monotonic()``'s clock.
         sent_nbytes: Bytes of payloads that the link took.
-        skipped: How many versions were overtaken by a newer one.
+        skipped: Number of versions that a newer one overtook.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
     """
 
@@ -129,34 +130,40 @@ class WorkerLink:
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
         if channel is not None:
-            if str(hello.pid) not in channel.name:  # as over TCP
+            # The name may lack the process, as over TCP.
+            if str(hello.pid) not in channel.name:
                 channel.name = f"process {hello.pid} at {channel.name}"
-            channel.refuse_payloads()  # a worker has little to say
+            # A worker only sends small messages.
+            channel.refuse_payloads()
         transport.take_segments(False)
         if hello.slots:
             self.publisher = transport.publisher
-        # ``None`` where payloads go whole.
+        # ``None`` if payloads travel whole.
         self._streaming = registry.streaming if transport.slots is None else None
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
-        self._timer: asyncio.TimerHandle | None = None  # for the worker's answer
-        self._progress: tuple[int, int] | None = None  # as it was seen last
+        # Stall timer for the worker's answer, and the progress that it saw last.
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress: tuple[int, int] | None = None
         self.since: float = time.monotonic()
         self._registry = registry
-        self._word: Current | None = None  # to be said when the link is free
-        self._digest: bytes | None = None  # of the manifest that the worker has
-        self._answered = Notifier()  # to a manifest, or the link has ended
+        # A message that waits until the link is free.
+        self._word: Current | None = None
+        # Digest of the manifest that the worker has.
+        self._digest: bytes | None = None
+        # Notified when the worker answers a manifest, or when the link ends.
+        self._answered = Notifier()
         self._writing = False
 
     # -- what is known of the worker -----------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """How errors call the worker: its address, or its process."""
+        """Name of the worker in errors: its address, or its process."""
         return f"worker {self.idx}" if self._channel is None else self._channel.name
 
     @property
     def watched(self) -> list[int]:
-        """Descriptors that tell of what the worker says, and of its end, where it reads slots."""
+        """Descriptors that turn readable when a worker that reads slots sends a message or ends."""
         channel = self._channel
         if self.publisher is None or channel is None or channel.ended:
             return []
@@ -164,23 +171,23 @@ class WorkerLink:
 
     @property
     def applied(self) -> int:
-        """Newest version that the worker has taken, as far as it is known; 0 for none."""
+        """Newest version that the worker is known to have taken; 0 for none."""
         return max(self.outbox.applied, 0 if self.publisher is None else self.publisher.holds)
 
     @property
     def visible(self) -> int:
-        """Version that the worker uses from now on, or has; 0 for none."""
+        """Version that the worker has, or uses from its next read on; 0 for none."""
         return max(self.outbox.applied, self.outbox.named)
 
     @property
     def lag(self) -> int:
-        """How far it is behind what was sent to it, and is still on its way; in versions."""
+        """Number of versions that the worker is behind; 0 if no update is on its way to it."""
         behind = self.is_behind or not self.outbox.is_idle
         return self.outbox.newest - self.applied if behind else 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether the worker has not taken yet what it was named without a message."""
+        """True if the worker has not taken yet the version named to it in shared memory."""
         return self.publisher is not None and self.publisher.holds < self.outbox.named
 
     # -- updates by message --------------------------------------------------------------------
@@ -193,17 +200,18 @@ class WorkerLink:
         self._pump()
 
     def say(self, message: Current) -> None:
-        """Send a word between two updates; the newest says it all, however often a worker asks."""
+        """Send a message between two updates; it makes one that still waits obsolete."""
         self._word = message
         self._pump()
 
     def _pump(self) -> None:
-        """Write what may go now: at once where the link takes it, else in the background."""
+        """Write the next message or update: at once if the link takes it, else in a task."""
         while not (self._writing or self.outbox.error):
             group = () if self._word is not None else self.outbox.take()
             if group is None:
                 return
-            epoch = self.outbox.epoch  # another sender may take over before the task begins
+            # Another sender may take over before the task begins.
+            epoch = self.outbox.epoch
             try:
                 if len(group) != 1 or not self._write_now(group[0]):
                     self._writing = True
@@ -211,7 +219,8 @@ class WorkerLink:
                     self._registry.tasks.start(writing, f"aiosync send to worker {self.idx}")
                 return
             except AiosyncError as exc:
-                self._failed(group, exc, epoch)  # what waited for it is next
+                # An update that waited for this one is next.
+                self._failed(group, exc, epoch)
             finally:
                 for each in group:
                     each.release()
@@ -229,7 +238,7 @@ class WorkerLink:
         return True
 
     async def _write(self, group: Group, epoch: int) -> None:
-        """Write a word that waits, and updates, to which this has a reference."""
+        """Write a message that waits, and updates, whose references this call releases."""
         try:
             while self._word is not None:
                 word, self._word = self._word, None
@@ -274,7 +283,8 @@ class WorkerLink:
     def _steps(self, snapshot: Snapshot, epoch: int) -> _Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
         if self._streaming is not None and self._timer is None:
-            self._look()  # the worker owes an answer; the manifest may be stuck, too
+            # The worker owes an answer from now on. The link may take no byte even of the manifest.
+            self._look()
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
@@ -294,24 +304,27 @@ class WorkerLink:
             self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
     def _chunks(self, snapshot: Snapshot, epoch: int, size: int) -> _Steps:
-        """The chunks of an update, from where the worker's part of it ends."""
+        """Yield the chunks of an update, from the end of the part that the worker has."""
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
         count, first = max(1, -(-nbytes // size)), 0
         *of, has = self._partial
         self._partial = (None, None, 0)
         fits = has == nbytes or (0 < has < nbytes and has % size == 0)
         if of == [epoch, snapshot.version] and fits:
-            first = min(has // size, count - 1)  # the values are with the last one
+            # The last chunk is always sent: it has the values.
+            first = min(has // size, count - 1)
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
             views = snapshot.views(start, stop)
-            if index == len(sums):  # computed once for all workers
+            # A checksum is computed once for all workers.
+            if index == len(sums):
                 running = RunningChecksum()
                 for view in views:
                     running.update(view)
                 sums.append(running.digest())
             if index < first:
-                yield None  # looking at much memory must not hold the loop
+                # Reading much memory must not hold the loop.
+                yield None
                 continue
             is_last = index == count - 1
             yield (
@@ -331,9 +344,9 @@ class WorkerLink:
             self._registry.counts["wire_nbytes"] += stop - start
 
     def _look(self) -> None:
-        """Drop a worker that has to answer, and of which nothing came or went since the last look.
+        """Drop a worker that owes an answer if no byte came or went since the last check.
 
-        The timer is left to run when the answer comes: making one is as dear as a small send.
+        The timer goes on when the answer comes: making one costs as much as a small send.
         """
         assert self._streaming is not None
         owed, timeout, channel = (
@@ -360,20 +373,22 @@ class WorkerLink:
     def _failed(self, group: Group, error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
-        elif group and epoch == self.outbox.epoch:  # it cannot be said, and the link is as it was
+        elif group and epoch == self.outbox.epoch:
+            # The update cannot be sent, and the link works as before.
             outcomes = self.outbox.give_up(group[-1].version, without_frames(error))
             self._registry.on_outcomes(self, outcomes)
 
-    # -- what the worker sees without being told -----------------------------------------------
+    # -- updates named in shared memory --------------------------------------------------------
 
     def looks_for(self, digest: bytes, slot: Slot | None = None) -> bool:
-        """Whether the worker takes updates of this manifest, once named, before it computes again.
+        """Return True if naming an update of this manifest is enough for the worker to take it.
 
-        Not while others are on their way to it: their answers come in order.
+        The worker then takes the update before it computes again. Not while other updates are on
+        their way to it, as their answers come in order.
 
         Args:
-            digest: Of the manifest.
-            slot: It has to be able to read from it, too.
+            digest: Digest of the manifest.
+            slot: A slot that the worker has to be able to read, too.
         """
         publisher = self.publisher
         return (
@@ -381,16 +396,17 @@ class WorkerLink:
             and publisher.promised == digest
             and (slot is None or slot.segment.segment_id in publisher.announced)
             and not (self._writing or self.outbox.error)
-            and not (self._channel and self._channel.ended)  # which the loop is about to see
+            # The link may have ended without the loop's notice yet.
+            and not (self._channel and self._channel.ended)
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
     def see(self, snapshot: Snapshot, looks: bool) -> bool:
-        """Name an update to the worker if that is enough, and count it as applied: whether.
+        """Name an update to the worker if that is enough. Return True if it counts as applied.
 
         Args:
             snapshot: The update.
-            looks: It is known that naming it is enough.
+            looks: Naming the update is known to be enough.
         """
         publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
@@ -407,16 +423,16 @@ class WorkerLink:
         return True
 
     def ring(self) -> None:
-        """Have the worker look now. What the link does not take is not said."""
+        """Tell the worker to look for an update now. The message is dropped if the link is full."""
         try:
             self.transport.send_nowait(Take(self.outbox.epoch, 0))
         except AiosyncError as exc:
             self.lose(exc)
 
-    # -- what the worker says, and the end -----------------------------------------------------
+    # -- messages of the worker, and the end of the link ---------------------------------------
 
     async def read(self) -> None:
-        """Read acknowledgements, until the link ends."""
+        """Read the worker's messages until the link ends."""
         try:
             self.transport.subscribe(self._on_message)
             while True:
@@ -428,7 +444,8 @@ class WorkerLink:
         message = received.message
         if isinstance(message, Ack):
             outcomes = self.outbox.on_ack(message)
-            self._registry.on_outcomes(self, outcomes)  # some wait for no more than that it arrived
+            # RECEIVED has no outcomes, but some calls wait for no more than that.
+            self._registry.on_outcomes(self, outcomes)
             if self.outbox.queue.groups:
                 self._pump()
         elif isinstance(message, Fetch):
@@ -437,7 +454,9 @@ class WorkerLink:
         elif isinstance(message, Promise):
             if self.publisher is not None:
                 self.publisher.promised = message.digest or None
-                if not message.digest:  # one that this does not reach looks on, in vain
+                # Confirm the withdrawal: a worker that this does not reach goes on looking, in
+                # vain.
+                if not message.digest:
                     self.transport.send_nowait(message)
                 self._answered.notify()
         elif isinstance(message, Leave):
@@ -451,20 +470,22 @@ class WorkerLink:
             )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Another sender takes over: versions start again. The link stays."""
+        """Start the epoch of another sender, in which versions start anew. The link stays."""
         if self.outbox.queue.groups and not self.hello.subscribe:
-            self.wanted = self.wanted or 1  # the rest of what it asked for never comes
+            # The rest of the updates that the worker asked for never comes: answer it anew.
+            self.wanted = self.wanted or 1
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.outbox = Outbox(epoch, self.idx)
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
-        """The link is gone: everything on its way fails with ``error``."""
+        """End the link: everything on its way fails with ``error``."""
         if self.outbox.error is not None:
             return
         if is_no_room(error.__cause__):
             text = f"the trainer's process has no descriptor or memory left: {error}"
-            with contextlib.suppress(AiosyncError):  # it may have gone as well
+            # The worker may have gone as well.
+            with contextlib.suppress(AiosyncError):
                 self.transport.send_nowait(Refuse(ConnectError.__name__, text))
         outcomes = self.outbox.close(without_frames(error))
         if self._timer is not None:
@@ -475,10 +496,10 @@ class WorkerLink:
 
 
 async def _together(group: Group, limits: Limits) -> Snapshot:
-    """One update that holds the newest of each name, in memory of its own.
+    """Return one update that holds the newest of each name, in memory of its own.
 
     Raises:
-        LocalProtocolError: Together they are beyond the limits.
+        LocalProtocolError: Together the updates exceed the limits.
     """
     for each in group:
         await each.fetched()

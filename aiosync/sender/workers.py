@@ -1,4 +1,4 @@
-"""The workers of a sender: who is there, who is not and why, and what a late joiner gets.
+"""Registry of a sender's workers: connected and lost ones, and the updates for late joiners.
 
 Must not import the receiver, nor know what a send is.
 """
@@ -43,28 +43,32 @@ from aiosync.wire import Current, Hello, Leave
 
 __all__ = ["WorkerRecord", "WorkerRegistry", "watch_process"]
 
-_REMEMBERED = 64  # workers that went and did not come again
-_REPLACED_SECONDS = 0.5  # in which a supervisor replaces a process that ended
-# Tells that the peer will write no more even while bytes of it are unread. Linux only.
+# Most records kept of workers that went and did not come back.
+_REMEMBERED = 64
+# Seconds in which a supervisor replaces a process that ended.
+_REPLACED_SECONDS = 0.5
+# Event that the peer will write no more, even while bytes of it are unread. Linux only.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 _ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """What a sender knows of the worker with one index.
+    """The sender's record of the worker with one index.
 
     Attributes:
-        pid: The process that the index was given to, as it said.
-        session: Of the receiver that the index was given to.
-        joined: The process of the one that joined last.
-        subscribes: Whether it gets every update, so that sends miss it.
-        error: Why it is not there; or why it refused, or did not get, its newest such version.
-        version: Which version that was; 0 for none.
-        had: The version that it had when its last link ended; 0 for none.
-        reported: Whether some call of the user has said so, or will.
-        listed: Whether the report of a send to others has: that is enough to forget it.
-        where: What an error says while a worker that has to be dialled is not there.
+        pid: The process that the index was given to, as its Hello said.
+        session: Session of the receiver that the index was given to.
+        joined: Process of the worker that joined last.
+        subscribes: True if the worker gets every update, so that sends miss it when it is gone.
+        error: The reason why the worker is not connected; or why it refused, or did not get,
+            ``version``.
+        version: Newest version that it refused or did not get; 0 for none.
+        had: The version that the worker had when its last link ended; 0 for none.
+        reported: True if a call of the user has reported the error, or will.
+        listed: True if the report of a send to others lists the error: that is enough to forget the
+            record.
+        where: Text for errors while a worker that has to be dialled is not connected.
     """
 
     pid: int = 0
@@ -80,56 +84,58 @@ class WorkerRecord:
 
     @property
     def has_left(self) -> bool:
-        """Whether it was closed, and did not come again."""
+        """True if the worker was closed and did not come back."""
         return isinstance(self.error, WorkerLeft)
 
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
-        """Note why it is not there, or lacks a version."""
+        """Note why the worker is not connected, or lacks a version."""
         self.error, self.version, self.reported = error, version, reported
         self.listed = False
 
     def recover(self) -> None:
-        """It is there, or has something newer."""
+        """Clear the error: the worker is connected, or has a newer version."""
         self.error, self.version, self.reported = None, 0, True
 
 
 class WorkerRegistry:
-    """Admits links, notices their end, and keeps the newest weights for those that join later.
+    """Admits links, notices their end, and keeps the newest weights for workers that join later.
 
     Args:
-        model_id: Which model.
+        model_id: Name of the model.
         strategy: Name of the strategy, compared in the handshake.
-        num_workers: How many workers are expected; ``None`` for any number.
-        expected: Indices of those that are waited for.
-        on_outcome: Told what became of a version at a worker; says whether a send counts it.
-            ``None`` where nobody waits for workers, and nothing is to be reported.
-        on_crash: Told when a background task ends with an exception.
+        num_workers: Number of expected workers; ``None`` for any number.
+        expected: Indices of the workers that ``connect()`` waits for.
+        on_outcome: Called with a worker's index and the outcome of a version there; returns True if
+            a send counts it. ``None`` if no call waits for workers, and nothing is to be reported.
+        on_crash: Called when a background task ends with an exception.
         parts: Updates hold parts of the names.
-        streaming: How payloads travel over links that may damage or lose them.
+        streaming: Settings of links whose payloads may be damaged or lost on the way.
 
     Attributes:
-        epoch: Of the versions.
-        version: The one that was drawn last; 0 before any.
-        closed: By its owner.
-        crash: What a background task ended with, and its traceback; ``None`` for nothing.
-        records: What is known of each worker, by index.
-        links: Those of the workers that are connected, by index, in its order; replaced, never
-            changed, so that any thread may go through them.
-        readers: What tells whether those that read slots said something; made by who asks, and
-            ``None`` once a worker came or went.
-        is_joining: Workers are expected that have not come yet.
-        replaced: Why workers died of which no report has said so, and whose index has a new holder.
+        epoch: Epoch of the versions.
+        version: The version that was drawn last; 0 before any.
+        closed: True once the owner has closed the registry.
+        crash: The exception that a background task ended with, and its traceback; ``None`` for
+            none.
+        records: Records of workers, by index.
+        links: Links of the workers that are connected, by index, in its order; replaced, never
+            changed, so that any thread may iterate over them.
+        readers: Poll object that shows whether workers that read slots sent a message or ended;
+            made by the caller that needs it, and ``None`` once a worker came or went.
+        is_joining: True while expected workers may not have come yet.
+        replaced: Errors of workers that died unreported and whose index has a new holder, by index.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
-        refusals: Why the last ones were not let in.
-        initial: Of whom the initial weights are still being copied; ``None`` for everybody.
-        history: What workers get that join later.
-        changed: Wakes those who wait for anything of this.
+        refusals: The reasons of the last refusals.
+        initial: Indices of the workers whose initial weights are still being copied; ``None`` for
+            all.
+        history: Updates for workers that join later.
+        changed: Wakes the calls that wait for any change here.
         on_empty: Called when the last worker's link was lost.
-        on_forget: Called with the index of a worker of which nothing is known any more.
-        counts: For :class:`SyncStats`: bytes of payloads that links took, and how often a worker
-            skipped or refused a version, or came again.
-        note: What a worker is told while there is nothing to send.
-        strangers: Says who was refused before there was a link.
+        on_forget: Called with the index of a worker whose record was dropped.
+        counts: Counts for :class:`SyncStats`: bytes of payloads that links took, and how often a
+            worker skipped or refused a version, or came back.
+        note: Returns the text that a worker is sent while there is no update for it.
+        strangers: Returns the refusals of peers before there was a link.
     """
 
     def __init__(
@@ -158,9 +164,11 @@ class WorkerRegistry:
         self.records: dict[int, WorkerRecord] = {}
         self.links: dict[int, WorkerLink] = {}
         self.readers: select.poll | None = None
-        self._ends: select.poll | None = None  # like readers
+        # Like readers, but for the ends of all workers.
+        self._ends: select.poll | None = None
         self.is_joining: bool = bool(expected)
-        self._causes: dict[int, AiosyncError] = {}  # by process id
+        # The first error of each worker, by process id.
+        self._causes: dict[int, AiosyncError] = {}
         self.replaced: dict[int, AiosyncError] = {}
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
@@ -176,23 +184,23 @@ class WorkerRegistry:
         self.strangers: Callable[[], list[str]] = list
         self.tasks: TaskOwner = TaskOwner(self.crashed)
 
-    # -- who is there --------------------------------------------------------------------------
+    # -- records and links ---------------------------------------------------------------------
 
     def record(self, idx: int) -> WorkerRecord:
-        """What is known of a worker, made when there is nothing yet."""
+        """Return the record of a worker, made if there is none yet."""
         return self.records.setdefault(idx, WorkerRecord())
 
     @property
     def subscribers(self) -> list[WorkerLink]:
-        """The connected workers that get every update, and not only what they ask for."""
+        """Links of the workers that get every update, not only the versions that they ask for."""
         return [link for link in self.links.values() if link.hello.subscribe]
 
     def stats(self, newest: int, age: Callable[[int], float]) -> tuple[WorkerStats, ...]:
-        """How each worker does. On any thread.
+        """Return the state of each worker. May be called on any thread.
 
         Args:
             newest: The newest version.
-            age: How many seconds ago a version was sent.
+            age: Returns how many seconds ago a version was sent.
         """
         coming = () if self.closed else (*self.expected, *self.arriving.copy().values())
         found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
@@ -203,28 +211,31 @@ class WorkerRegistry:
                 version = link.applied
                 state = "joining" if not version else "lagging" if newest - version > 1 else "ready"
             elif error is None:
-                continue  # it comes again, or everything is closed
+                # The worker comes back, or everything is closed.
+                continue
             lag = max(0, newest - version)
             found[idx] = WorkerStats(idx, record.pid, version, lag, state, age(version))
         return tuple(each for _, each in sorted(found.items()))
 
     def check(self) -> None:
-        """Raise what ended the sender, if anything did."""
+        """Raise the error that ended the sender, if it has ended."""
         if self.crash is not None:
             error, traceback = self.crash
-            raise error.with_traceback(traceback)  # which would grow at each raise
+            # Restore the traceback, which would grow at each raise.
+            raise error.with_traceback(traceback)
         if self.closed:
             raise TransportClosed("this scheme was closed")
 
     def crashed(self, error: BaseException) -> None:
-        """A background task met a bug: nothing it was to do will happen, so every call says so."""
+        """End the sender after a bug in a background task, whose work will never be done."""
         self.crash = error, error.__traceback__
         self._on_crash(error)
-        if isinstance(error, TransportClosed):  # cancelled by others: nobody reads the links
+        # Other code cancelled a task, so that no task may be left to read the links.
+        if isinstance(error, TransportClosed):
             self._end_links(error)
         self.changed.notify()
 
-    # -- who comes -----------------------------------------------------------------------------
+    # -- joining -------------------------------------------------------------------------------
 
     def welcome(
         self,
@@ -238,8 +249,8 @@ class WorkerRegistry:
 
         Args:
             transport: The link.
-            worker_idx: Whose link it is.
-            hello: What was read from it already.
+            worker_idx: Index of the worker, if the link belongs to one.
+            hello: The worker's Hello, if it was read already.
             given: There will be no other link to that worker.
         """
         if self.crash is not None:
@@ -268,34 +279,41 @@ class WorkerRegistry:
                 note=self.note,
             )
         except AiosyncError as exc:
-            # The worker was told why; connect() repeats it if it waits for that worker in vain.
+            # The worker was told the reason; connect() repeats it if it waits for the worker in
+            # vain.
             self.arriving.pop(transport, None)
             self.not_let_in(str(exc))
             if expected_idx is not None and (given or is_final(exc)):
-                self.not_reached(expected_idx, exc)  # for good
+                # No other link will reach this worker.
+                self.not_reached(expected_idx, exc)
             elif expected_idx is not None:
                 record = self.record(expected_idx)
                 is_lost = record.error is not None and not record.has_left
                 if is_lost and expected_idx not in self.links and record.subscribes:
-                    record.error = exc  # send() says why it does not come back
+                    # With this error, send() says why the worker does not come back.
+                    record.error = exc
             await transport.aclose()
             self.changed.notify()
             return
-        except BaseException:  # cancelled, or a bug that crashed() is told
+        except BaseException:
+            # The task was cancelled, or has met a bug that crashed() is told.
             self.arriving.pop(transport, None)
             transport.abort()
             raise
-        if self.arriving.pop(transport, None) is not None:  # else its index was given to the next
+        # A link that is gone from the dictionary has lost its index to the next one.
+        if self.arriving.pop(transport, None) is not None:
             self._join(transport, idx, hello)
 
     def _join(self, transport: Transport, idx: int, hello: Hello) -> None:
         record, old = self.record(idx), self.links.get(idx)
         newest = max(self.version, self.history.for_worker(idx).version)
         if hello.epoch == self.epoch and (hello.version or 0) > newest:
-            # Nobody can have it: not to be believed, or send() would find it newer than its own.
+            # No worker can have that version. If it were believed, send() would find it newer than
+            # its own.
             hello = dataclasses.replace(hello, epoch=None, version=None)
         gone, is_untold = record.error, not (record.reported or record.has_left)
-        if old is not None:  # it has ended, though the loop has not noticed
+        # The old link has ended, though the loop has not noticed.
+        if old is not None:
             gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
         if gone is not None and is_untold and record.joined != hello.pid:
             self.replaced[idx] = gone
@@ -314,7 +332,7 @@ class WorkerRegistry:
         self.changed.notify()
 
     def _indices(self) -> Iterable[int]:
-        """Indices in the order in which they are given to workers that ask for none."""
+        """Return the indices in the order in which workers that ask for none get them."""
         if self.num_workers is None:
             return itertools.count()
         indices = range(self.num_workers)
@@ -324,9 +342,9 @@ class WorkerRegistry:
         return sorted(indices, key=lambda idx: self.record(idx).pid != 0)
 
     def _holder(self, idx: int, hello: Hello) -> int | None:
-        """The process that has an index and is alive, its link too; ``None`` if it is free.
+        """Return the process that has an index, if it is alive and its link is up; else ``None``.
 
-        It is free, too, for the very receiver that has it: its old link broke in the middle.
+        The index is also free for the very receiver that has it, whose old link has broken.
         """
         record = self.records.get(idx)
         if record is None or (hello.session is not None and record.session == hello.session):
@@ -338,7 +356,8 @@ class WorkerRegistry:
 
     def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
         for link in [link for link, taken in self.arriving.items() if taken == idx]:
-            del self.arriving[link]  # it ended during its handshake
+            # This link has ended during its handshake.
+            del self.arriving[link]
             link.abort()
         self.arriving[transport] = idx
         record = self.record(idx)
@@ -349,14 +368,14 @@ class WorkerRegistry:
         return self.history.for_worker(idx).version
 
     def not_let_in(self, error: OSError | str) -> None:
-        """Somebody came, but there is no link; connect() says so if it waits in vain."""
+        """Note the refusal of a worker, which connect() reports if it waits in vain."""
         text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
         if text not in self.refusals:
             self._log("refused", text)
         self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
-        """A worker that cannot come by itself cannot be reached any more."""
+        """Note that a worker which cannot dial cannot be reached any more."""
         if idx not in self.links:
             record = self.record(idx)
             record.subscribes = True
@@ -368,12 +387,12 @@ class WorkerRegistry:
     ) -> None:
         log(logging.INFO, phase, text, model=self.model_id, worker=worker, version=version)
 
-    # -- who a send is for ---------------------------------------------------------------------
+    # -- targets of a send ---------------------------------------------------------------------
 
     def address(
         self, planned: Collection[int | None], worker_ids: set[int] | None
     ) -> tuple[set[int], dict[int, AiosyncError]]:
-        """The workers that a send addresses; and those that it has to do without, and why."""
+        """Return the workers that a send addresses, and the lost ones that it has to do without."""
         known, targets, lost = set(), set(), dict(self.replaced)
         for idx, record in self.records.items():
             link, error = self.links.get(idx), record.error
@@ -395,23 +414,25 @@ class WorkerRegistry:
             raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
         return targets, lost
 
-    # -- what they get -------------------------------------------------------------------------
+    # -- updates for a worker ------------------------------------------------------------------
 
     def _offer_history(self, link: WorkerLink) -> None:
         chain = self.history.for_worker(link.idx)
         missing = [group for group in chain.groups if group[-1].version > link.outbox.newest]
-        if missing and not link.hello.subscribe:  # who asks gets one answer
+        # A worker that asks gets one answer.
+        if missing and not link.hello.subscribe:
             missing = [tuple(each for group in missing for each in group)]
         for group in missing:
             link.offer(*group)
 
     def answer(self, link: WorkerLink) -> None:
-        """Give a worker what it asked for, if that is here: the newest version, or a word."""
+        """Answer a worker's request if its version is here: with updates, or with a message."""
         if link.wanted is None:
             return
         version = self.history.for_worker(link.idx).version
         if version < link.wanted:
-            return  # a later send answers
+            # A later send answers.
+            return
         link.wanted = None
         if not version or link.outbox.newest >= version:
             link.say(Current(self.epoch, version))
@@ -419,7 +440,7 @@ class WorkerRegistry:
             self._offer_history(link)
 
     def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
-        """What became of versions at a worker."""
+        """Register the outcomes of versions at a worker."""
         record = self.records.get(link.idx)
         for outcome in outcomes:
             error, by = outcome.error, outcome.by
@@ -428,7 +449,8 @@ class WorkerRegistry:
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if isinstance(error, ApplyError):
                 self.counts["refused"] += 1
-                first = str(error).partition("\n")[0]  # who says more fills no log
+                # Only the first line: a worker that sends long texts must not fill the log.
+                first = str(error).partition("\n")[0]
                 self._log("refused", first, link.idx, outcome.version)
                 self._keep_cause(link, error)
             if record is None or isinstance(error, WorkerLeft):
@@ -436,21 +458,22 @@ class WorkerRegistry:
             if error is not None and self.links.get(link.idx) is link:
                 record.fail(error, outcome.version, reported=counted)
             elif error is not None and link.idx not in self.links:
-                record.version = outcome.version  # it went with this on its way
+                # The worker went while this version was on its way.
+                record.version = outcome.version
             elif record.error is not None and error is None and by is None:
                 if outcome.version > record.version:
                     record.recover()
         self.changed.notify()
 
     def _keep_cause(self, link: WorkerLink, error: AiosyncError) -> None:
-        """Keep why a process failed first, as another one may get its index."""
+        """Keep the first error of a process, as another process may get its index."""
         if self.is_joining:
             self._causes.setdefault(link.hello.pid, error)
 
-    # -- who goes ------------------------------------------------------------------------------
+    # -- leaving -------------------------------------------------------------------------------
 
     def has_ended(self) -> bool:
-        """Whether the kernel shows the end of some worker, of which the loop does not know yet."""
+        """Return True if the kernel shows the end of a worker that the loop has not noticed yet."""
         if self._ends is None:
             self._ends = select.poll()
             for channel in [link.transport.channel for link in self.links.values()]:
@@ -461,7 +484,7 @@ class WorkerRegistry:
         return bool(self._ends.poll(0))
 
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
-        """A worker's link has ended."""
+        """Remove a link that has ended, and record why."""
         self.readers = self._ends = None
         self._keep_cause(link, error)
         if self.links.get(link.idx) is link:
@@ -471,12 +494,13 @@ class WorkerRegistry:
             if not self.closed:
                 phase = "left" if isinstance(error, WorkerLeft) else "lost"
                 self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
-                # No send misses one that only asks; connect() may. What it refused before it went
-                # is still to be told.
+                # A refusal before the end is still to be reported, so it stays the error. No send
+                # misses a worker that only asks for versions; connect() may.
                 if record.reported:
                     told = not link.hello.subscribe or self._on_outcome is None
                     record.fail(error, reported=told)
-                self.records[link.idx] = self.records.pop(link.idx)  # the last one to go
+                # Move the record to the end, as the last worker that went.
+                self.records[link.idx] = self.records.pop(link.idx)
                 self._forget()
         link.transport.abort()
         self.changed.notify()
@@ -484,7 +508,7 @@ class WorkerRegistry:
             self.on_empty()
 
     def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
-        """A report lists these workers as lost."""
+        """Note that a report lists these workers as lost."""
         self.replaced = {}
         for idx in lost:
             self.record(idx).listed = True
@@ -492,7 +516,7 @@ class WorkerRegistry:
             self._forget()
 
     def _forget(self) -> None:
-        """Remember only the last workers that went: others may come under new indices for ever."""
+        """Drop all but the last records of workers that went, as new indices may come for ever."""
         kept = {*self.expected, *self.arriving.values()}
         gone = [
             idx
@@ -508,7 +532,7 @@ class WorkerRegistry:
             self.on_forget(idx)
 
     def end(self) -> None:
-        """Close every link; what is on its way fails with ``TransportClosed``."""
+        """Close every link; updates on their way fail with ``TransportClosed``."""
         self.closed = True
         self._end_links(TransportClosed("this scheme was closed"))
         self.history.clear()
@@ -516,16 +540,18 @@ class WorkerRegistry:
 
     def _end_links(self, error: AiosyncError) -> None:
         for link in self.links.values():
-            with contextlib.suppress(AiosyncError):  # of a link that is writing, or has ended
+            # The link may be writing, or may have ended.
+            with contextlib.suppress(AiosyncError):
                 link.transport.send_nowait(Leave())
             link.lose(error)
-        for transport in self.arriving:  # a task that never ran cannot close its link
+        # A handshake task that never ran cannot close its link.
+        for transport in self.arriving:
             transport.abort()
 
-    # -- waiting for those expected ------------------------------------------------------------
+    # -- waiting for the expected workers ------------------------------------------------------
 
     def may_come(self, error: BaseException) -> bool:
-        """Return True if others are linked, or may still come, after ``connect()`` raised this."""
+        """Return True if others are linked or may still come after ``connect()`` raised this."""
         if not isinstance(error, ConnectTimeout | PartialSyncError):
             return False
         failed = getattr(error, "failed", self.expected)
@@ -536,12 +562,12 @@ class WorkerRegistry:
     ) -> None:
         """Wait until every expected worker has applied ``version``, or has failed.
 
-        It ends as soon as so many processes have ended that ``require`` cannot be met.
+        The wait ends as soon as so many processes have ended that ``require`` cannot be met.
 
         Raises:
             ConnectTimeout: Some expected worker did not come in time.
             PartialSyncError: A worker came, but could not apply the weights or died.
-            ConfigError: What was given as a process is none.
+            ConfigError: An element of ``processes`` is no process.
         """
         watch = ProcessWatch(processes, self.changed.notify)
         tolerated = len(self.expected) - Send(version, {*self.expected}, require).needed
@@ -575,7 +601,7 @@ class WorkerRegistry:
             raise PartialSyncError(acked=joined, failed=failed, version=version)
 
     def _look(self, version: int) -> tuple[dict[int, AiosyncError], list[int], list[int]]:
-        """Of those expected: why some failed, who is not there, and who lacks ``version``."""
+        """Return the expected workers that failed, that are absent, and that lack ``version``."""
         failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
         for idx in self.expected:
             record = self.record(idx)
@@ -596,7 +622,7 @@ class WorkerRegistry:
         """Add the workers that will not come, as too few processes are left to become them.
 
         Returns:
-            How many of those expected cannot come.
+            The number of expected workers that cannot come.
         """
         records, processes = self.records, watch.processes()
         missing = [
@@ -612,7 +638,7 @@ class WorkerRegistry:
         came = joined | {records[idx].pid for idx in failed}
         ended = [each for each, pid in enumerate(processes) if pid in watch.ended - came]
         for each in ended[: max(0, to_name)]:
-            # Its own index may have been given to another process.
+            # The index of that process may have been given to another one.
             idx = each if each in free else free[0]
             free.remove(idx)
             cause = self._causes.get(processes[each])
@@ -626,7 +652,7 @@ class WorkerRegistry:
         return f"; refused: {'; '.join(refusals)}" if refusals else ""
 
     def awaited(self, version: int) -> str:
-        """Who of those expected has not come yet, or lacks ``version``, and what is known of it."""
+        """Say which expected workers are absent or lack ``version``, and what is known of them."""
         _, absent, late = self._look(version)
         known = [self.records[idx] for idx in absent]
         parts = [each.where() for each in known if each.where is not None and not each.has_left]
@@ -645,11 +671,11 @@ class WorkerRegistry:
         return "; ".join(parts) + self._refused()
 
 
-# -- what the kernel tells at once: the loop may not have noticed yet ------------------------------
+# -- ends of workers, which the kernel shows before the loop has noticed them ----------------------
 
 
 def _is_up(transport: Transport) -> bool:
-    """Whether the other end of a link is open and its process has not ended.
+    """Return True if the other end of a link is open and its process has not ended.
 
     A link without a stream below, in one process, counts as up.
     """
@@ -664,27 +690,28 @@ def _is_up(transport: Transport) -> bool:
 
 
 def watch_process(transport: Transport, pid: int) -> None:
-    """Notice the worker's death even if another process holds a copy of its end of a pipe."""
+    """Notice the worker's end even if another process holds a copy of its end of a pipe."""
     channel = transport.channel
-    # Of another host the number says nothing here.
+    # The process id of another host means nothing here.
     if channel is not None and channel.pidfd < 0 and not transport.capabilities.cross_host:
-        with contextlib.suppress(ConnectError):  # no such process in our namespace
+        # There may be no such process in this namespace.
+        with contextlib.suppress(ConnectError):
             channel.watch_process(pid)
 
 
 class ProcessWatch:
-    """The processes that are to become workers, and which of them have ended.
+    """Watches the processes that are to become workers.
 
     Args:
         processes: Process objects or ids, by the index that each worker is expected to have. A
-            supervisor may replace one that ended while this watches.
-        on_end: Called when one has ended, and was not replaced at once.
+            supervisor may replace one that ended during the watch.
+        on_end: Called when a process has ended and was not replaced at once.
 
     Attributes:
-        ended: The ids of these.
+        ended: Ids of the processes that have ended and were not replaced at once.
 
     Raises:
-        ConfigError: One is neither, or was not started.
+        ConfigError: An element is neither a process nor an id, or was not started.
     """
 
     def __init__(self, processes: Sequence[Any], on_end: Callable[[], None]) -> None:
@@ -696,7 +723,7 @@ class ProcessWatch:
         self.processes()
 
     def processes(self) -> list[int]:
-        """Return the process ids by index, as they are now, and watch new ones."""
+        """Return the present process ids by index, and watch new ones."""
         pids: list[int] = []
         for each in self._processes:
             pid = each if isinstance(each, int) else getattr(each, "pid", None)
@@ -708,7 +735,8 @@ class ProcessWatch:
         return pids
 
     def _watch(self, pid: int) -> None:
-        self._pidfds[pid] = -1  # only the timeout can tell
+        # Without a descriptor, only the timeout notices the end.
+        self._pidfds[pid] = -1
         try:
             self._pidfds[pid] = pidfd = open_pidfd(pid)
         except ProcessLookupError:
@@ -726,7 +754,7 @@ class ProcessWatch:
         self._on_end()
 
     def exit_code(self, idx: int) -> str:
-        """Say with which exit code a process has ended, where that is known."""
+        """Return a text with the exit code of a process that has ended, or "" if unknown."""
         process = self._processes[idx]
         code = getattr(process, "exitcode", getattr(process, "returncode", None))
         if code is None:
@@ -734,7 +762,7 @@ class ProcessWatch:
         return "" if code is None else f" with exit code {code}"
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for pidfd in self._pidfds.values():
             if pidfd >= 0:
                 self._loop.remove_reader(pidfd)
