@@ -20,7 +20,7 @@ from aiosync.sync._schemes import (
     WeightSyncScheme,
 )
 
-# What create_transport() of these schemes makes, for programs that take the names from here.
+# Transports that create_transport() of these schemes makes, for programs that import them here.
 from aiosync.transports import DistributedTransport as DistributedTransport
 from aiosync.transports import MPTransport as MPTransport
 from aiosync.transports import RayActorTransport as RayActorTransport

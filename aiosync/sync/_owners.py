@@ -1,4 +1,4 @@
-"""What stands on the other side of a blocking scheme: transports and objects of other libraries."""
+"""Interfaces of other libraries' objects beside a blocking scheme: transports and owners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["InitialSyncTransport", "Owner"]
 
 @runtime_checkable
 class InitialSyncTransport(Protocol):
-    """What a transport has that was made for TorchRL's schemes, and has to meet the other side.
+    """Interface of a transport that was made for TorchRL's schemes and has to meet the other side.
 
     Schemes of :mod:`aiosync.legacy` take such transports from a ``create_transport()`` of yours.
     """
@@ -33,20 +33,20 @@ class InitialSyncTransport(Protocol):
         Args:
             worker_idx: Index of the worker.
             weights: ``None``.
-            model: ``None``: what is returned is put into the model.
-            strategy: How the scheme takes weights out of a model.
+            model: ``None``: the scheme puts the returned weights into the model.
+            strategy: Strategy by which the scheme takes weights out of a model.
 
         Returns:
-            The initial weights; ``None`` where there are none yet.
+            The initial weights; ``None`` if there are none yet.
         """
 
 
 class Owner(Protocol):
-    """Stands between a library's object and the scheme that it calls.
+    """Intermediary between a library's object and the scheme that it calls.
 
     Attributes:
-        blocks_loops: Whether the object blocks the event loop of its caller anyway, as in a
-            notebook, where there is no other API. The scheme does, too, then.
+        blocks_loops: True if the object blocks the event loop of its caller anyway, as in a
+            notebook, where there is no other API. The scheme then blocks it, too.
     """
 
     blocks_loops: bool
@@ -58,14 +58,14 @@ class Owner(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Do what calling the method ``name`` of the scheme shall do.
+        """Carry out a call of the scheme's method ``name``.
 
         Args:
             name: Name of the method.
-            proceed: What the method does for everybody else.
+            proceed: Behaviour of the method for all other callers.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
 
     def stands_for(self, context: object) -> bool:
-        """Whether it was made for that object."""
+        """Return True if the owner was made for that object."""

@@ -1,7 +1,7 @@
 """The one thread that runs aiosync's event loop for blocking callers.
 
-Started by the first lease and joined when the last one is given back; never at import. Must not
-import torch or schemes.
+The first lease starts it, and it is joined when the last one is given back. Importing starts
+nothing. Must not import torch or schemes.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ _JOIN_SECONDS = 10.0
 
 
 class Tenant(Protocol):
-    """What lives on the portal's loop."""
+    """An object that lives on the portal's loop."""
 
     def forgotten(self) -> None:
-        """Say that nobody closed it."""
+        """Warn that the user never closed the object."""
 
     def abort(self) -> None:
-        """Close it at once. Called on the loop."""
+        """Close the object at once. Called on the loop."""
 
 
 class _Call(Generic[_T]):
-    """One coroutine that a thread waits for."""
+    """One coroutine whose end a thread waits for."""
 
     __slots__ = ("_coroutine", "_done", "_task", "outcome")
 
     def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
         self._coroutine = coroutine
         self._task: asyncio.Task[None] | None = None
-        self.outcome: tuple[_T | None, BaseException | None] | None = None  # None until the end
-        # A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C interrupts it.
+        # The result and the error; None until the end.
+        self.outcome: tuple[_T | None, BaseException | None] | None = None
+        # A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C interrupts its wait.
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -64,7 +65,8 @@ class _Call(Generic[_T]):
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        else:  # interrupted before it was started
+        else:
+            # The caller was interrupted before the call was started.
             self.give_up()
 
     def give_up(self, _: object = None) -> None:
@@ -76,20 +78,22 @@ class _Call(Generic[_T]):
 
     def _end(self, result: _T | None, error: BaseException | None) -> None:
         self.outcome = (result, error)
-        with contextlib.suppress(RuntimeError):  # the loop and the caller may both give up
+        # The loop and the caller may both give up, and only the first has to release the lock.
+        with contextlib.suppress(RuntimeError):
             self._done.release()
 
     def wait(self, timeout: float = -1) -> None:
-        """Wait for the end; once, as the lock is taken then."""
+        """Wait for the end. That succeeds only once, as it takes the lock."""
         self._done.acquire(timeout=timeout)
 
 
 class _Selector(selectors.DefaultSelector):
-    """Lets other threads have the loop's turn while the loop waits."""
+    """Selector that lets other threads have the loop's turn while the loop waits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.turn = threading.RLock()  # whose turn it is to touch what belongs to the loop
+        # The thread that has it may touch the objects of the loop.
+        self.turn = threading.RLock()
         self.num_waiting = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
@@ -97,7 +101,8 @@ class _Selector(selectors.DefaultSelector):
         self.turn.release()
         try:
             if self.num_waiting and not timeout:
-                time.sleep(0)  # a loop that is always busy would never let go of it
+                # A loop that is always busy would never let another thread have the turn.
+                time.sleep(0)
             return super().select(timeout)
         finally:
             self.turn.acquire()
@@ -106,7 +111,7 @@ class _Selector(selectors.DefaultSelector):
 class _Portal:
     """An event loop in a thread of its own.
 
-    It is asyncio's and not uvloop's: only that one can be told what to do while it waits.
+    It is asyncio's and not uvloop's: only asyncio's lets this module act while it waits.
     """
 
     def __init__(self) -> None:
@@ -124,14 +129,17 @@ class _Portal:
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Not under the module's lock: the new thread may need it.
+        """Start the thread. The caller must not hold the module's lock.
 
-        Its first steps may collect garbage, and with it a scheme that gives a lease back.
+        The new thread may need the lock: the first steps of the thread may collect garbage, and
+        with it a scheme that gives a lease back.
         """
         try:
             self._thread.start()
-        except BaseException:  # goes on to the caller of lease()
-            self.stop(join=False)  # Ctrl-C: nobody will ever stop a thread that did start
+        except BaseException:
+            # The error goes on to the caller of lease(). After Ctrl-C no other code would stop a
+            # thread that did start.
+            self.stop(join=False)
             if self._thread.ident is None:
                 self._close()
             raise
@@ -147,12 +155,13 @@ class _Portal:
             if tasks:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
             loop.run_until_complete(loop.shutdown_asyncgens())
-            # It waits in a thread, and none may start any more once the interpreter is ending
-            # (Python 3.12 and newer), which waits for those of executors itself.
+            # The shutdown waits in a thread, which cannot start any more once the interpreter is
+            # ending (Python 3.12 and newer). The interpreter then waits for the threads of
+            # executors itself.
             with contextlib.suppress(RuntimeError):
                 loop.run_until_complete(loop.shutdown_default_executor())
         finally:
-            # Foreign code has closed its descriptors if nobody said that it is to stop.
+            # If stop() was not called, foreign code has closed the loop's descriptors.
             orphans = [] if self.stopping else list(self.leases)
             self.stopping = True
             for held in orphans:
@@ -164,16 +173,19 @@ class _Portal:
     def _close(self) -> None:
         global _portals
         self._ended = True
-        with contextlib.suppress(OSError):  # foreign code has closed its descriptors
+        # Foreign code may have closed the loop's descriptors.
+        with contextlib.suppress(OSError):
             self.loop.close()
-        for call in list(self.calls):  # came too late to be cancelled, or even started
+        # These calls came too late to be cancelled, or even started.
+        for call in list(self.calls):
             call.give_up()
         with _lock:
             _portals = tuple(each for each in _portals if each is not self)
 
     def stop(self, *, join: bool) -> None:
         self.stopping = True
-        with contextlib.suppress(RuntimeError):  # it ended already
+        # The loop may have ended already.
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._stop.set)
         if join and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
@@ -188,13 +200,13 @@ class _Portal:
 
     @property
     def has_turn_here(self) -> bool:
-        """Whether this thread is in :meth:`Lease.at_once`, or runs the loop."""
+        """True if this thread is in :meth:`Lease.at_once`, or runs the loop."""
         return bool(self.selector.turn._is_owned())  # type: ignore[attr-defined]  # not in stubs
 
 
 # Re-entrant: a destructor or a signal handler may give a lease back at any time.
 _lock = threading.RLock()
-# Those whose thread has not ended: at most one that goes on, and those that were told to stop.
+# Portals whose thread has not ended: at most one that goes on, and those that were told to stop.
 _portals: tuple[_Portal, ...] = ()
 _inherited: list[_Portal] = []
 
@@ -213,7 +225,7 @@ class Lease:
 
     @property
     def valid(self) -> bool:
-        """Whether the portal is there, and belongs to this process."""
+        """True while the lease is held and the portal runs, in the process that got the lease."""
         return not self._released and self._pid == os.getpid() and not self._portal.stopping
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -226,12 +238,14 @@ class Lease:
             TransportClosed: The portal ended meanwhile.
         """
         portal, call = self._portal, _Call(coroutine)
-        portal.calls.add(call)  # before the loop can refuse it: either of the two ends it
+        # Register the call before the loop can refuse it, so that one of the two ends it.
+        portal.calls.add(call)
         try:
             portal.submit(call.start, portal.loop)
             call.wait()
-        except BaseException:  # goes on to the caller
-            # Ctrl-C: the coroutine must not go on behind the caller's back.
+        except BaseException:
+            # The error goes on to the caller.
+            # After Ctrl-C the coroutine must not go on behind the caller's back.
             if call.outcome is None:
                 try:
                     portal.submit(call.cancel)
@@ -250,13 +264,14 @@ class Lease:
                 raise TransportClosed("the scheme was shut down while this call waited")
             raise error
         finally:
-            call.outcome = error = None  # the traceback refers to this frame: leave no cycle
+            # The traceback refers to this frame: leave no reference cycle.
+            call.outcome = error = None
 
     def at_once(self, function: Callable[[], tuple[_T, Callable[[], None] | None]]) -> _T:
         """Call a function on this thread while the portal's loop waits.
 
-        It must wait for nothing, and leave the loop alone: it returns its result and what is to be
-        called on the loop afterwards, if anything.
+        The function must not wait, and must leave the loop alone. It returns its result, and a
+        function that is to be called on the loop afterwards, or ``None``.
 
         Raises:
             TransportClosed: The portal ended meanwhile.
@@ -273,7 +288,7 @@ class Lease:
         return result
 
     def release(self, *, join: bool = True) -> None:
-        """Give the right back; the last one ends the portal's thread. Idempotent.
+        """Give the right back; the last lease to do so ends the portal's thread. Idempotent.
 
         Args:
             join: Wait for the end of that thread, at most 10 seconds.
@@ -292,12 +307,13 @@ class Lease:
     def abort(self) -> None:
         """Close the tenant without waiting, and give the right back. Idempotent."""
         if self.valid:
-            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
+            # The loop may have ended meanwhile.
+            with contextlib.suppress(RuntimeError):
                 self._portal.loop.call_soon_threadsafe(self._tenant.abort)
         self.release(join=False)
 
     def forgotten(self) -> None:
-        """Close the tenant whose owner is gone, and say so."""
+        """Warn of a tenant whose owner is gone, and close it."""
         try:
             if self.valid:
                 self._tenant.forgotten()
@@ -306,11 +322,11 @@ class Lease:
 
 
 def lease(tenant: Tenant, on_death: Callable[[], object] | None = None) -> Lease:
-    """Get the right to use the portal, starting it if need be.
+    """Get the right to use the portal, and start the portal if need be.
 
     Args:
-        tenant: What lives there.
-        on_death: Called on the portal's thread where that ends though nobody said so.
+        tenant: The object that lives there.
+        on_death: Called on the portal's thread if that ends without having been told to.
     """
     global _portals
     _stop_with_the_program()
@@ -325,7 +341,8 @@ def lease(tenant: Tenant, on_death: Callable[[], object] | None = None) -> Lease
     if created is not None:
         try:
             created.start()
-        except BaseException:  # goes on to the caller
+        except BaseException:
+            # The error goes on to the caller.
             held.release(join=False)
             raise
     return held
@@ -335,13 +352,13 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
     """Raise unless it is safe to block this thread.
 
     Args:
-        what: The method that would block.
-        instead: What to write in async code.
-        may_block: Whether any loop may be blocked but the portal's own, which would wait for
+        what: Name of the method that would block.
+        instead: The expression to use in async code.
+        may_block: True if any loop may be blocked but the portal's own, which would wait for
             itself.
 
     Raises:
-        LocalProtocolError: An event loop runs in this thread: it would be blocked. Or a
+        LocalProtocolError: An event loop runs in this thread and would be blocked. Or a
             :meth:`Lease.at_once` of this thread is under way, for which the portal waits.
     """
     loop = asyncio._get_running_loop()
@@ -379,7 +396,7 @@ def _stop_at_exit() -> None:
 
 @functools.cache
 def _stop_with_the_program() -> None:
-    # Not at import: what was registered before the first lease runs later, without the portal.
+    # Not at import: functions registered before the first lease run later, when the portal is gone.
     atexit.register(_stop_at_exit)
 
 

@@ -81,11 +81,11 @@ _R = TypeVar("_R")
 _T = TypeVar("_T")
 AsyncClass: TypeAlias = type[aio.WeightSyncScheme]
 _TWINS: dict[AsyncClass, type[WeightSyncScheme]] = {}
-# Collectors and servers of other libraries call schemes in ways of their own. What is special about
-# one of them is in aiosync.integrations, which is loaded when an object of that library is seen,
-# and never before: these names are all that this layer knows of them.
+# Collectors and servers of other libraries call schemes in ways of their own. The code for one of
+# them is in aiosync.integrations, which is loaded when an object of that library is seen, and never
+# before: these names are all that this layer knows of them.
 _LIBRARY = "torchrl"
-_SEEN = "torchrl.weight_update.weight_sync_schemes"  # all its users of schemes have imported it
+_SEEN = "torchrl.weight_update.weight_sync_schemes"  # All users of schemes have imported it.
 _INTEGRATION = "aiosync.integrations.torchrl"
 # Methods that schemes written for TorchRL override, and that no scheme of aiosync calls here.
 _HOOKS = ("_init_on_sender_impl", "_init_on_receiver_impl", "create_transport")
@@ -95,14 +95,14 @@ _INSTEAD = (
     "from aiosync.WeightSyncScheme, and write `class Blocking(aiosync.sync.WeightSyncScheme, "
     "twin_of=...)`"
 )
-_FAILURES_KEPT = 16  # for wait_async(); if nobody ever calls it, the loop tells of older ones
+_FAILURES_KEPT = 16  # For wait_async(); if that is never called, the loop logs older ones.
 
-# -- what makes a facade class out of an async one ------------------------------------------------
+# -- twins of the async methods -------------------------------------------------------------------
 
 if TYPE_CHECKING:
 
     class Twin(Generic[_P, _R]):
-        """A method of the facade, as checkers of types see it; really a plain function."""
+        """A method of the facade, as type checkers see it; at run time it is a plain function."""
 
         @overload
         def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
@@ -114,10 +114,10 @@ if TYPE_CHECKING:
 
 
 def _twin(method: Callable[..., Any], way: str) -> Any:
-    """A method that looks like one of the async class, and calls it in a way of the facade's.
+    """Make a method that looks like one of the async class, and calls it through the facade.
 
     Args:
-        method: Of the async class.
+        method: The method of the async class.
         way: Name of the facade's method that gets the name and the arguments.
     """
     name = method.__name__
@@ -132,10 +132,10 @@ def _twin(method: Callable[..., Any], way: str) -> Any:
 
 
 def again(member: object, method: Callable[..., Any]) -> Any:
-    """The twin of an override, to be called in the way of an existing twin.
+    """Make the twin of an override, which is called in the way of an existing twin.
 
     Returns:
-        ``None`` where that is no twin, or the method is not overridden.
+        ``None`` if ``member`` is no twin, or the method is not overridden.
     """
     way = getattr(member, "way", None)
     return None if way is None or vars(member)["__wrapped__"] is method else _twin(method, way)
@@ -144,29 +144,29 @@ def again(member: object, method: Callable[..., Any]) -> Any:
 def blocking(
     method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
 ) -> Twin[_P, _R]:
-    """A method that runs the coroutine method of the async class and waits for its result."""
+    """Make a method that runs the coroutine method of the async class and waits for its result."""
     return cast("Twin[_P, _R]", _twin(method, "_wait_for"))
 
 
 def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """A method that calls the plain method of the async class on the portal's loop."""
+    """Make a method that calls the plain method of the async class on the portal's loop."""
     return cast("Twin[_P, _R]", _twin(method, "_call_there"))
 
 
 def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """A method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
+    """Make a method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
     return cast("Twin[_P, _R]", _twin(method, "_initialise"))
 
 
 def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """A method that calls the plain method of the async class, on the caller's thread."""
+    """Make a method that calls the plain method of the async class, on the caller's thread."""
     return cast("Twin[_P, _R]", _twin(method, "_pass_on"))
 
 
 def constructor(
     cls: Callable[_P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _P], None]]:
-    """An ``__init__`` with the options of the async class, instead of a stub."""
+    """Make an ``__init__`` with the options of the async class, in place of a stub."""
     original: Any = cls
 
     @functools.wraps(original.__init__)
@@ -217,7 +217,7 @@ class attribute(property, Generic[_T]):
 
 
 class _Tenant:
-    """An async scheme on the portal. Refers to no facade, so that one can be collected."""
+    """An async scheme on the portal. Refers to no facade, so that the facade can be collected."""
 
     def __init__(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -225,7 +225,8 @@ class _Tenant:
 
     def forgotten(self) -> None:
         if self.owner is not None:
-            return  # its collector or server closes no scheme: no mistake of the user's
+            # Its collector or server closes no scheme: that is no mistake of the user's.
+            return
         life = life_of(self._scheme)
         if life.runtime is not None and not life.closed:
             life.log("closed", "closed: nothing refers to this scheme, or the program ends")
@@ -284,12 +285,12 @@ class WeightSyncScheme(SchemeState):
         ConfigError: An option has an illegal value.
     """
 
-    # Abstract, as this class is: calling it raises.
+    # The class is abstract, as this one is: calling it raises.
     _async_class: ClassVar[AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
-    _takes_transports: ClassVar[bool] = False  # of the program's own, as TorchRL's schemes do
+    _takes_transports: ClassVar[bool] = False  # True if it takes TorchRL's kind.
 
     def __init_subclass__(cls, twin_of: AsyncClass | None = None) -> None:
-        """Have the methods of the async class, also where it overrides those of its base."""
+        """Give the class the methods of the async one, also those that override the base's."""
         super().__init_subclass__()
         uncalled = [name for name in _HOOKS if name in vars(cls)]
         if uncalled and twin_of is None and not cls._takes_transports:
@@ -306,16 +307,16 @@ class WeightSyncScheme(SchemeState):
     def __init__(self) -> None:
         """Make the async scheme."""
 
-    _is_copy = False  # made by unpickling
+    _is_copy = False  # True after unpickling.
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
         self._lease: Lease | None = None
         self._tenant = _Tenant(scheme)
-        self._lock = threading.RLock()  # for _lease and _calls
+        self._lock = threading.RLock()  # Guards _lease and _calls.
         self._calls = 0
         self._closing = threading.RLock()
-        self._handles: list[aio.SendHandle] = []  # that wait_async() is going to wait for
+        self._handles: list[aio.SendHandle] = []  # wait_async() waits for these.
         self._pid = os.getpid()
         _discover()
 
@@ -327,7 +328,7 @@ class WeightSyncScheme(SchemeState):
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
+        """Make the scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
 
         Raises:
             ConfigError: There is none with that name.
@@ -349,21 +350,22 @@ class WeightSyncScheme(SchemeState):
         return self._tenant.owner is not None and self._tenant.owner.blocks_loops
 
     def _after_fork(self) -> None:
-        # The parent's other threads may have held the locks, and its sends are not ours.
+        # The parent's other threads may have held the locks, and its sends are not this process's.
         if self._pid != os.getpid():
             self._adopt(self._scheme)
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
             held = self._enter()
-        except BaseException:  # goes on to the caller
+        except BaseException:  # The error goes on to the caller.
             coroutine.close()
             raise
         guard = self._life.guard
         guard.end_automatic()
-        # What waits for an update has to know that its caller reads.
+        # A wait for an update has to know that its caller reads.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
-        step = STEPS.pause() if STEPS.open else None  # a copy must not wait for one that waits here
+        # A copy must not wait for an optimizer's step that waits here.
+        step = STEPS.pause() if STEPS.open else None
         try:
             with reads:
                 return held.call(coroutine)
@@ -376,7 +378,7 @@ class WeightSyncScheme(SchemeState):
         with self._lock:
             held = self._lease
             if held is not None and not held.valid:
-                if self._life.runs:  # on the loop of a thread that is ending
+                if self._life.runs:  # Its loop's thread is ending.
                     raise TransportClosed(
                         "this scheme is being closed because the interpreter is ending"
                     )
@@ -389,14 +391,14 @@ class WeightSyncScheme(SchemeState):
     def _after_call(self, held: Lease) -> None:
         with self._lock:
             self._calls -= 1
-            # A call that failed must not leave a thread behind that nobody would ever end.
+            # A call that failed must not leave a thread behind that no call would ever end.
             idle = self._calls == 0 and not self._life.runs
             if idle and self._lease is held:
-                self._lease = None  # another thread may call meanwhile
+                self._lease = None  # Another thread may call meanwhile.
         if idle:
             held.release()
 
-    # -- what becomes of the methods ------------------------------------------------------------
+    # -- ways to call the async methods ---------------------------------------------------------
 
     def _initialise(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
@@ -437,7 +439,7 @@ class WeightSyncScheme(SchemeState):
         timeout: float | None = None,
         max_lag: int | None = None,
     ) -> SendReport:
-        """Send in the background, once all that ended before is known to have succeeded."""
+        """Raise the failure of a send that has ended, or else send in the background."""
         ended = [each for each in self._handles if each.done()]
         if any(map(has_failed, ended)):
             self._settle(ended)
@@ -445,12 +447,12 @@ class WeightSyncScheme(SchemeState):
             self.wait_lag_below(max_lag, timeout=timeout)
         meant = named(weights, worker_ids)
         handle = self._begin(weights, worker_ids, timeout)
-        if handle.done() and not has_failed(handle):  # a failure is for the next call
+        if handle.done() and not has_failed(handle):  # The next call raises a failure.
             return self._call(_result(handle))
         waiting = frozenset(self.worker_versions if meant is None else meant)
         return SendReport(self.epoch, handle.version, acked=frozenset(), waiting=waiting)
 
-    # -- what does not wait ----------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def _life(self) -> Life:  # type: ignore[override]  # the async scheme's
@@ -465,11 +467,11 @@ class WeightSyncScheme(SchemeState):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this object is a sender."""
-        _discover()  # the first thing that a collector asks of a scheme that was set up elsewhere
+        """True if this object is a sender."""
+        _discover()  # A collector asks this first of a scheme that was set up elsewhere.
         return self._life.is_a("sender")
 
-    # -- the same methods, waiting -------------------------------------------------------------
+    # -- methods that wait ---------------------------------------------------------------------
 
     connect: Final = blocking(aio.WeightSyncScheme.connect)
     send: Final = blocking(aio.WeightSyncScheme.send)
@@ -479,7 +481,7 @@ class WeightSyncScheme(SchemeState):
     wait_staged: Final = blocking(aio.WeightSyncScheme.wait_staged)
     wait_lag_below: Final = blocking(aio.WeightSyncScheme.wait_lag_below)
 
-    # -- the same methods, which never waited --------------------------------------------------
+    # -- methods that do not wait for workers --------------------------------------------------
 
     init_on_sender: Final = initialising(aio.WeightSyncScheme.init_on_sender)
     init_on_receiver: Final = initialising(aio.WeightSyncScheme.init_on_receiver)
@@ -517,13 +519,13 @@ class WeightSyncScheme(SchemeState):
         """Wait for every send that is under way: by :meth:`send_async`, or with ``sync=False``.
 
         Returns:
-            The report of the newest; workers that it skipped, or that a newer version overtook,
-            are named.
+            The report of the newest send; workers that it skipped, or that a newer version
+            overtook, are named.
 
         Raises:
             LocalProtocolError: No :meth:`send_async` is pending.
             PartialSyncError: As :meth:`aiosync.WeightSyncScheme.send` raises it, for the newest
-                one that failed since the last call; its notes tell of older ones.
+                send that failed since the last call; its notes tell of older ones.
         """
         self._check("wait_async", "await handle")
         handles = list(self._handles)
@@ -537,7 +539,7 @@ class WeightSyncScheme(SchemeState):
         async def settle() -> list[SendReport | BaseException]:
             return await asyncio.gather(*handles, return_exceptions=True)
 
-        outcomes = self._call(settle())  # if Ctrl-C ends the wait, the sends go on
+        outcomes = self._call(settle())  # If Ctrl-C ends the wait, the sends go on.
         with self._lock:
             self._handles = [each for each in self._handles if each not in handles]
         failures = [each for each in outcomes if isinstance(each, BaseException)]
@@ -551,11 +553,11 @@ class WeightSyncScheme(SchemeState):
         try:
             raise newest
         finally:
-            del newest  # the traceback refers to this frame: leave no cycle
+            del newest  # The traceback refers to this frame: leave no cycle.
 
     @property
     def ready(self) -> Ready:
-        """The condition that there is a complete version, to look at or to wait for."""
+        """The condition that there is a complete version, to check or to wait for."""
         return Ready(
             self._scheme.ready.is_set,
             self._wait_until_ready,  # type: ignore[arg-type]  # it blocks
@@ -578,13 +580,15 @@ class WeightSyncScheme(SchemeState):
             return
         refuse_inside_loop("shutdown", "await scheme.aclose()", may_block=self._may_block)
         self._life.guard.end_automatic()
-        with self._closing:  # another thread's shutdown has to be over when this one returns
+        # Another thread's shutdown() has to be over when this one returns.
+        with self._closing:
             if not held.valid:
                 return
             try:
                 held.call(self._scheme.aclose())
             except TransportClosed:
-                if held.valid:  # otherwise its owner has closed it, and the loop with it
+                # Otherwise the owner of the loop has closed the scheme.
+                if held.valid:
                     raise
             finally:
                 held.release()
@@ -596,7 +600,7 @@ class WeightSyncScheme(SchemeState):
             held.abort()
 
     def _to_be_closed(self) -> Lease | None:
-        """What the scheme lives on, if it lives; otherwise it is closed already."""
+        """Return the lease of a scheme that lives on the portal; close any other scheme here."""
         self._after_fork()
         held = self._lease
         if held is not None and held.valid:
@@ -627,8 +631,10 @@ class WeightSyncScheme(SchemeState):
 
     def __getstate__(self) -> dict[str, Any]:
         if rpc_runs():
-            bind_early(self._scheme)  # calls carry copies away before anything has begun
-        # Configuration only, as copies share no role; what a subclass has set belongs to that.
+            # Remote calls carry copies away before init_on_sender().
+            bind_early(self._scheme)
+        # Copy the configuration only, as copies share no role. Attributes that a subclass has set
+        # belong to the subclass.
         blank = object.__new__(type(self))
         blank._adopt(self._scheme)
         own = {name: value for name, value in vars(self).items() if name not in vars(blank)}
@@ -654,18 +660,18 @@ async def _result(handle: aio.SendHandle) -> SendReport:
 
 
 def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:
-    """The async scheme of a blocking one."""
+    """Return the async scheme of a blocking one."""
     return facade._scheme
 
 
 def is_copy(facade: WeightSyncScheme) -> bool:
-    """Whether it was unpickled."""
+    """Return True if the facade was unpickled."""
     return facade._is_copy
 
 
 @contextlib.contextmanager
 def entered(facade: WeightSyncScheme, call: str) -> Iterator[None]:
-    """Keep a blocking scheme on its loop during a call, and ended if the scheme does not run."""
+    """Hold a blocking scheme's lease during a call; end it afterwards if the scheme is idle."""
     facade._check(call, f"await aiosync.{call}()")
     held = facade._enter()
     try:
@@ -680,34 +686,34 @@ def run_on_loop(facade: WeightSyncScheme, coroutine: Coroutine[Any, Any, _T]) ->
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
-    """The blocking class of an async one; the base class where it has none of its own."""
+    """Return the blocking class of an async one; the base class if it has none of its own."""
     return _TWINS.get(cls, WeightSyncScheme)
 
 
 def _discover() -> None:
-    """Load the integration with the library if that is imported already."""
-    # Not while it is still being imported: the classes are not there yet.
+    """Load the integration with the library if the library is imported already."""
+    # Not while the library is still being imported: its classes are not there yet.
     if _INTEGRATION not in sys.modules and hasattr(sys.modules.get(_SEEN), "WeightSyncScheme"):
         importlib.import_module(_INTEGRATION)
 
 
 def _owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
-    """What stands between ``context`` and ``scheme``; ``None`` for an object of the user's own."""
+    """Return the owner between ``context`` and ``scheme``; ``None`` for an object of the user's."""
     packages = {cls.__module__.partition(".")[0] for cls in type(context).__mro__}
-    if _LIBRARY not in packages or _SEEN not in sys.modules:  # what has schemes has imported it
+    if _LIBRARY not in packages or _SEEN not in sys.modules:  # Users of schemes have imported it.
         return None
     found: Owner | None = importlib.import_module(_INTEGRATION).owner_of(context, scheme)
     return found
 
 
 def rpc_runs() -> bool:
-    """Whether this process has joined ``torch.distributed.rpc``."""
+    """Return True if this process has joined ``torch.distributed.rpc``."""
     rpc = sys.modules.get("torch.distributed.rpc")
     return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()
 
 
 def _mirror_options(cls: type) -> None:
-    """Have what a class inherits as options be those of the async scheme."""
+    """Turn the options that a class inherits into those of the async scheme."""
     for name in dir(cls):
         option = inspect.getattr_static(cls, name)
         if isinstance(option, Option):
@@ -733,7 +739,7 @@ class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
 
 
 class _StreamTwin(StreamOptions, WeightSyncScheme):
-    """What the twins of the schemes over streams have in common."""
+    """Common part of the twins of the schemes over streams."""
 
     address: Final = attribute[str](aio.TCPWeightSyncScheme.address)
     reconnects: Final = attribute[int](aio.TCPWeightSyncScheme.reconnects)
