@@ -90,7 +90,8 @@ else:
         "aiosync.schemes",
     )
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # nothing is shown by itself
+# The package itself shows no log records.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "TLS",

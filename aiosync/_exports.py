@@ -1,6 +1,6 @@
 """Names of a package that are imported when they are first used, as PEP 562 has it.
 
-What needs torch takes a second to import, and a command line answers sooner. Must not import
+Modules that need torch take a second to import, and a command line answers sooner. Must not import
 anything else of aiosync.
 """
 
@@ -18,9 +18,9 @@ def lazily(package: str, *homes: str) -> tuple[Callable[[str], Any], Callable[[]
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: Its name. Its ``__all__`` says what it exports, now or later.
-        homes: Modules that have what it does not have yet; they are tried in this order. Those
-            below the package are attributes of it, too.
+        package: Name of the package. Its ``__all__`` lists the names that it exports, now or later.
+        homes: Modules that define the names which the package does not have yet; they are tried in
+            this order. Homes below the package are attributes of it, too.
     """
 
     def find(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""What logger ``aiosync`` is told. Nothing is shown unless the program configures ``logging``.
+"""Records of the logger ``aiosync``. Nothing is shown unless the program configures ``logging``.
 
-WARNING: a call has waited for long, and for what; a trainer is lost. INFO: who comes, goes, refuses
-and comes back. DEBUG: each send, and each update that a loop applies. Every record has the
+WARNING: a call has waited for long, and for what; or a trainer is lost. INFO: a peer comes, goes,
+refuses, or comes back. DEBUG: each send, and each update that a loop applies. Every record has the
 attributes ``model``, ``worker``, ``version`` and ``phase``. Must not import torch, nor anything of
 aiosync.
 """
@@ -19,10 +19,10 @@ __all__ = ["FIRST_SECONDS", "LOGGER", "NEXT_SECONDS", "Waiting", "log", "say_wai
 LOGGER: logging.Logger = logging.getLogger("aiosync")
 
 FIRST_SECONDS = 5.0
-"""How long a call waits until that is said."""
+"""Seconds that a call waits before it logs that."""
 
 NEXT_SECONDS = 30.0
-"""And until it is said again."""
+"""Seconds until the call logs it once more."""
 
 
 def log(
@@ -35,16 +35,16 @@ def log(
     version: int | None = None,
     error: BaseException | None = None,
 ) -> None:
-    """Tell one thing.
+    """Log one record.
 
     Args:
-        level: Of :mod:`logging`.
-        phase: What happened, in one word.
-        text: The same as a sentence.
-        model: Which model it is about, if it is about one.
-        worker: Which worker.
-        version: Which version.
-        error: What was raised, to be shown with its traceback.
+        level: Level of :mod:`logging`.
+        phase: The event, in one word.
+        text: The event, as a sentence.
+        model: Name of the model, if the event is about one.
+        worker: Index of the worker.
+        version: The version.
+        error: The exception, to be shown with its traceback.
     """
     told = {"phase": phase, "model": model, "worker": worker, "version": version}
     LOGGER.log(
@@ -62,7 +62,7 @@ def say_waiting(
     worker: int | None = None,
     version: int | None = None,
 ) -> None:
-    """Tell what a call waits for, and for how much longer."""
+    """Log what a call waits for, and for how much longer."""
     left = "it has no timeout"
     if timeout is not None and timeout != math.inf:
         left = f"it gives up in {max(0.0, timeout - waited):.0f} s (timeout=)"
@@ -71,14 +71,14 @@ def say_waiting(
 
 
 class Waiting:
-    """Around what a call awaits: says so when it takes long, and again now and then.
+    """Context manager of a wait: logs a warning if the wait takes long, and then at intervals.
 
     Args:
-        call: How the user calls it.
-        timeout: Seconds that it may take.
-        what: Says what is awaited, and from whom, as things stand.
-        model: Which model it is about.
-        worker: Which worker waits.
+        call: Name of the call that waits, as the user knows it.
+        timeout: Seconds that the call may take.
+        what: Returns what the call waits for at present, and from which peer.
+        model: Name of the model, if the call is about one.
+        worker: Index of the worker that waits.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Counts the syncs of one scheme, and tells its observers. Must not import torch.
+"""Counts of one scheme's syncs, and events for its observers. Must not import torch.
 
-Counting is all that is done where nobody listens.
+Without observers, the meter only counts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from aiosync.wire import is_traceparent
 
 __all__ = ["Meter"]
 
-_MOST_EVENTS = 1024  # that wait for the loop; older ones are dropped then
+# Most events that wait for the loop; the oldest are dropped beyond that.
+_MOST_EVENTS = 1024
 _MARK_SECONDS = 0.05
-_MARKS_KEPT = 32  # of each power of 2
+# Marks kept for each power of 2: the older marks are, the fewer stay.
+_MARKS_KEPT = 32
 _OUTCOMES: tuple[SyncOutcome, ...] = ("ok", "skipped", "refused", "timeout", "error")
 _NONE: Mapping[str, float] = {}
 
 
 class Meter:
-    """What became of syncs, in numbers; and who wants to know of each.
+    """Counts of syncs by outcome, and the observers that are told of each sync.
 
-    A count is changed by one thread at a time; any thread may read, and tell.
+    One thread at a time changes a count; any thread may read the counts, and call :meth:`tell`.
 
     Attributes:
-        role: Whose syncs.
+        role: Role of the scheme that is counted.
         model: Name of the model.
         transport: Short name of the scheme.
-        finished: How many ended in which way.
-        nbytes: Of those that ended well.
-        observers: Who wants to know.
+        finished: Number of syncs that ended, by outcome.
+        nbytes: Bytes of weights in the syncs that ended well.
+        observers: Observers that are told of syncs.
         mark_due: When :meth:`mark` is next to be called, on ``time.perf_counter()``'s clock.
     """
 
@@ -56,50 +58,54 @@ class Meter:
         self.nbytes: int = 0
         self.mark_due: float = 0.0
         self._wire_nbytes = self._started = 0
-        self._marks: dict[int, tuple[int, float]] = {}  # versions, and when they were sent
+        # Versions and when they were sent, by the number of the mark.
+        self._marks: dict[int, tuple[int, float]] = {}
         self._num_marks = 0
         self._last = _NONE
         self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, role: SyncRole, model: str, transport: str) -> None:
-        """Syncs begin. Called on the loop on which observers are called."""
+        """Begin to count for a scheme. Called on the loop on which observers are called."""
         self.role, self.model, self.transport = role, model, transport
         self._loop = asyncio.get_running_loop()
 
     # -- numbers -------------------------------------------------------------------------------
 
     def mark(self, version: int, at: float) -> None:
-        """Note when a version is sent."""
+        """Note that a version was sent at this time."""
         self.mark_due = at + _MARK_SECONDS
         if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
-            self._marks.clear()  # another trainer's begin anew
+            # The versions of another trainer begin anew.
+            self._marks.clear()
         self._num_marks = number = self._num_marks + 1
         self._marks[number] = version, at
-        for bit in range(number.bit_length()):  # the older they are, the fewer stay
+        # The older marks are, the fewer of them stay.
+        for bit in range(number.bit_length()):
             old = number - (_MARKS_KEPT << bit)
             if old & -old == 1 << bit:
                 self._marks.pop(old, None)
 
     def age(self, version: int) -> float:
-        """About how many seconds ago a version was sent; 0.0 if nobody knows."""
-        marks = list(self._marks.values())  # another thread may note one
+        """Return about how many seconds ago a version was sent; 0.0 if that is not known."""
+        # Copy the marks, as another thread may note one.
+        marks = list(self._marks.values())
         found = bisect.bisect_right(marks, (version, math.inf))
         if not version or not marks:
             return 0.0
         return max(0.0, time.perf_counter() - marks[max(0, found - 1)][1])
 
     def stats(self, *, under_way: Callable[[], int] = int, **more: Any) -> SyncStats:
-        """The numbers, on any thread.
+        """Return the statistics. May be called on any thread.
 
         Args:
-            under_way: How many syncs have begun and not ended. One that ends is first none of
-                them, and then counted.
-            **more: Fields that are known better by who asks.
+            under_way: Returns the number of syncs that have begun and not ended. A sync that ends
+                leaves this number before it is counted.
+            **more: Fields that the caller knows better.
         """
         finished = self.finished.copy()
-        # Never less than it was: another thread counts, and what waited may be forgotten. Never
-        # more than began, as those under way are looked at last.
+        # The number never falls, though another thread counts, and a waiting sync may be forgotten.
+        # It is never more than began, as the syncs under way are read last.
         self._started = max(self._started, sum(finished.values()) + under_way())
         known: dict[str, Any] = {
             "started": self._started,
@@ -115,10 +121,10 @@ class Meter:
     # -- observers -----------------------------------------------------------------------------
 
     def add(self, observer: Observer) -> None:
-        """Tell somebody from now on.
+        """Tell an observer of syncs from now on.
 
         Raises:
-            ConfigError: It cannot be told.
+            ConfigError: The observer has no plain method ``on_sync()``.
         """
         told = getattr(observer, "on_sync", None)
         if not callable(told) or inspect.iscoroutinefunction(told):
@@ -129,7 +135,7 @@ class Meter:
         self.observers = (*self.observers, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Tell somebody no more. Idempotent."""
+        """Tell an observer no more. Idempotent."""
         self.observers = tuple(each for each in self.observers if each is not observer)
 
     def _drop(self, observer: Observer, error: Exception) -> None:
@@ -138,7 +144,7 @@ class Meter:
         log(logging.WARNING, "observer", text, model=self.model, error=error)
 
     def trace(self, started: float) -> str | None:
-        """The traceparent that an observer has for a send; ``None`` where none has."""
+        """Return the traceparent that an observer has for a send; ``None`` if none has one."""
         started_at = _wall_time(started)
         for observer in self.observers:
             ask = getattr(observer, "traceparent", None)
@@ -152,7 +158,7 @@ class Meter:
         return None
 
     def count(self, outcome: SyncOutcome, nbytes: int, wire_nbytes: int) -> None:
-        """Count a sync that has ended. Of one thread at a time."""
+        """Count a sync that has ended. Called by one thread at a time."""
         self.finished[outcome] += 1
         if outcome == "ok":
             self.nbytes += nbytes
@@ -169,7 +175,7 @@ class Meter:
         wire_nbytes: int = 0,
         trace: str | None = None,
     ) -> None:
-        """Count a sync, and :meth:`tell`, which has these arguments. Of one thread at a time."""
+        """Count a sync and call :meth:`tell` with these arguments. For one thread at a time."""
         self.count(outcome, nbytes, wire_nbytes)
         if self.observers:
             self.tell(outcome, epoch, version, started, seconds, nbytes, wire_nbytes, trace)
@@ -185,23 +191,23 @@ class Meter:
         wire_nbytes: int,
         trace: str | None,
     ) -> None:
-        """Have the loop tell observers of a sync. On any thread.
+        """Have the loop tell observers of a sync. May be called on any thread.
 
         Args:
-            outcome: How it ended.
-            epoch: Of its version.
+            outcome: Outcome of the sync.
+            epoch: Epoch of its version.
             version: Its version.
             started: When it began, on ``time.perf_counter()``'s clock.
-            seconds: Its phases.
-            nbytes: Its bytes.
-            wire_nbytes: Those that travelled.
-            trace: The trainer's span.
+            seconds: Seconds of each of its phases.
+            nbytes: Bytes of its weights.
+            wire_nbytes: Bytes of its payloads that travelled.
+            trace: Traceparent of the trainer's span, if there is one.
         """
         self._last, at = seconds, _wall_time(started)
         named = self.role, self.model, self.transport, epoch, version, outcome
         self._events.append(SyncEvent(*named, seconds, nbytes, wire_nbytes, at, trace))
-        # The first of those that wait has them delivered; and one of the next, should an exception
-        # of a signal's handler have come in between.
+        # The first event that waits schedules the delivery. Every 64th does so, too, in case an
+        # exception of a signal's handler has prevented the first.
         if len(self._events) % 64 != 1 or self._loop is None:
             return
         if asyncio._get_running_loop() is self._loop:
@@ -210,7 +216,7 @@ class Meter:
         call_soon(self._loop, self.deliver)
 
     def deliver(self) -> None:
-        """Tell observers what waits for that. On the loop."""
+        """Tell observers of the events that wait. Called on the loop."""
         try:
             for _ in range(len(self._events)):
                 event = self._events.popleft()
@@ -221,7 +227,8 @@ class Meter:
                         self._drop(observer, exc)
         finally:
             if self._events and self._loop is not None:
-                self._loop.call_soon(self.deliver)  # what came meanwhile
+                # More events came meanwhile.
+                self._loop.call_soon(self.deliver)
 
 
 def _wall_time(at: float) -> float:

@@ -1,4 +1,4 @@
-"""What ``repr()`` shows of an object whose constructor raised: debuggers and tracebacks ask."""
+"""``repr()`` of objects whose constructor raised, for debuggers and tracebacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 def in_every_state(method: Callable[[_T], str]) -> Callable[[_T], str]:
-    """Decorate a ``__repr__`` so that it works although attributes were never assigned."""
+    """Decorate a ``__repr__`` so that it works even if attributes were never assigned."""
 
     @functools.wraps(method)
     def show(self: _T) -> str:

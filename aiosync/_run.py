@@ -1,4 +1,4 @@
-"""The fastest loop there is, and the cores for it. Must not import torch."""
+"""The fastest event loop that is installed, and the usable cores. Must not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOP_DESCRIPTORS = 10
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop event loop where uvloop is installed, else one of asyncio's own."""
+    """Return a uvloop event loop if uvloop is installed, else one of asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return asyncio.new_event_loop()
     import uvloop
@@ -28,13 +28,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, _T] | Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Run a coroutine to its end, on uvloop where it is installed and on asyncio otherwise.
+    """Run a coroutine to its end, on uvloop if it is installed and on asyncio otherwise.
 
     Args:
         main: A coroutine, or a function without arguments that returns one.
 
     Returns:
-        What the coroutine returns; its exceptions pass through. Ctrl-C cancels it.
+        The result of the coroutine; its exceptions pass through. Ctrl-C cancels it.
 
     Raises:
         ConfigError: ``main`` is neither.
@@ -49,11 +49,14 @@ def run(main: Coroutine[Any, Any, _T] | Callable[[], Coroutine[Any, Any, _T]]) -
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(coroutine)
     finally:
-        coroutine.close()  # there may be no loop, as without file descriptors
+        # There may have been no loop that ran the coroutine, as without file descriptors.
+        coroutine.close()
 
 
 def find_descriptors() -> None:
-    """Fail before there is a loop: one that gets too few cannot even be closed.
+    """Raise if this process has too few file descriptors left for a loop.
+
+    A loop that gets too few cannot even be closed, so call this before one is made.
 
     Raises:
         OSError: There are not enough.
@@ -64,7 +67,7 @@ def find_descriptors() -> None:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # pragma: no cover - the tests run on Linux

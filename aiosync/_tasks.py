@@ -1,9 +1,10 @@
-"""Background tasks with an owner: awaited on close, never failing in silence; and waking who waits.
+"""Background tasks with an owner, wake-ups of waiting tasks, and a thread for blocking calls.
 
-A task group would be the first choice, but a scheme's tasks start in ``connect()`` and end in
-``aclose()``, which different tasks may call; a task group must be left by the task that entered
-it. Other tasks below ``sync`` end within the call that made them. Must not import torch, nor
-anything else of aiosync but its errors.
+An owner awaits its tasks when it is closed, and none of them fails in silence. A task group would
+be the first choice, but a scheme's tasks start in ``connect()`` and end in ``aclose()``, which
+different tasks may call; a task group must be left by the task that entered it. Other tasks below
+``sync`` end within the call that made them. Must not import torch, nor anything else of aiosync but
+its errors.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ _T = TypeVar("_T")
 _Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
 
 _CLOSE_SECONDS = 5.0
-_PATIENCE_SECONDS = 30.0  # of a thread that waits for a loop
+# A thread waits this long for a loop to make a call.
+_PATIENCE_SECONDS = 30.0
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop that runs in this thread.
+    """Return the event loop that runs in this thread.
 
     Raises:
-        LocalProtocolError: None does, as under trio.
+        LocalProtocolError: No asyncio loop runs here, as under trio.
     """
     try:
         return asyncio.get_running_loop()
@@ -51,25 +53,26 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """The task that runs in this thread; ``None`` also where no loop does."""
+    """Return the task that runs in this thread; ``None`` also if no loop does."""
     return asyncio.current_task() if asyncio._get_running_loop() is not None else None
 
 
 def call_soon(
     loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
 ) -> None:
-    """Call on this loop, from any thread; nobody is called once it is closed."""
+    """Schedule a call on a loop, from any thread; drop it if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
-        return  # nobody is left to be told
+        # A closed loop has no tasks that need the call.
+        return
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
-    """Call here if nobody else runs the loop, otherwise there, and wait for it.
+    """Call here if no other thread runs the loop; otherwise call on the loop, and wait for the end.
 
     Raises:
-        SyncTimeout: The loop, in another thread, did not run; it will not call any more.
+        SyncTimeout: The loop, in another thread, did not run; it will not make the call any more.
     """
     if loop is None or asyncio._get_running_loop() is loop or not loop.is_running():
         call()
@@ -93,21 +96,23 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
             f"the event loop of this scheme did not run within {_PATIENCE_SECONDS:g} s"
         ) from exc
     finally:
-        done.cancel()  # if it has not begun, it never will
+        # A call that has not begun must not begin later.
+        done.cancel()
 
 
 class Notifier:
-    """Wakes whoever waits for a change: :class:`asyncio.Condition` without a lock, of any loop.
+    """Wakes tasks that wait for a change: an :class:`asyncio.Condition` without lock, of any loop.
 
     Attributes:
-        waiting: Whom the next :meth:`notify` wakes. Any thread may ask whether that is anybody.
+        waiting: Futures that the next :meth:`notify` resolves. Any thread may check if there are
+            any.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[asyncio.Future[None], None] = {}
 
     async def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the next :meth:`notify`; not where ``unless``, asked once it would, says so."""
+        """Wait for the next :meth:`notify`, unless ``unless()`` is true once registered."""
         waiter = asyncio.get_running_loop().create_future()
         self.waiting[waiter] = None
         try:
@@ -117,7 +122,7 @@ class Notifier:
             self.waiting.pop(waiter, None)
 
     def notify(self) -> None:
-        """Wake everybody who waits now, in the order in which they came."""
+        """Wake all tasks that wait now, in the order in which they came."""
         waiting, self.waiting = self.waiting, {}
         for waiter in waiting:
             if not waiter.done() and not waiter.get_loop().is_closed():
@@ -125,11 +130,11 @@ class Notifier:
 
 
 class TaskOwner:
-    """Starts tasks, hands their crashes to one callback, and ends them together.
+    """Owner of background tasks: starts them, reports their crashes, and ends them together.
 
     Args:
         on_crash: Called on the loop with the exception that a task ended with; with
-            ``TransportClosed`` where somebody else cancelled it.
+            ``TransportClosed`` if other code cancelled the task.
     """
 
     def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
@@ -152,7 +157,9 @@ class TaskOwner:
         if not task.cancelled():
             if (error := task.exception()) is not None:
                 self._on_crash(error)
-        elif not own:  # whoever waits for what it was to do would wait for ever
+        elif not own:
+            # Other code cancelled the task, and its work will never be done: callers must not wait
+            # for ever.
             self._on_crash(
                 TransportClosed(
                     f"a background task of this scheme was cancelled ({task.get_name()!r}), by "
@@ -162,15 +169,16 @@ class TaskOwner:
             )
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel one task, and forget it: nobody waits for what it was to do."""
+        """Cancel one task, and forget it: no caller waits for its work."""
         if task in self._tasks:
             self._given_up.add(task)
             task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel every task and wait, at most 5 seconds, until they are gone.
+        """Cancel every task and wait, at most 5 seconds, until they have ended.
 
-        Tasks of a loop that does not run would never be: they are cancelled, as in :meth:`abort`.
+        If one belongs to another loop, which may not run, all are only cancelled, as in
+        :meth:`abort`.
         """
         self._closed = True
         running = asyncio.get_running_loop()
@@ -196,17 +204,17 @@ class TaskOwner:
 
 
 class Newest(Generic[_T]):
-    """Works at one thing after the other; of those that come meanwhile only at the newest.
+    """Task that works on one item at a time; of the items that come meanwhile it takes the newest.
 
     Args:
-        work: What to do with each.
-        tasks: Owner of the task that does it.
-        name: Name of that.
+        work: Called for each item.
+        tasks: Owner of the task.
+        name: Name of the task.
 
     Attributes:
-        waiting: The newest that came meanwhile.
-        is_busy: It works at one.
-        task: What does so, or did last.
+        waiting: The newest item that came meanwhile; ``None`` for none.
+        is_busy: True while the task works on an item.
+        task: The task that works, or that did so last.
     """
 
     def __init__(
@@ -218,14 +226,15 @@ class Newest(Generic[_T]):
         self.task: asyncio.Task[None] | None = None
 
     def begin(self, item: _T) -> _T | None:
-        """Work at this, after what is worked at now.
+        """Work on this item, after the present one.
 
         Returns:
-            What it takes the place of, and that nobody is going to work at.
+            The waiting item that this one replaces, which is never worked on; ``None`` for none.
         """
         old, self.waiting = self.waiting, item
         if not self.is_busy:
-            self.is_busy = True  # before it starts: an eager task may be over then
+            # Set this before the task starts: an eager task may be over then.
+            self.is_busy = True
             self.task = self._tasks.start(self._run(), self._name)
         return old
 
@@ -239,12 +248,12 @@ class Newest(Generic[_T]):
 
 
 class WorkerThread:
-    """One daemon thread for what must not hold the event loop, one call after the other.
+    """One daemon thread for calls that must not hold the event loop; it makes one after the other.
 
-    Not an executor: what a call raises comes back whatever it is, also ``SystemExit`` and the
-    ``CancelledError`` of a future, which would otherwise be taken for the end of the waiting task;
-    and a call that never returns keeps neither its owner from closing nor the interpreter from
-    ending.
+    It is no executor. Whatever a call raises comes back, also ``SystemExit`` and the
+    ``CancelledError`` of a future, which an executor would make look like the end of the waiting
+    task. And a call that never returns keeps neither its owner from closing nor the interpreter
+    from ending.
 
     Args:
         name: Name of the thread.
@@ -255,19 +264,20 @@ class WorkerThread:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._working = 0
-        self._lock = threading.Lock()  # for _working
+        # Guards _working.
+        self._lock = threading.Lock()
         self._closed = False
 
     async def run(self, call: Callable[[], _T], *, patience: float | None) -> _T:
-        """Run ``call`` and wait for it.
+        """Run ``call`` in the thread and wait for it.
 
         Args:
-            call: What to run.
-            patience: Seconds that a cancelled caller goes on waiting for the call to end;
-                ``None`` for as long as it takes.
+            call: The function to call.
+            patience: Seconds that a cancelled caller goes on waiting for the call to end; ``None``
+                for no limit.
 
         Raises:
-            Exception: Whatever the call raised; what is no ``Exception`` as the cause of a
+            Exception: Whatever the call raised. An error that is no ``Exception`` is the cause of a
                 ``RuntimeError``.
 
         Cancellation:
@@ -305,13 +315,14 @@ class WorkerThread:
             with self._lock:
                 self._working -= 1
             _tell(ended, outcome)
-            del job, call, ended, outcome  # nothing is kept alive while this waits
+            # Keep no object alive while this thread waits for the next call.
+            del job, call, ended, outcome
 
     def close(self, *, patience: float) -> None:
-        """End the thread; one that is busy ends after its calls, and is waited for only shortly.
+        """End the thread after its calls; wait for the end only if it is idle.
 
         Args:
-            patience: Seconds to wait for a thread that has nothing to do.
+            patience: Seconds to wait for an idle thread.
         """
         if self._closed:
             return

@@ -87,7 +87,7 @@ class ConfigError(AiosyncError, ValueError):
 
 
 class TransportError(AiosyncError):
-    """Something about one link. A new link may work."""
+    """A fault of one link. A new link may work."""
 
 
 class ConnectError(TransportError):
@@ -194,7 +194,7 @@ class SwapTimeout(SyncTimeout):
     """Requests that were running did not end in time, so the weights were not switched.
 
     Attributes:
-        running: How many there were.
+        running: Number of requests that were running.
     """
 
     def __init__(self, message: str, *, running: int = 0) -> None:
@@ -203,7 +203,7 @@ class SwapTimeout(SyncTimeout):
 
 
 class WeightsError(AiosyncError):
-    """Something about the weights themselves; the link is fine."""
+    """A fault of the weights themselves; the link is fine."""
 
 
 class WeightsChanged(WeightsError):
@@ -213,13 +213,13 @@ class WeightsChanged(WeightsError):
 class ManifestMismatch(WeightsError, ValueError, KeyError):
     """The weights do not fit the target. Nothing was changed.
 
-    A ``KeyError`` as well, which TorchRL's ``WeightStrategy`` raises.
+    It is a ``KeyError``, too, which TorchRL's ``WeightStrategy`` raises.
 
     Attributes:
         missing: Names that the target has and the weights lack.
         unexpected: Names that the weights have and the target lacks.
-        mismatched: For each name whose shape or dtype differs, what was expected and
-            what arrived, as text.
+        mismatched: For each name whose shape or dtype differs, what was expected and what arrived,
+            as text.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ManifestMismatch(WeightsError, ValueError, KeyError):
         super().__init__(f"{text}. {hint}" if hint else text)
 
     def __str__(self) -> str:
-        """The text, around which a ``KeyError`` would put quotes."""
+        """Return the text, around which a ``KeyError`` would put quotes."""
         return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a sync was and what it cost: events, statistics, and who is told of them.
+"""Events and statistics of syncs, and the interface of their observers.
 
 No behaviour lives here. This module imports nothing from aiosync, and neither asyncio, anyio nor
 torch.
@@ -21,20 +21,20 @@ __all__ = [
 ]
 
 SyncRole: TypeAlias = Literal["sender", "receiver", "server"]
-"""Who says it: a trainer, a worker, or a weight server."""
+"""The side that reports a sync: a trainer, a worker, or a weight server."""
 
 SyncOutcome: TypeAlias = Literal["ok", "skipped", "refused", "timeout", "error"]
-"""How a sync ended.
+"""The outcome of a sync.
 
 Of a trainer: ``"ok"``, the send returned a report; ``"skipped"``, it did, and every worker that it
-addressed had something newer; ``"refused"``, too few workers applied it, and one of them refused
-it; ``"timeout"``, one did not answer, or the weights could not be copied in time; ``"error"``, any
-other one. Of a worker: ``"ok"``, the model has the version; ``"skipped"``, something newer came
-before it was applied; ``"refused"``, it was refused by the model, or by who transforms it.
+addressed had a newer version; ``"refused"``, too few workers applied the version, and one of them
+refused it; ``"timeout"``, a worker did not answer, or the weights could not be copied in time;
+``"error"``, any other failure. Of a worker: ``"ok"``, the model has the version; ``"skipped"``, a
+newer one came before it was applied; ``"refused"``, the model or a transform refused it.
 """
 
 WorkerState: TypeAlias = Literal["joining", "ready", "lagging", "lost", "left"]
-"""How a worker does, as its trainer sees it.
+"""The state of a worker, as its trainer sees it.
 
 ``"joining"``: it is expected, or connected, and has no weights yet. ``"ready"``: it has the newest
 version or the one before. ``"lagging"``: it is further behind. ``"lost"``: its link has ended,
@@ -47,25 +47,25 @@ class SyncEvent:
     """One send of a trainer, or one version at a worker, whose outcome is known.
 
     Attributes:
-        role: Whose: ``"sender"`` or ``"receiver"``.
+        role: Role of the scheme: ``"sender"`` or ``"receiver"``.
         model: Name of the model.
         transport: Short name of the scheme, for example ``"shared"`` or ``"tcp"``.
-        epoch: Which run of a trainer the version is of; 0 where there is no version.
+        epoch: The run of a trainer that the version belongs to; 0 without a version.
         version: The version; 0 if the send failed before it had one.
-        outcome: How it ended.
-        seconds: How long each phase took, of those that were measured. Of a trainer:
-            ``"snapshot"``, from the call until the weights were copied, and ``"wire"``, from
-            then until the outcome was known. Of a worker: ``"stage"``, from the first byte until
-            all of it was there, was verified and transformed (not for shared memory, which is read
-            in place); ``"apply"``, from then until the model had it, with what it waited for
-            forward passes (in shared memory: from when the worker took it); and ``"pause"``, the
-            part of that for which no forward pass could begin.
+        outcome: The outcome.
+        seconds: Seconds of each phase that was measured. Of a trainer: ``"snapshot"``, from the
+            call until the weights were copied, and ``"wire"``, from then until the outcome was
+            known. Of a worker: ``"stage"``, from the first byte until the update was complete,
+            verified and transformed (not for shared memory, which is read in place); ``"apply"``,
+            from then until the model had it, including its wait for forward passes (in shared
+            memory: from when the worker took it); and ``"pause"``, the part of that in which no
+            forward pass could begin.
         nbytes: Bytes of the weights, counted once.
-        wire_nbytes: Bytes of payload that travelled until it ended: of a trainer, to all workers
-            together, and those of other sends at the same time are among them; 0 through shared
+        wire_nbytes: Bytes of payload that travelled until the sync ended. Of a trainer, to all
+            workers together, including those of other sends at the same time. 0 through shared
             memory.
-        started_at: When it began, in seconds since the Unix epoch.
-        trace: The ``traceparent`` (W3C Trace Context) of the trainer's span, where it has one.
+        started_at: When the sync began, in seconds since the Unix epoch.
+        trace: The ``traceparent`` (W3C Trace Context) of the trainer's span, if it has one.
     """
 
     role: SyncRole
@@ -86,13 +86,13 @@ class WorkerStats:
     """One worker, as its trainer or weight server sees it.
 
     Attributes:
-        index: Its index.
-        pid: Its process, as it said; 0 before it came.
-        version: The newest version that it has taken, as far as it is known; 0 for none.
-        lag: How many versions it is behind the newest one.
-        state: How it does.
-        age: Seconds since the version that it has was sent, to within a twentieth of a second or
-            a tenth of it; 0.0 without one.
+        index: Index of the worker.
+        pid: Process of the worker, as its Hello said; 0 before it came.
+        version: The newest version that the worker is known to have taken; 0 for none.
+        lag: Number of versions that it is behind the newest one.
+        state: State of the worker.
+        age: Seconds since the version that it has was sent, to within a twentieth of a second or a
+            tenth of it; 0.0 without one.
     """
 
     index: int
@@ -105,30 +105,31 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """What a scheme has done so far, and how it stands. Numbers count from ``connect()`` on.
+    """Counts and present state of a scheme. Numbers count from ``connect()`` on.
 
     Attributes:
-        role: Of the scheme; of a weight server's model ``"server"``.
+        role: Role of the scheme; ``"server"`` for a weight server's model.
         model: Name of the model.
         transport: Short name of the scheme, for example ``"shared"`` or ``"tcp"``.
-        epoch: Which run of a trainer the versions are of; 0 before any.
-        version: Of a trainer the version that it sent last, of a worker the one that the model
-            has; 0 before any.
+        epoch: The run of a trainer that the versions belong to; 0 before any.
+        version: Of a trainer the version that it sent last, of a worker the one that the model has;
+            0 before any.
         newest_version: The newest version that is known to exist.
-        lag: How far the model of a worker, or the slowest worker of a trainer, is behind that.
-        age: Seconds since ``version`` was sent (of a worker over links that carry bytes: since
-            all of it was there); 0.0 before any.
-        started: Sends, or versions that came to a worker, so far. It never falls; where two threads
-            ask at once, one of them may see one too few or too many for a moment.
-        finished: How many of them ended in which way.
+        lag: Number of versions that the model of a worker, or the slowest worker of a trainer, is
+            behind ``newest_version``.
+        age: Seconds since ``version`` was sent (of a worker over links that carry bytes: since it
+            was complete there); 0.0 before any.
+        started: Sends, or versions that came to a worker, so far. The number never falls. If two
+            threads ask at once, one of them may see one too few or too many for a moment.
+        finished: Number of them that ended, by outcome.
         nbytes: Bytes of the weights in those that ended well; each send counts once.
         wire_nbytes: Bytes of payload that travelled: of a trainer, to all workers together.
         skipped: How often a worker skipped a version for a newer one.
-        refused: How often a worker refused one.
+        refused: How often a worker refused a version.
         reconnects: How often a worker reached its trainer again; of a trainer, how often a worker
-            came again.
-        seconds: The phases of the newest :class:`SyncEvent`; empty while nobody listens.
-        workers: Those of a trainer or a server, by index; those that ended lately are among them.
+            came back.
+        seconds: Seconds of each phase of the newest :class:`SyncEvent`; empty without observers.
+        workers: Workers of a trainer or a server, by index; those that ended lately are among them.
     """
 
     role: SyncRole
@@ -152,18 +153,18 @@ class SyncStats:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Whoever is told of syncs: give one to a scheme's ``add_observer()``.
+    """An object that is told of syncs: give one to a scheme's ``add_observer()``.
 
     It may also have ``traceparent(started_at: float) -> str | None``. That is called when the
-    weights of a send are copied, on whatever thread sends, with the time at which the send began,
-    in seconds since the Unix epoch. What it returns, the ``traceparent`` of a span that it began
-    for it, travels with the update, and is :attr:`SyncEvent.trace` here and at the workers.
+    weights of a send are copied, on the thread that sends, with the time at which the send began,
+    in seconds since the Unix epoch. It returns the ``traceparent`` of a span that it began for the
+    send. That travels with the update, and is :attr:`SyncEvent.trace` here and at the workers.
     """
 
     def on_sync(self, event: SyncEvent) -> object:
-        """A sync has ended.
+        """Take note of a sync that has ended.
 
         Called on the scheme's event loop, never in the middle of a send or a forward pass, in the
-        order in which they ended. It must not block the loop. An observer that raises is removed,
-        and the logger ``aiosync`` has one warning with the traceback.
+        order in which the syncs ended. It must not block the loop. An observer that raises is
+        removed, and the logger ``aiosync`` has one warning with the traceback.
         """

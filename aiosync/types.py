@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 Require: TypeAlias = Literal["all"] | int | float
-"""What counts as success of a send: every worker, at least so many, or at least that fraction."""
+"""The workers whose success makes a send one: all, at least so many, or at least that fraction."""
 
 
 class AckStatus(enum.IntEnum):
-    """What a receiver says about one update."""
+    """The answer of a receiver to one update."""
 
     RECEIVED = 1
     """Every byte arrived and was staged; the module is unchanged so far."""
@@ -36,26 +36,26 @@ class AckStatus(enum.IntEnum):
     NACK = 3
     """The update was refused; the module kept the version it had."""
     SKIPPED = 4
-    """A newer update took its place before it was applied; it never will be."""
+    """A newer update replaced this one, which is never applied."""
 
 
 class Cancellation(enum.Enum):
-    """What cancelling an operation in the middle does."""
+    """The effect of cancelling an operation in the middle."""
 
     SAFE = "A"
     """Nothing happened, or all of it did."""
     BREAKS_LINK = "B"
     """Safe until the first byte; after it the link is broken for good."""
     DETACHES = "C"
-    """The foreign operation goes on; its buffer stays owned until ``aclose()`` drained it."""
+    """The foreign operation goes on, and keeps its buffer until ``aclose()`` drained it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what a peer may announce, checked before anything is allocated for it.
 
-    The defaults are those of links to other hosts. Within one host a payload may be up to 1 TiB
-    where no ``Limits`` are given.
+    The defaults are those of links to other hosts. Within one host a payload may be up to 1 TiB if
+    no ``Limits`` are given.
 
     Attributes:
         max_header_nbytes: Bytes of one message header (a manifest travels in a header).
@@ -76,19 +76,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do, and how its operations behave.
+    """Abilities of a transport, and the behaviour of its operations.
 
-    The conformance suite checks the cancellation classes. What a link connects, and how payloads
-    travel, it takes from here.
+    The conformance suite checks the cancellation classes. It takes from here what a link connects,
+    and how payloads travel.
 
     Attributes:
         name: Registry name, for example ``"memory"`` or ``"shm"``.
         cross_process: The two ends may live in different processes.
         cross_host: The two ends may live on different hosts.
-        whole_payloads: Large payloads travel beside the link, whole, protected by whatever
+        whole_payloads: Large payloads travel beside the link, whole, protected by the medium that
             carries them; they are never cut into parts with checksums of their own.
-        zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the
-            sender wrote; it stays as it is for as long as somebody holds one.
+        zero_copy_recv: ``recv()`` without lent buffers returns a view of memory that the sender
+            wrote; the memory stays as it is while any code holds a view.
         send_cancellation: Class of ``send()``.
         recv_cancellation: Class of ``recv()``.
         exceptions: Names of conformance checks that do not hold, with the reason; "*" for all.
@@ -106,7 +106,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What became of one send.
+    """The result of one send.
 
     Attributes:
         epoch: Epoch of the sender.
@@ -114,18 +114,18 @@ class SendReport:
         acked: Workers that applied exactly this version; through shared memory also those whose
             next forward uses it, or a newer one. Of this host, and not over plain TCP, no process
             that had ended by then.
-        skipped: Workers that never applied this version because a newer one overtook it, on
-            its way or while it waited there, with that newer version.
-        failed: Workers that did not get it, with the reason. Empty unless the ``require``
-            policy of the scheme tolerated the failure. Of those in ``waiting``, the ones that
-            refused an earlier version after its send had returned, with what they said.
+        skipped: Workers that never applied this version because a newer one overtook it, on its way
+            or while it waited there, with that newer version.
+        failed: Workers that did not get it, with the reason. Empty unless the ``require`` policy of
+            the scheme tolerated the failure. Of the workers in ``waiting``, those that refused an
+            earlier version after its send had returned, with their error.
         lost: Workers that had gone before this send, and were reported by an earlier one; or that
-            died since the last report, and another process has their index now.
+            died since the last report, and whose index another process has now.
         left: Workers that were closed since the last report, and so neither have this version nor
-            failed. They are named again only where ``worker_ids`` does; one that comes again gets
-            what it was sent last.
-        waiting: Workers that had not answered when as many as ``require`` asks for had. The
-            update goes on to them in the background. Empty with ``require="all"``.
+            failed. Later reports name them only if ``worker_ids`` does; a worker that comes back
+            gets the update that it was sent last.
+        waiting: Workers that had not answered when as many as ``require`` asks for had. The update
+            goes on to them in the background. Empty with ``require="all"``.
         elapsed: Seconds from the call until the result was settled: by the last worker that
             ``require`` needs.
         nbytes: Payload bytes of the update, counted once.
