@@ -70,7 +70,7 @@ WeightSyncBackend: TypeAlias = Literal[
     "ray",
     "tcp",
 ]
-"""Names of back-ends; :func:`register_weight_sync_backend` adds others, of which no type tells."""
+"""Names of back-ends; :func:`register_weight_sync_backend` adds others, which no type lists."""
 
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 _known: dict[str, type[WeightSyncScheme]] = {
@@ -88,7 +88,7 @@ _Scheme = TypeVar("_Scheme", bound=type[WeightSyncScheme])
 
 
 def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
-    """Class decorator that makes a scheme known under a back-end name.
+    """Class decorator that registers a scheme under a back-end name.
 
     Raises:
         ConfigError: Another scheme has that name.
@@ -104,12 +104,12 @@ def register_weight_sync_backend(name: str) -> Callable[[_Scheme], _Scheme]:
 
 
 def backend_names() -> list[str]:
-    """Every name and alias, sorted."""
+    """Return every name and alias, sorted."""
     return sorted({*_known, *_ALIASES})
 
 
 def scheme_class(backend: str) -> type[WeightSyncScheme]:
-    """The class that a back-end name stands for.
+    """Return the class that a back-end name stands for.
 
     Raises:
         ConfigError: There is none with that name.

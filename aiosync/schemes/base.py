@@ -1,8 +1,8 @@
-"""The scheme: what a user configures, pickles into workers, and calls.
+"""The base class of schemes, which a user configures, pickles into workers, and calls.
 
 A scheme is plain configuration until ``init_on_sender()`` or ``init_on_receiver()`` gives it a
-role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. What a kind of
-scheme decides are the methods below "what subclasses decide".
+role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. Each kind of scheme
+overrides the methods below "methods for subclasses to override".
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             wire_dtype=wire_dtype,
             first_version=first_version,
         )
-        self._meeting = new_address()  # where, or under what name, copies find each other
+        # Copies find each other at this address, or under this name.
+        self._meeting = new_address()
         self._sender_pid: int | None = None
         self._carried_hooks = SchemeHooks()
         configured = set(vars(self))
@@ -120,17 +121,17 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         self._not_pickled = frozenset(vars(self)) - configured
 
     def _reset(self, model_id: str | None) -> None:
-        """Begin with no role. What this sets is in no pickle; all else that an object has, is."""
+        """Begin without a role. Pickles leave out what this sets, and keep all other attributes."""
         self._life = Life(model_id)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
+        """Make the scheme of a back-end name, such as ``"shared"``, ``"process"`` or ``"none"``.
 
         Raises:
             ConfigError: There is none with that name, or an option has an illegal value.
         """
-        from aiosync.schemes import scheme_class  # which imports this module
+        from aiosync.schemes import scheme_class  # That package imports this module.
 
         return scheme_class(backend)(**options)
 
@@ -154,50 +155,53 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         who = f"{self.model_id or 'no model'}: {life.role or 'no role yet'}, {state}"
         return f"<{type(self).__name__} for {who}>"
 
-    # -- what subclasses decide ----------------------------------------------------------------
+    # -- methods for subclasses to override ----------------------------------------------------
 
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
+        """Make a link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
 
-    _backend: str | None = None  # its name, where it is registered
-    _how: How = "copy"  # how send() copies large weights, see SnapshotCopier.take()
-    _promises = True  # whether workers may take what they were named in a forward, and say nothing
-    _strictly: Strict = True  # what strict=True asks for
-    _cascades = True  # whether a context is asked to pass versions on
-    _gives_up = True  # if a trainer that is not met refuses for good, or a lost link is the end
-    _subscribes = True  # gets every update, and not only those it asks for
-    _longest_pause = 2.0  # between two attempts to meet the trainer
+    _backend: str | None = None  # Name of the back-end, if it is registered.
+    _how: How = "copy"  # See SnapshotCopier.take() for how send() copies.
+    # Workers may take a named version in a forward, and send no answer.
+    _promises = True
+    _strictly: Strict = True  # The strictness that strict=True asks for.
+    _cascades = True  # A context is asked to pass versions on.
+    # A final error, or a lost link that is not restored in time, ends the search for a trainer.
+    _gives_up = True
+    # A worker gets every update, and not only those that it asks for.
+    _subscribes = True
+    _longest_pause = 2.0  # Seconds between two attempts to meet the trainer.
 
     def _make_arena(self) -> Arena | None:
-        """Shared memory for the sender's snapshots; ``None`` where links carry bytes."""
+        """Return shared memory for the sender's snapshots; ``None`` if links carry bytes."""
         return None
 
     def _planning_limits(self) -> Limits | None:
-        """Bounds that the receivers are expected to have; ``None`` for the defaults."""
+        """Return the limits that the receivers are expected to have; ``None`` for the defaults."""
         return None
 
     def _streaming(self) -> Streaming | None:
-        """How payloads travel; ``None`` where links neither damage nor lose them."""
+        """Return settings of streamed payloads; ``None`` if links neither damage nor lose them."""
         return None
 
     def _bind(self, sources: Sources) -> None:
-        """Have workers that dial be heard, once the sender connects."""
+        """Bind the address that workers dial; they are answered once the sender connects."""
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         """Let workers in from now on. Called on the loop."""
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        """One attempt to get a link to the trainer; told if there was one before."""
+        """Make one attempt to get a link to the trainer; ``again`` if there was one before."""
         name = type(self).__name__
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
 
     def _nobody(self, within: str) -> str:
-        """What an error says while there is no trainer, within a time that it is given."""
+        """Return the text of an error while there is no trainer; ``within`` says for how long."""
         return f"the trainer did not answer{within}"
 
     def _is_final(self, error: AiosyncError) -> bool:
-        """Whether no other attempt to meet the trainer follows after an error."""
+        """Return True if no other attempt to meet the trainer follows after an error."""
         return True
 
     async def _meet(
@@ -209,7 +213,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         processes: Sequence[Any],
         initial: bool,
     ) -> None:
-        """Reach the other side, and have the workers at the initial weights."""
+        """Reach the other side, and bring the workers to the initial weights."""
         if isinstance(side, Trainer):
             await side.connect(self, timeout, weights, processes)
         else:
@@ -356,9 +360,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         given = life.given
         given.model_id = as_model_id(model_id or given.model_id or "policy")
         given.model, given.weights, given.loader, given.context = model, weights, loader, context
-        found = worker_idx if worker_idx is not None else life.worker_idx  # assigned before
+        # The index may have been assigned before.
+        found = worker_idx if worker_idx is not None else life.worker_idx
         if found is None:
-            with contextlib.suppress(RuntimeError):  # a collector that has no index yet
+            with contextlib.suppress(RuntimeError):  # A collector may have no index yet.
                 found = getattr(context, "worker_idx", None)
         life.worker_idx = None if found is None else as_index("worker_idx", found)
         life.side = worker
@@ -366,7 +371,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     init_on_worker = init_on_receiver
 
     def _check_no_role(self, method: str) -> None:
-        if self._life.inherited:  # the role, the context and the links are not ours
+        # The role, the context and the links are the parent process's.
+        if self._life.inherited:
             if self._life.role == "sender":
                 self._sender_pid = self._life.pid
             self._reset(self.model_id)
@@ -427,13 +433,13 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         try:
             with life.waiting("connect()", limit, side.awaited):
                 await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
-        except BaseException as exc:  # raised again: the caller sees it
+        except BaseException as exc:  # The error is raised again for the caller.
             if life.sender is not None and life.sender.workers.may_come(exc):
                 life.connected = not life.closed
                 raise
             was_closed, life.connecting = life.closed, None
             self.abort()
-            if life.runtime is not None:  # made after it was closed
+            if life.runtime is not None:  # It was made after the scheme was closed.
                 life.runtime.abort()
             if was_closed:
                 life.check_cancelled(exc, cancelled_before)
@@ -688,7 +694,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         wait: Callable[..., Awaitable[_T]],
         what: object,
     ) -> _T:
-        """Wait for something of the sender or receiver; ``text``: what is wrong if it is late."""
+        """Wait with a method of the sender or receiver; ``text`` begins the error of a timeout."""
         side, limit = self._require(call, timeout=timeout)
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
@@ -698,7 +704,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     @property
     def ready(self) -> Ready:
-        """The condition that there is a complete version, to look at or to wait for."""
+        """The condition that there is a complete version, to check or to wait for."""
         return Ready(self._is_ready, self._wait_until_ready)
 
     def _is_ready(self) -> bool:
@@ -723,7 +729,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         life = self._life
         if life.inherited:
-            self.abort()  # the tasks are the parent's, and nothing runs them here
+            self.abort()  # The tasks are the parent's, and nothing runs them here.
         elif life.loop in (None, asyncio.get_running_loop()) or not life.loop.is_running():
             await self._close_here()
         elif not life.closed:
@@ -733,7 +739,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             )
 
     async def _close_here(self) -> None:
-        """Close what there is, on its own loop. Also called again, and after :meth:`abort`."""
+        """Close everything that is open, on its own loop. Idempotent, also after :meth:`abort`."""
         life = self._life
         opened = (*life.listeners, *life.shared)
         try:
@@ -766,10 +772,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         await self.aclose()
 
     def __del__(self) -> None:
-        """Close what nobody closed, and say so."""
+        """Close a scheme that was never closed, and warn of that."""
         life: Life | None = getattr(self, "_life", None)
         if life is None or life.closed or life.inherited:
-            return  # also where an option was refused: there is nothing yet
+            return  # After a refused option there is nothing to close yet.
         if life.runtime is None:
             life.begin_to_close()
             return
@@ -780,5 +786,5 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 stacklevel=2,
                 source=self,
             )
-        finally:  # the warning may be an error
+        finally:  # The warning may be turned into an error.
             self.abort()

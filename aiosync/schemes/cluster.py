@@ -1,7 +1,7 @@
-"""Weights inside a cluster: a control stream, and another way beside it for large payloads.
+"""Schemes of a cluster: a control stream, and another medium beside it for large payloads.
 
-The sender listens, workers dial, as with TCP; how a worker finds the address and what moves
-large payloads is each scheme's own. Workers on the sender's host may read shared memory instead.
+The sender listens and workers dial, as with TCP. Each scheme decides how a worker finds the
+address, and what moves large payloads. Workers on the sender's host may read shared memory instead.
 Must not import torch.
 """
 
@@ -43,19 +43,19 @@ __all__ = ["INLINE_NBYTES", "ClusterScheme", "DistributedWeightSyncScheme", "RPC
 INLINE_NBYTES = 4 * 2**20
 """Updates up to this size travel in the control stream.
 
-Setting a transfer beside it going takes a few messages or calls, and a thread or two: as long as a
+Starting a transfer beside it takes a few messages or calls, and a thread or two: as long as a
 stream takes for so many bytes.
 """
 
 
 class ClusterScheme(EngineOptions, StreamScheme):
-    """Messages over a control stream, large payloads beside it.
+    """Common part of schemes that send messages over a control stream, large payloads beside it.
 
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
-        address: Where the sender listens for control streams; ``None`` lets the engine choose.
-        token: Secret of the control stream; generated when omitted, and pickled with the
-            scheme.
+        address: Address at which the sender listens for control streams; ``None`` lets the engine
+            choose.
+        token: Secret of the control stream; generated when omitted, and pickled with the scheme.
         reconnect: Seconds that a worker keeps trying to restore a lost link.
         handshake_timeout: Seconds that a peer has to prove its identity.
         limits: What a peer may announce.
@@ -109,26 +109,29 @@ class ClusterScheme(EngineOptions, StreamScheme):
             limits=limits,
         )
 
-    _longest_pause = 0.5  # between two looks for the sender
+    # Longest pause in seconds between two searches for the sender.
+    _longest_pause = 0.5
 
     def _reset(self, model_id: str | None) -> None:
         super()._reset(model_id)
         self._link_lost = asyncio.Event()
-        self._looking = self._invited = False  # for a trainer; and it said what its token is
+        # The first is true during the search for a trainer; the second if the trainer told its
+        # token.
+        self._looking = self._invited = False
         self._same_host: SameHost | None = None
 
     @property
     def _untaken(self) -> float | None:
-        # Large updates travel elsewhere: what is said here fits into the buffers of a host, which
-        # takes it however busy the process is, unless it is gone.
+        # Large updates do not travel here. The messages that do fit into the buffers of the peer's
+        # host, which takes them however busy the process is, unless the host is gone.
         return None if self._keepalive is None else 2 * self._keepalive
 
     def create_transport(self, pipe_or_context: Any = None, **torchrl: Any) -> Transport:
-        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+        """Make a link over a connected stream socket. Takes ownership of it; needs a running loop.
 
         Args:
             pipe_or_context: Connected TCP or Unix socket, or an existing link.
-            torchrl: Refused: what TorchRL's scheme of this name takes.
+            torchrl: Refused: the arguments of TorchRL's scheme of this name.
 
         Raises:
             ConfigError: It is something else.
@@ -142,34 +145,35 @@ class ClusterScheme(EngineOptions, StreamScheme):
             )
         return super().create_transport(pipe_or_context)
 
-    # -- what each of them decides -------------------------------------------------------------
+    # -- methods for subclasses to override ----------------------------------------------------
 
     def _carry(self, control: TCPTransport, *, listened: bool) -> Transport:
-        """A link over a control stream, which it owns from then on; or that stream."""
+        """Return a link over a control stream, which it owns from then on; or that stream."""
         del listened
         return control
 
     @abc.abstractmethod
     def _default_address(self) -> Address:
-        """Where the sender listens if no address was given."""
+        """Return the address at which the sender listens if none was given."""
 
     @abc.abstractmethod
     async def _publish(self, address: Address) -> None:
         """Sender: let workers that have no address find this one."""
 
     _invites: str = ""
-    """What :meth:`_invitation` lacks while there is none; empty where there never is one."""
+    """Text of errors while there is no :meth:`_invitation`; empty if there never is one."""
 
     @abc.abstractmethod
     async def _invitation(self) -> tuple[str, bytes | None] | None:
-        """Worker: what the sender published last: its address, and its token if that is new."""
+        """Worker: return the address that the sender published last, and a new token, if any."""
 
     # -- links ---------------------------------------------------------------------------------
 
     def _linked(self, control: TCPTransport, *, listened: bool) -> Transport:
         try:
             link = self._carry(control, listened=listened)
-        except BaseException:  # raised again: the caller sees it
+        except BaseException:
+            # The error is raised again for the caller.
             control.abort()
             raise
         self._life.shared.add(link)
@@ -190,7 +194,8 @@ class ClusterScheme(EngineOptions, StreamScheme):
     def _listen(self, address: Address) -> StreamListener:
         listener = super()._listen(address)
         if self.shared_memory:
-            with contextlib.suppress(ConfigError):  # taken: workers then come the other way
+            # If the address is taken, workers come the other way.
+            with contextlib.suppress(ConfigError):
                 self._same_host = SameHost(
                     Address.parse(listener.url),
                     self._credentials,
@@ -250,12 +255,12 @@ class ClusterScheme(EngineOptions, StreamScheme):
         )
 
     def _is_final(self, error: AiosyncError) -> bool:
-        # A new trainer may be about to say where it is, and what its token is.
+        # A new trainer may be about to publish its address and its token.
         waits = self._invited and isinstance(error, AuthError)
         return self._looking or (super()._is_final(error) and not waits)
 
     def _accept(self, found: tuple[str, bytes | None] | None) -> bool:
-        """Take over where the sender is; whether that came with a token."""
+        """Take over the sender's published address; return True if it came with a token."""
         if found is not None:
             url, token = found
             self._addresses = [Address.parse(url)]
@@ -416,7 +421,8 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
             token = self._credentials.token_bytes or b""
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
             await asyncio.to_thread(self._store.set, self._key, value)
-        except RuntimeError as exc:  # of torch
+        except RuntimeError as exc:
+            # torch raises this.
             raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
 
     async def _invitation(self) -> tuple[str, bytes | None] | None:
@@ -425,16 +431,20 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
             if self._store is None or not await asyncio.to_thread(self._store.check, [self._key]):
                 return None
             found = await asyncio.to_thread(self._store.get, self._key)
-        except RuntimeError as exc:  # of torch
+        except RuntimeError as exc:
+            # torch raises this.
             if self._addresses:
-                return None  # the store is gone; the trainer may not be
+                # The store is gone; the trainer may not be.
+                return None
             raise ConnectError(f"the store cannot be reached: {exc}") from exc
         url, _, token = bytes(found).partition(_SEPARATOR)
         return url.decode(), bytes.fromhex(token.decode())
 
 
-_TELL_SECONDS = 5.0  # for one call that tells a worker the address
-_KEEP_TELLING_SECONDS = 120.0  # to a worker that is not up, or down
+# Seconds for one call that tells a worker the address.
+_TELL_SECONDS = 5.0
+# Seconds of such attempts for a worker that is not up, or is down.
+_KEEP_TELLING_SECONDS = 120.0
 
 
 class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
@@ -534,7 +544,8 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
     def _streaming(self) -> Streaming:
         return Streaming(stall_timeout=self.patience)
 
-    _untaken = StreamScheme._untaken  # here updates travel in the stream
+    # In this scheme, updates travel in the stream.
+    _untaken = StreamScheme._untaken
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return RPCTransport(sock, limits=self.limits, name=name)
@@ -542,7 +553,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
     def _default_address(self) -> Address:
         return Address("tcp", own_host(os.environ.get("MASTER_ADDR")))
 
-    # -- the sender tells the workers ----------------------------------------------------------
+    # -- telling workers the address -----------------------------------------------------------
 
     def init_on_sender(
         self,
@@ -605,7 +616,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         self._rpc_workers = names
 
     async def _publish(self, address: Address) -> None:
-        """Tell every worker, and again whenever a link was lost: it may have started again."""
+        """Tell every worker the address, also after a lost link: the worker may have restarted."""
         while self._rpc_workers:
             self._link_lost.clear()
             async with asyncio.TaskGroup() as telling:
@@ -619,10 +630,11 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         def attempt(left: Left) -> Awaitable[None]:
             return invite(name, self._meeting, url, token, _TELL_SECONDS)
 
-        with contextlib.suppress(ConnectError):  # connect() and send() say who is missing
+        # connect() and send() report the workers that are missing.
+        with contextlib.suppress(ConnectError):
             await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
 
-    # -- a worker is told ----------------------------------------------------------------------
+    # -- being told the address ----------------------------------------------------------------
 
     _invites = (
         "it has not told this process its address, and has to know this RPC worker by name "

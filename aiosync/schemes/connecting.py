@@ -1,4 +1,4 @@
-"""Connecting several schemes at the same time, so that no order of theirs matters."""
+"""Connecting several schemes at the same time, so that their order does not matter."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ async def connect_all(
     Args:
         *schemes: Senders, receivers or both, which have their role.
         timeout: Seconds for each; ``None`` takes its own, ``math.inf`` waits for ever.
-        processes: As for :meth:`WeightSyncScheme.connect`, where every sender has the same workers.
+        processes: As for :meth:`WeightSyncScheme.connect`, if every sender has the same workers.
 
     Raises:
-        AiosyncError: What the first ``connect()`` raised that failed; its notes have what others
-            raised. Those that have not connected are closed.
+        AiosyncError: The error of the first ``connect()`` that failed; its notes have the errors of
+            the others. Schemes that have not connected are closed.
 
     Cancellation:
-        Breaks the attempt: those that have not connected are closed.
+        Breaks the attempt: schemes that have not connected are closed.
     """
 
     async def connect(scheme: WeightSyncScheme) -> None:
@@ -41,7 +41,8 @@ async def connect_all(
     tasks = [loop.create_task(connect(scheme)) for scheme in schemes]
     try:
         await asyncio.gather(*tasks)
-    except BaseException as exc:  # raised again: the caller sees it
+    except BaseException as exc:
+        # The error is raised again for the caller.
         for task in tasks:
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,4 +1,4 @@
-"""What other packages of aiosync may know of a scheme, and do with it. Not for users.
+"""Internal access to schemes for other packages of aiosync, such as ``sync``. Not for users.
 
 Must not import a concrete scheme.
 """
@@ -30,14 +30,14 @@ __all__ = [
 
 
 def life_of(scheme: WeightSyncScheme) -> Life:
-    """What it is and has in this process."""
+    """Return the scheme's life in this process."""
     return scheme._life
 
 
 def publish_with(
     scheme: WeightSyncScheme,
 ) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
-    """``send()`` where it waits for nobody; ``None`` if the scheme has a ``send()`` of its own."""
+    """Return the send that never waits, or ``None`` if the scheme has a ``send()`` of its own."""
     side = scheme._life.side
     if not isinstance(side, Trainer) or type(scheme).send is not WeightSyncScheme.send:
         return None
@@ -47,7 +47,7 @@ def publish_with(
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
     """Have a receiver look for its sender for ever.
 
-    No error ends that, and each lost link is replaced: there is one receiver for all of them.
+    No error ends the search, and each lost link is replaced: there is one receiver for all links.
     """
     scheme._gives_up = False
     scheme._longest_pause = longest_pause
@@ -56,44 +56,46 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
 
 
 def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
-    """Note that the context is TorchRL's: its owner passes versions on where that is needed.
+    """Mark the context of a scheme as TorchRL's, whose owner passes versions on if that is needed.
 
-    What TorchRL sends may lack a module's extra state: that is warned of, and not refused.
+    Weights that TorchRL sends may lack a module's extra state: the scheme warns of that, and does
+    not refuse them.
     """
     scheme._strictly, scheme._cascades = "warn", False
 
 
 def bind_early(scheme: WeightSyncScheme) -> None:
-    """Have copies made before ``init_on_sender()`` know where the sender will be."""
+    """Bind the sender's address early, for copies that are made before ``init_on_sender()``."""
     if isinstance(scheme, StreamScheme):
         scheme._bind_early()
 
 
 def separate(scheme: WeightSyncScheme) -> None:
-    """Have this copy meet only copies that are made of it from now on."""
+    """Give this copy a meeting point of its own, for copies that are made of it from now on."""
     scheme._meeting = new_address()
 
 
 def meeting_point(scheme: WeightSyncScheme) -> tuple[str, int]:
-    """The Unix socket where workers find a sender of this host, and its process."""
+    """Return the Unix socket where workers find a sender of this host, and its process."""
     return scheme._meeting, scheme._life.pid
 
 
 def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
-    """Have a receiver find its sender there."""
+    """Set the meeting point where a receiver finds its sender."""
     scheme._meeting, scheme._sender_pid = address, pid
 
 
 def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
-    """Have a receiver, or copies of a scheme that become receivers, call other hooks as well.
+    """Set hooks of a receiver, or of copies of a scheme that become receivers; keep the others.
 
     Args:
         scheme: A scheme.
-        carried: Of copies and pickles that are made from now on, where they get no hooks.
+        carried: Set the hooks of copies and pickles that are made from now on, for receivers that
+            are given no such hooks.
         **hooks: Fields of :class:`SchemeHooks`.
 
     Returns:
-        Those that it has now.
+        All hooks that it has now.
     """
     side = scheme._life.side
     if isinstance(side, Worker) and not carried:

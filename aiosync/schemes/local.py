@@ -1,4 +1,4 @@
-"""Weights to worker processes of one host: through shared memory, or through pipes.
+"""Schemes for worker processes of one host: through shared memory, or through pipes.
 
 Workers find the trainer through a Unix socket. Must not import torch, nor another concrete scheme.
 """
@@ -28,20 +28,21 @@ __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
 
 class _LocalScheme(WeightSyncScheme):
-    """What schemes of one host share."""
+    """Common part of the schemes within one host."""
 
-    _longest_pause = 0.1  # a Unix socket costs little
+    # An attempt over a Unix socket costs little.
+    _longest_pause = 0.1
 
     @abc.abstractmethod
     def _transport_over(self, end: Any, name: str) -> Transport:
-        """A link over a connected socket or one end of a pipe."""
+        """Make a link over a connected socket or one end of a pipe."""
 
     def create_transport(self, pipe_or_context: Connection | socket.socket | Any) -> Transport:
-        """A link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
+        """Make a link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
 
         Args:
-            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or
-                an existing link.
+            pipe_or_context: ``multiprocessing`` connection of a two-way pipe, Unix socket, or an
+                existing link.
         """
         if isinstance(pipe_or_context, Transport):
             return pipe_or_context
@@ -56,7 +57,8 @@ class _LocalScheme(WeightSyncScheme):
         def on_connection(sock: socket.socket) -> None:
             pid = peer_pid(sock)
             if pid is None:
-                sock.close()  # another user's process: it has no business here
+                # The process belongs to another user, who has no business here.
+                sock.close()
                 return
             link = self._transport_over(sock, f"worker process {pid}")
             watch_process(link, pid)
@@ -81,18 +83,18 @@ class _LocalScheme(WeightSyncScheme):
 
 
 class SharedMemWeightSyncScheme(_LocalScheme):
-    """Sends weights to worker processes of one host through shared memory.
+    """Scheme that sends weights to worker processes of one host through shared memory.
 
     The sender copies each update once into a slot that no process reads, and names it to the
     workers; their parameters then point at the slot (or copy it, with ``apply_copy=True``). A send
     is over once its version is visible: a forward or ``reading()`` block that starts afterwards
-    uses it or a newer one, or raises ``ApplyError``. Parameters that are looked at outside of these
+    uses it or a newer one, or raises ``ApplyError``. Parameters that are read outside of these
     follow within 10 ms. Workers that cannot take versions in a forward answer to each update
     instead. A worker's own writes never leave its process, and never survive. See
     ``docs/topics/shared-memory.md``.
 
-    Workers find the trainer through a socket that only the same user can reach, by pickling
-    this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
+    Workers find the trainer through a socket that only the same user can reach, by pickling this
+    object into them; or give connections: ``init_on_sender(pipes=[...])`` and
     ``init_on_receiver(pipe=...)``.
     """
 
@@ -106,14 +108,14 @@ class SharedMemWeightSyncScheme(_LocalScheme):
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):
-    """Sends weights to worker processes of one host through pipes.
+    """Scheme that sends weights to worker processes of one host through pipes.
 
-    Each update is copied once by the sender, written to every worker's pipe, and received
-    straight into the worker's memory. Prefer :class:`SharedMemWeightSyncScheme` where shared
-    memory is available: its cost does not grow with the number of workers.
+    Each update is copied once by the sender, written to every worker's pipe, and received straight
+    into the worker's memory. Prefer :class:`SharedMemWeightSyncScheme` if shared memory is
+    available: its cost does not grow with the number of workers.
 
-    Workers find the trainer through a socket that only the same user can reach, by pickling
-    this object into them; or give connections: ``init_on_sender(pipes=[...])`` and
+    Workers find the trainer through a socket that only the same user can reach, by pickling this
+    object into them; or give connections: ``init_on_sender(pipes=[...])`` and
     ``init_on_receiver(pipe=...)``.
     """
 

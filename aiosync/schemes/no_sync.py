@@ -1,4 +1,4 @@
-"""No synchronization at all, behind the interface of a scheme.
+"""The scheme that never synchronizes weights, behind the interface of the others.
 
 Must not import a concrete transport, nor another concrete scheme.
 """
@@ -36,19 +36,20 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """
 
     def carry(self, model: object) -> None:
-        """Take along a copy of a model's weights, in pickles of this object.
+        """Carry a copy of a model's weights in pickles of this object.
 
-        A worker that is given the model on the meta device, without memory, as TorchRL's
-        collectors do, begins with them.
+        A worker that is given the model on the meta device, without memory, as TorchRL's collectors
+        do, begins with them.
 
         Args:
-            model: What to copy; nothing, if it is not a module.
+            model: Module whose weights are copied; an object that is no module has none.
         """
         unpack = None
         if isinstance(model, nn.Module):
             try:
                 leaves = collect(model)
-            except ConfigError as exc:  # of no concern to workers that have a model of their own
+            except ConfigError as exc:
+                # Only workers whose model has no memory need the weights, and refuse then.
                 unpack = functools.partial(_refuse, str(exc))
             else:
                 layout = Layout.plan(leaves.leaves, NO_LIMITS)
@@ -81,8 +82,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> SendReport:
         """Send nothing."""
         del weights, worker_ids
-        self._require("send", "sender", timeout)  # mistakes are refused as by others
-        await self.wait_lag_below(1 if max_lag is None else max_lag)  # lets others run
+        # Mistakes are refused as by the other schemes.
+        self._require("send", "sender", timeout)
+        # This lets other tasks run.
+        await self.wait_lag_below(1 if max_lag is None else max_lag)
         return _NOTHING
 
     def send_nowait(
@@ -115,7 +118,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """
         _, limit = self._require("receive", "receiver", timeout)
         if timeout is None or timeout <= 0:
-            await asyncio.sleep(0)  # who receives in a loop lets others run
+            # A task that receives in a loop has to let others run.
+            await asyncio.sleep(0)
             return None
         try:
             async with asyncio.timeout(limit):
@@ -140,19 +144,19 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return 0
 
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
-        """Return 0: nobody is ever behind."""
+        """Return 0: no worker is ever behind."""
         self._require("wait_lag_below", self._life.role or "receiver")
         as_version("a lag", limit, 1)
         return await self.wait_for_version(0, timeout=timeout)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
-        """As :meth:`wait_for_version`: there is nothing to ask for."""
+        """Return as :meth:`wait_for_version` does: there is nothing to ask for."""
         self._require("pull", "receiver")
         least = 0 if min_version is None else min_version
         return await self.wait_for_version(least, timeout=timeout)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
-        """As :meth:`wait_for_version`: nothing is ever staged."""
+        """Return as :meth:`wait_for_version` does: nothing is ever staged."""
         return await self.wait_for_version(version, timeout=timeout)
 
     def apply_pending(self) -> int | None:
@@ -160,13 +164,14 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return None
 
     def _is_ready(self) -> bool:
-        return self._life.connected  # there is nothing to wait for
+        # No version has to come.
+        return self._life.connected
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
         self._require("ready", timeout=timeout)
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
-        """There is no link.
+        """Refuse: there is no link.
 
         Raises:
             LocalProtocolError: Always.
@@ -175,7 +180,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
 
 def _unpack(manifest: Manifest, data: bytes, values: dict[str, Any], model: Any) -> None:
-    """Give a model without memory the weights that were taken along."""
+    """Give a model without memory the weights that the pickle carried."""
     if lacks_memory(model):
         layout = Layout(manifest)
         flat = FlatBuffer(layout.nbytes)

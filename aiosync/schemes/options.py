@@ -1,4 +1,4 @@
-"""Options of schemes, async and blocking; checked when they are assigned as when they are given.
+"""Options of schemes, async and blocking, which are checked whenever they are set.
 
 The classes name the options of each kind of scheme, once for both. The defaults are those of the
 async constructors, which the blocking ones have, too.
@@ -44,8 +44,8 @@ class Option(Generic[_T]):
     It is kept in the object's own dict, under the same name, where pickles find it.
 
     Args:
-        check: Called with the name and the value; returns what is kept, or raises.
-        doc: What it is.
+        check: Called with the name and the value; returns the value to keep, or raises.
+        doc: Docstring of the option.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Option(Generic[_T]):
         self.annotation: str = owner.__annotations__[name].removeprefix("Option[").removesuffix("]")
 
     if TYPE_CHECKING:
-        # Left out otherwise: Python then reads the object's dict itself, and a send reads options.
+        # Only for type checkers. Without it Python reads the object's dict itself, and a send reads
+        # options.
         @overload
         def __get__(self, instance: None, owner: type) -> Self: ...
 
@@ -74,9 +75,9 @@ class Option(Generic[_T]):
 
 
 class Fixed:
-    """An option that only the constructor takes: a later one would count for nothing.
+    """An option that only the constructor takes: an assignment would have no effect.
 
-    It cannot be read either: some are secrets.
+    It cannot be read either: some of these options are secrets.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -99,10 +100,11 @@ def refuse(*cases: tuple[object, str]) -> None:
     """Refuse arguments that exclude each other, or make no sense.
 
     Args:
-        *cases: What is true of wrong ones, and what is said then; the first one counts.
+        *cases: A condition that is true of wrong arguments, and the text of the error; the first
+            true one counts.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A condition is true.
     """
     for wrong, text in cases:
         if wrong:
@@ -110,7 +112,7 @@ def refuse(*cases: tuple[object, str]) -> None:
 
 
 def one_of(*values: _T) -> Callable[[str, Any], _T]:
-    """One of these values."""
+    """Return a check that accepts these values only."""
     listed = " or ".join(map(repr, values))
 
     def check(name: str, value: Any) -> _T:
@@ -122,7 +124,10 @@ def one_of(*values: _T) -> Callable[[str, Any], _T]:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A truth value: 0, 1 and numpy's are, ``"no"`` and ``None`` are not."""
+    """Check a truth value, and return it as a bool. ``"no"`` and ``None`` are refused.
+
+    0, 1 and numpy's truth values are accepted.
+    """
     if isinstance(value, str) or value not in (True, False):
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return bool(value)
@@ -131,7 +136,7 @@ def flag(name: str, value: Any) -> bool:
 def seconds(
     *, zero: bool = False, endless: bool = False, none: bool = False
 ) -> Callable[[str, Any], Any]:
-    """A time; see :func:`aiosync.protocol.validate_seconds`."""
+    """Return a check of a number of seconds; see :func:`aiosync.protocol.validate_seconds`."""
 
     def check(name: str, value: Any) -> Any:
         validate_seconds(name, value, zero=zero, endless=endless, none=none)
@@ -146,7 +151,7 @@ def _timeout(name: str, value: Any) -> float | None:
 
 
 def count(least: int) -> Callable[[str, Any], int]:
-    """An integer of at least ``least``."""
+    """Return a check of an integer of at least ``least``."""
     return lambda name, value: as_count(name, value, least)
 
 
@@ -241,7 +246,7 @@ class SchemeOptions:
     )
 
     def _set_options(self, **options: Any) -> None:
-        """Check and keep what a constructor was given, in this order."""
+        """Check and keep the options of a constructor, in this order."""
         for name, value in options.items():
             setattr(self, name, value)
 

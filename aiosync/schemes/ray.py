@@ -1,4 +1,4 @@
-"""Weights inside a Ray cluster, through its object store: to actors, and to a transform's module.
+"""Schemes of a Ray cluster, over its object store: to actors, and to a transform's module.
 
 Ray is loaded when a scheme is constructed. Must not import another concrete scheme.
 """
@@ -47,8 +47,9 @@ __all__ = [
 
 _NAMESPACE = b"aiosync"
 _CLOSE_SECONDS = 5.0
-_LONGEST_PAUSE = 0.5  # seconds between two looks whether an actor has joined
-# Larger weights go out from the tensors themselves, which only the object store copies at once.
+# Longest pause in seconds between two checks whether an actor has joined.
+_LONGEST_PAUSE = 0.5
+# Larger weights are sent from the tensors themselves, which only the object store copies at once.
 _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
 
 
@@ -212,7 +213,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             ctx=ctx,
         )
         kinds = {type(link) for link in self._given_links()}
-        # What one of these puts the others use, too; links of another kind need the bytes.
+        # Links of this kind share what one of them puts; links of another kind need the bytes.
         self._shares = kinds <= {RayActorTransport}
         for link in self._given_links():
             if isinstance(link, RayActorTransport):
@@ -226,17 +227,18 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
         timeout: float | None = None,
         max_lag: int | None = None,
     ) -> SendReport:
-        """See :meth:`WeightSyncScheme.send`.
+        """Send a snapshot of the weights; see :meth:`WeightSyncScheme.send`.
 
         Args:
-            weights: What to send.
+            weights: The weights to send.
             worker_ids: Only these workers change.
             timeout: Seconds for the whole call, excluding copying into the object store.
-            max_lag: How far workers may be behind.
+            max_lag: Number of versions that workers may be behind.
         """
         try:
             return await super().send(weights, worker_ids, timeout=timeout, max_lag=max_lag)
-        finally:  # also when it failed: the tensors are the caller's again afterwards
+        finally:
+            # The tensors are the caller's afterwards, even if the send failed.
             for link in self._given_links():
                 if isinstance(link, RayActorTransport):
                     await link.idle()
@@ -269,7 +271,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
 
         Copies of one scheme have the same; no two other schemes do, nor two models.
         """
-        # Without the NUL that makes a Unix address of it.
+        # Leave out the NUL byte that makes a Unix address of it.
         return f"{self._meeting[1:]}:{self.model_id or 'policy'}"
 
     async def _publish(self, address: Address) -> None:
@@ -277,7 +279,8 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
         put = _store()._internal_kv_put
         try:
             await asyncio.to_thread(put, key, self._published, True, namespace=_NAMESPACE)
-        except Exception as exc:  # of any type; connect() and send() raise it
+        except Exception as exc:
+            # Ray may raise any type; connect() and send() raise this.
             raise ConnectError(
                 f"the trainer could not be registered in the Ray cluster: "
                 f"{type(exc).__name__}: {exc}"
@@ -293,24 +296,26 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
     async def _close_here(self) -> None:
         published, self._published = self._published, None
         self._life.shared.update(self._given_links())
-        connected = load_ray().is_initialized()  # before anything of Ray's connects again
+        # This has to be known before a call of Ray's connects the process.
+        connected = load_ray().is_initialized()
         try:
             await super()._close_here()
         finally:
             if published is not None and connected and load_ray().is_initialized():
                 key = self.connection_info_name.encode()
                 withdrawing = asyncio.to_thread(_forget, key, published)
-                with contextlib.suppress(TimeoutError):  # workers find nobody there then
+                # After a timeout the entry stays, and workers find no trainer there.
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
 
 
 def _store() -> Any:
-    """The store of the cluster's head. Each call is a round trip, and may raise anything."""
+    """Return the store of the cluster's head. Its calls are round trips, and may raise anything."""
     return importlib.import_module("ray.experimental.internal_kv")
 
 
 def _find(key: bytes) -> bytes | None:
-    """What the trainer left there, as far as the cluster can say so now."""
+    """Return the value that the trainer left there; ``None`` if the cluster has none now."""
     try:
         found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
     except Exception:  # noqa: BLE001 - the caller looks again
@@ -319,8 +324,9 @@ def _find(key: bytes) -> bytes | None:
 
 
 def _forget(key: bytes, value: bytes) -> None:
-    """Take a note back if it still says ``value``: somebody else may have left another one."""
-    with contextlib.suppress(Exception):  # the cluster has ended
+    """Delete an entry if it still is ``value``: another trainer may have left its own."""
+    # The cluster may have ended.
+    with contextlib.suppress(Exception):
         if _find(key) == value:
             _store()._internal_kv_del(key, namespace=_NAMESPACE)
 
@@ -344,7 +350,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._remote: RayModuleTransformSender | None = None
 
     def _set_transform(self, ray_transform: Any) -> None:
-        """Name the transform; TorchRL's ``RayModuleTransform`` does so with itself."""
+        """Set the transform; TorchRL's ``RayModuleTransform`` does so with itself."""
         self._ray_transform = ray_transform
 
     def init_on_sender(
@@ -410,7 +416,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._ray_transform = transform
 
     def create_sender(self) -> RayModuleTransformSender:
-        """What makes the receiver inside the transform's actor."""
+        """Make the object that makes the receiver inside the transform's actor."""
         return RayModuleTransformSender(self._ray_transform)
 
     async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
@@ -425,7 +431,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         try:
             await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():
-                starting.result()  # says more than that nobody came
+                # The error of the actor says more than that no worker came.
+                starting.result()
             await meeting
             await starting
         finally:
@@ -433,14 +440,16 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 task.cancel()
             await asyncio.gather(starting, meeting, return_exceptions=True)
 
-    _promises = False  # the actor may replace its module, and tells nobody
+    # The actor may replace its module without notice.
+    _promises = False
 
     async def _close_here(self) -> None:
         remote, self._remote = self._remote, None
         try:
             await super()._close_here()
         finally:
-            if remote is not None:  # the receiver in the actor ends, too
+            # The receiver in the actor ends, too.
+            if remote is not None:
                 await remote.stop(self.model_id or "policy")
 
 
@@ -454,12 +463,13 @@ class RayModuleTransformSender:
     def __init__(self, ray_transform: Any) -> None:
         self._ray = need_cluster()
         self.actor: Any = getattr(ray_transform, "_actor", ray_transform)
-        self._ticket = secrets.token_bytes(16)  # what it made is its own to end
+        # This object ends only the receiver that it has made, which has the same ticket.
+        self._ticket = secrets.token_bytes(16)
 
     async def start(
         self, scheme: RayModuleTransformScheme, model_id: str, timeout: float | None
     ) -> None:
-        """Have the actor join.
+        """Have the actor join, and wait until it has.
 
         Args:
             scheme: A copy of the sender's scheme, without a role.
@@ -467,7 +477,7 @@ class RayModuleTransformSender:
             timeout: Seconds; ``None`` waits until the actor has ended.
 
         Raises:
-            ConnectError: The actor has died, or what it did raised an error.
+            ConnectError: The actor has died, or its attempt to join raised an error.
             ConnectTimeout: Not in time; a call that the actor is busy with may be the reason.
 
         Cancellation:
@@ -479,7 +489,8 @@ class RayModuleTransformSender:
                 await self._call(_join, scheme, model_id, timeout, self._ticket)
                 while not await self._call(_has_joined, model_id, self._ticket):
                     await pause.wait()
-        except BaseException as exc:  # raised again, or what it comes from
+        except BaseException as exc:
+            # The caller gets the error, or one that it causes.
             if self._ray.is_initialized():
                 self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
             if isinstance(exc, TimeoutError) and not isinstance(exc, AiosyncError):
@@ -489,20 +500,21 @@ class RayModuleTransformSender:
             raise
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function of this module returns in the actor, which it is given first."""
+        """Call a function of this module in the actor, which is its first argument."""
         called = self.actor.__ray_call__.remote(function, *args)
         try:
             return await landed(called)
         except self._ray.exceptions.RayActorError as exc:
             raise ConnectError(f"{self.actor!r} has died") from exc
-        except Exception as exc:  # of any type; the caller of connect() sees it
+        except Exception as exc:
+            # The error may be of any type; the caller of connect() sees it.
             reason = getattr(exc, "cause", None) or exc
             raise ConnectError(
                 f"{self.actor!r} could not join: {type(reason).__name__}: {reason}"
             ) from exc
 
     async def stop(self, model_id: str) -> None:
-        """Have the receiver end that this made, if the actor is alive and it has not ended.
+        """End the receiver that this object made, if it runs and the actor is alive.
 
         Waits for 5 seconds at most.
         """
@@ -513,7 +525,7 @@ class RayModuleTransformSender:
 
 
 class _ModuleOf:
-    """The context of the receiver in an actor: its transform's module, also when it is another."""
+    """Context of the receiver in an actor: the transform's module, even after a replacement."""
 
     def __init__(self, transform: Any) -> None:
         self._transform = transform
@@ -530,28 +542,30 @@ class RayModuleTransformReceiver:
         scheme: A copy of the sender's scheme, without a role.
         transform: Object whose attribute ``module`` is kept up to date.
         model_id: Name of the model.
-        ticket: Names the sender that wanted it.
+        ticket: Ticket of the sender that asked for the receiver.
 
     Attributes:
         ticket: As given.
-        joined: How its connecting ended.
+        joined: Done once the receiver has connected, or has failed to.
     """
 
     def __init__(
         self, scheme: RayModuleTransformScheme, transform: Any, model_id: str, ticket: bytes
     ) -> None:
-        self._context = _ModuleOf(transform)  # a scheme keeps a weak reference
+        # A scheme keeps only a weak reference to its context.
+        self._context = _ModuleOf(transform)
         scheme.init_on_receiver(model_id=model_id, context=self._context, worker_idx=0)
         self.ticket = ticket
         self._scheme = scheme
         self._key = (id(transform), model_id)
         self.joined: Future[None] = Future()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._task: asyncio.Task[None] | None = None  # None again when it ends by itself
+        # None once the task ends by itself.
+        self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, timeout: float | None) -> Future[None]:
-        """Begin to connect; the future says how that ended."""
+        """Begin to connect; return a future that is done when that has succeeded or failed."""
         self._task = self._runner.get_loop().create_task(self._live(timeout))
         self._thread = threading.Thread(
             target=self._run, args=(self._task,), name="aiosync-transform", daemon=True
@@ -573,17 +587,21 @@ class RayModuleTransformReceiver:
         try:
             with self._runner:
                 self._runner.get_loop().run_until_complete(living)
-        except BaseException as exc:  # the trainer has gone, or close() was called
+        except BaseException as exc:
+            # The trainer has gone, or close() was called.
             if not self.joined.done():
-                self.joined.set_exception(exc)  # kept for who asks, or the next trainer
+                # The error is kept until a caller asks for it, or the next trainer comes.
+                self.joined.set_exception(exc)
             elif _receivers.get(self._key) is self:
                 del _receivers[self._key]
             if not isinstance(exc, AiosyncError | asyncio.CancelledError):
-                raise  # a bug, for stderr as well
+                # This is a bug, which has to appear on stderr, too.
+                raise
 
     def close(self) -> None:
-        """End; the module keeps its weights. Idempotent, bounded."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """End the receiver; the module keeps its weights. Idempotent, bounded."""
+        # The receiver may have ended already.
+        with contextlib.suppress(RuntimeError):
             self._runner.get_loop().call_soon_threadsafe(self._cancel)
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -594,10 +612,12 @@ class RayModuleTransformReceiver:
 
 
 _receivers: dict[tuple[int, str], RayModuleTransformReceiver] = {}
-"""The receivers of this process, which is an actor. Not kept in the actor's object: it has to stay
-as picklable as it is."""
+"""The receivers of this process, which is an actor, by the transform's id and the model.
 
-# Inside of the actor: none of these waits for the trainer, as the actor has other callers.
+Not kept in the actor's object, which has to stay as picklable as it is.
+"""
+
+# These functions run inside the actor. None waits for the trainer, as the actor has other callers.
 
 
 def _join(
@@ -607,7 +627,7 @@ def _join(
     timeout: float | None,
     ticket: bytes,
 ) -> None:
-    """Begin to receive for the actor's module, instead of for another trainer."""
+    """Begin to receive for the actor's module; end the receiver of another trainer first."""
     if getattr(transform, "module", None) is None:
         raise ConfigError(f"{type(transform).__name__} has no attribute 'module'")
     _leave(transform, model_id)
@@ -624,7 +644,7 @@ def _has_joined(transform: Any, model_id: str, ticket: bytes) -> bool:
 
 
 def _leave(transform: Any, model_id: str, ticket: bytes | None = None) -> None:
-    """End the receiver that was made with this ticket, or any."""
+    """End the receiver with this ticket; with ``None``, end any."""
     receiver = _receivers.get((id(transform), model_id))
     if receiver is not None and ticket in (None, receiver.ticket):
         del _receivers[id(transform), model_id]

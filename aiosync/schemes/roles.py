@@ -1,4 +1,4 @@
-"""What a scheme is: where it is in its life, and what it is in the trainer or in a worker.
+"""Life cycle of a scheme in one process, and its role: a trainer or a worker.
 
 Must not import a concrete scheme.
 """
@@ -62,10 +62,10 @@ __all__ = ["Life", "Trainer", "Worker", "check_may_connect", "named"]
 
 
 def check_may_connect(role: str | None, begun: bool, worker_idx: object, weights: object) -> None:
-    """Raise if ``connect()`` was called before, or is given what is of the other side.
+    """Raise if ``connect()`` was called before, or is given an argument of the other side.
 
     Raises:
-        LocalProtocolError: It was, or is.
+        LocalProtocolError: It was called before, or is given such an argument.
     """
     if begun:
         raise LocalProtocolError(f"Cannot synchronize weights on {role} twice.")
@@ -75,25 +75,25 @@ def check_may_connect(role: str | None, begun: bool, worker_idx: object, weights
 
 
 class Life:
-    """What a scheme is and has in one process, from when it was made or unpickled.
+    """State of a scheme in one process, from when it was made or unpickled.
 
     Args:
         model_id: Name of the model, if it is known.
 
     Attributes:
-        given: What ``init_on_*()`` was given, or was assigned since.
-        side: What it is, once it is: a trainer, or a worker.
+        given: Arguments of ``init_on_*()``, and values assigned since.
+        side: Role of the scheme, once it has one: a trainer, or a worker.
         worker_idx: Index of the worker, once it is known.
-        connected: Whether ``connect()`` succeeded.
-        closed: Whether it was closed.
-        ended: Set when it was closed.
-        pid: The process in which it lives.
+        connected: True once ``connect()`` has succeeded.
+        closed: True once the scheme was closed.
+        ended: Set when the scheme is closed.
+        pid: The process in which the scheme lives.
         loop: The event loop of its ``connect()``.
-        connecting: The task inside of that.
-        guard: What keeps reads and updates apart.
+        connecting: The task that runs ``connect()``.
+        guard: Keeps reads and updates apart.
         meter: Counts the syncs.
         listeners: Let the other side in.
-        shared: What links have in common, and links that no runtime may have taken.
+        shared: Objects that links share, and links that no runtime may have taken.
     """
 
     def __init__(self, model_id: str | None) -> None:
@@ -109,55 +109,56 @@ class Life:
         self.guard: Guard = Guard()
         self.meter: Meter = Meter()
         self.listeners: list[Listener | Arrivals] = []
-        self.shared: weakref.WeakSet[Any] = weakref.WeakSet()  # has abort() and aclose()
+        # Each has abort() and aclose().
+        self.shared: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def role(self) -> Literal["sender", "receiver"] | None:
-        """What it is, once it is."""
+        """Name of the role, once the scheme has one."""
         return None if self.side is None else self.side.role
 
     @property
     def runtime(self) -> WeightSender | WeightReceiver | None:
-        """What sends or receives, once it connects."""
+        """The sender or the receiver, once the scheme connects."""
         return None if self.side is None else self.side.runtime
 
     @property
     def sender(self) -> WeightSender | None:
-        """What sends, once a sender connects."""
+        """The sender, once a trainer connects."""
         return self.side.runtime if isinstance(self.side, Trainer) else None
 
     @property
     def receiver(self) -> WeightReceiver | None:
-        """What receives, once a receiver is connected."""
+        """The receiver, once a worker is connected."""
         return self.side.runtime if isinstance(self.side, Worker) else None
 
     @property
     def link(self) -> KeptLink[Transport, Welcome] | None:
-        """The link of a receiver that it dials; what answered it, or why nothing did."""
+        """The link that a worker dials, with the trainer's answer or the last failure."""
         return self.side.link if isinstance(self.side, Worker) else None
 
     @property
     def runs(self) -> bool:
-        """Whether there is something to close."""
+        """True if there is something to close."""
         return not self.closed and (self.runtime is not None or self.connected)
 
     @property
     def inherited(self) -> bool:
-        """Whether the process was forked since: what runs and what is open is the parent's."""
+        """True if the process was forked since: tasks and open links are the parent's."""
         return self.pid != os.getpid()
 
     def is_a(self, role: str) -> bool:
-        """Whether it has this role, in this process."""
+        """Return True if the scheme has this role, in this process."""
         return self.role == role and not self.inherited
 
     def log(
         self, phase: str, text: str, version: int | None = None, level: int = logging.INFO
     ) -> None:
-        """Tell what happened, in one word and in a sentence, to which version."""
+        """Log an event of this scheme: one word, a sentence, and the version that it is about."""
         log(level, phase, text, model=self.given.model_id, worker=self.worker_idx, version=version)
 
     def warn_if_unconnected(self, block: str, call: str) -> None:
-        """Tell who leaves a block in which a worker acted that was never connected."""
+        """Warn when a worker's ``with`` block ends without ``connect()``."""
         if self.role == "receiver" and self.loop is None and not self.closed:
             warnings.warn(
                 f"this worker never had the trainer's weights: `{block}` does not connect, call "
@@ -166,11 +167,11 @@ class Life:
             )
 
     def waiting(self, call: str, timeout: float | None, what: Callable[[], str]) -> Waiting:
-        """Tell of a call that waits for long, and for what."""
+        """Return a context manager that logs a call which waits for long, and for what."""
         return Waiting(call, timeout, what, model=self.given.model_id, worker=self.worker_idx)
 
     def why_not_here(self, method: str, role: str | None) -> NoReturn:
-        """Raise why it is not connected, here, in this role or in any, as a method needs."""
+        """Raise the reason why a scheme is not connected here, in the role that a method needs."""
         if role is None:
             self.check_has_role()
         self.check_open()
@@ -193,14 +194,14 @@ class Life:
         )
 
     def check_open(self) -> None:
-        """Raise if it was closed."""
+        """Raise if the scheme was closed."""
         if self.closed:
             raise TransportClosed(
                 "this scheme was closed; make a new one, or copy.copy(scheme), to connect again"
             )
 
     def check_process(self) -> None:
-        """Raise if it had a role, and the process was forked since."""
+        """Raise if the scheme had a role, and the process was forked since."""
         if self.side is not None and self.inherited:
             done = "set up" if self.loop is None else "connected"
             raise LocalProtocolError(
@@ -209,12 +210,12 @@ class Life:
             )
 
     def check_here(self) -> None:
-        """Raise if it was closed, or had a role before this process was forked."""
+        """Raise if the scheme was closed, or had a role before this process was forked."""
         self.check_open()
         self.check_process()
 
     def check_no_role(self, method: str) -> None:
-        """Raise if it was closed or has a role."""
+        """Raise if the scheme was closed or has a role."""
         self.check_open()
         if self.role is not None:
             raise LocalProtocolError(
@@ -223,7 +224,7 @@ class Life:
             )
 
     def check_has_role(self) -> None:
-        """Raise if it was closed or has no role."""
+        """Raise if the scheme was closed or has no role."""
         self.check_open()
         if self.role is None:
             raise LocalProtocolError(
@@ -232,31 +233,32 @@ class Life:
             )
 
     def check_may_connect(self, weights: object, worker_idx: object) -> None:
-        """Raise if it may not begin to connect.
+        """Raise if the scheme may not begin to connect.
 
         Raises:
-            LocalProtocolError: It may not connect now, or was given what is of the other role.
+            LocalProtocolError: It may not connect now, or was given an argument of the other role.
         """
         self.check_has_role()
         self.check_process()
         check_may_connect(self.role, self.loop is not None, worker_idx, weights)
 
     def begin_to_connect(self) -> int:
-        """Belong to this loop; how often the caller's task was cancelled before."""
+        """Bind the scheme to this loop; return how often the caller's task was cancelled before."""
         self.loop = running_loop()
         self.connecting = task = asyncio.current_task()
         assert task is not None
         return task.cancelling()
 
     def check_cancelled(self, error: BaseException, cancelled_before: int) -> None:
-        """Raise that it was closed while it connected, if only that has cancelled ``connect()``."""
+        """Raise ``TransportClosed`` if only closing the scheme has cancelled ``connect()``."""
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None:
-            if task.uncancel() <= cancelled_before:  # otherwise the caller cancelled it, too
+            # With a higher count the caller has cancelled the task, too.
+            if task.uncancel() <= cancelled_before:
                 raise TransportClosed("this scheme was closed while it connected") from None
 
     def begin_to_close(self) -> bool:
-        """Let nobody in, and ``connect()`` raise ``TransportClosed``; whether that is news."""
+        """Stop listening and cancel ``connect()``; return False if the scheme was closed before."""
         if self.closed:
             return False
         self.closed = True
@@ -265,11 +267,12 @@ class Life:
         self.ended.set()
         task, self.connecting = self.connecting, None
         if task is not None and not self.inherited and task is not current_task():
-            task.cancel()  # it goes on elsewhere
+            # connect() runs in another task.
+            task.cancel()
         return True
 
     def abort_links(self) -> None:
-        """End the links that no runtime has taken, and what links share."""
+        """End the links that no runtime has taken, and the objects that links share."""
         if self.side is not None:
             self.side.abort_links()
         for each in self.shared:
@@ -277,15 +280,15 @@ class Life:
 
 
 class Trainer:
-    """A scheme in the trainer. It refers to no scheme, so that a forgotten one is closed.
+    """Role of a scheme in the trainer. Refers to no scheme, so that a forgotten one is closed.
 
     Args:
-        given: What is sent, to how many workers; and the model, or where it is found.
+        given: Weights to send, the number of workers, and the model or its context.
         links: Links that were given, by worker.
 
     Attributes:
         links: As given.
-        runtime: What sends, once it connects.
+        runtime: The sender, once the scheme connects.
     """
 
     role: Final = "sender"
@@ -315,7 +318,8 @@ class Trainer:
         copier = SnapshotCopier(
             scheme._make_arena(),
             scheme.strategy.extract_as,
-            check_dtypes(scheme.wire_dtype, "wire_dtype"),  # a mapping may have been changed since
+            # A mapping may have been changed since it was checked.
+            check_dtypes(scheme.wire_dtype, "wire_dtype"),
             scheme._planning_limits(),
         )
         self.runtime = sender = WeightSender(
@@ -340,10 +344,11 @@ class Trainer:
         try:
             await sender.connect(planned, timeout=timeout, processes=processes)
         finally:
-            self._children.clear()  # whoever keeps a process keeps its pipes open
+            # Process objects that are kept would keep their pipes open.
+            self._children.clear()
 
     def awaited(self) -> str:
-        """What ``connect()`` waits for."""
+        """Return a text that says what ``connect()`` waits for."""
         assert self.runtime is not None
         ended = (
             f"; process {each.pid}, which this one had started, ended with exit code "
@@ -354,25 +359,27 @@ class Trainer:
         return self.runtime.workers.awaited(self.runtime.version) + "".join(ended)
 
     def have(self) -> str:
-        """What there is, where a version is waited for."""
+        """Return a text with the workers' versions, for a call that waits for one."""
         return f"the workers that are connected have versions {self.versions}"
 
     @property
     def versions(self) -> dict[int, int]:
-        """What each connected worker has applied, as far as it is known."""
+        """Version that each connected worker is known to have applied."""
         links = {} if self.runtime is None else self.runtime.workers.links
         return {idx: link.applied for idx, link in links.items()}
 
     def plan(
         self, scheme: WeightSyncScheme, weights: Any, *, initial: bool = False
     ) -> dict[int | None, Prepared]:
-        """What each worker gets, ready to be copied; under ``None`` what all of them get."""
+        """Return the weights of each worker, ready to be copied; under ``None`` those for all."""
         assert self.runtime is not None
-        self.runtime.require = scheme.require  # it may have been assigned since
+        # The option may have been assigned since.
+        self.runtime.require = scheme.require
         flatteners, given = self.runtime.copier.flatteners, self._given
         sources = given.sources
         mapped = sources.per_worker or sources.device_map
-        if weights is None and sources.weights is not None and not mapped:  # as nearly always
+        # This is nearly always the case.
+        if weights is None and sources.weights is not None and not mapped:
             return {None: flatteners[-1].prepare(sources.weights)}
         weights = sources.resolve(weights, given.context, given.model_id or "policy")
         if weights is None and initial:
@@ -399,18 +406,19 @@ class Trainer:
         timeout: float | None = None,
         max_lag: int | None = None,
     ) -> tuple[SendReport | None, Callable[[], None] | None]:
-        """What ``send()`` does where it waits for nobody, on a thread that keeps the loop idle.
+        """Send without waiting, on a thread that keeps the loop idle.
 
         Returns:
-            The report, or ``None`` with nothing done if somebody has to be waited for; and what is
-            to be called on the loop, if anything is.
+            The report, or ``None`` with nothing done if the send has to wait; and a function that
+            is to be called on the loop, or ``None``.
         """
         started, sender, life = time.perf_counter(), self.runtime, scheme._life
         if sender is None or not life.connected or life.closed or not sender.reads_slots:
             return None, None
         sources = self._given.sources
         if sources.device_map or sources.per_worker or max_lag is not None:
-            return None, None  # a map is asked once a send
+            # send() may have to follow, and a device map is called only once for each send.
+            return None, None
         if timeout is not None:
             validate_timeout(timeout)
         planned, meant = self.plan(scheme, weights), named(weights, worker_ids)
@@ -422,13 +430,13 @@ class Trainer:
         return sent, sender.tell if sender.has_to_tell() else None
 
     def abort_links(self) -> None:
-        """End the links that were given, if nothing has taken them."""
+        """End the links that were given, if no runtime has taken them."""
         for link in self.links.values():
             link.abort()
 
 
 def named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
-    """Who is meant, ``None`` for all; weights for some workers mean these."""
+    """Return the workers that a send names; ``None`` for all. Weights by worker name theirs."""
     if worker_ids is not None:
         meant = as_indices("worker_ids", worker_ids)
         if not meant:
@@ -440,28 +448,28 @@ def named(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | No
 
 
 class Worker:
-    """A scheme in a worker.
+    """Role of a scheme in a worker.
 
     Args:
-        scheme: Which becomes one.
-        model: What ``init_on_receiver()`` was given, like all the others.
-        weights: The same.
-        load: The same.
-        transform: The same.
-        pipe: The same.
-        transport: The same.
-        hooks: The same, over those that the scheme carries.
-        methods: The same.
-        on_lost: The same.
-        max_staleness: The same.
+        scheme: The scheme that gets the role.
+        model: As given to ``init_on_receiver()``, like all the others.
+        weights: As given.
+        load: As given.
+        transform: As given.
+        pipe: As given.
+        transport: As given.
+        hooks: As given; they take precedence over those that the scheme carries.
+        methods: As given.
+        on_lost: As given.
+        max_staleness: As given.
 
     Raises:
-        ConfigError: These exclude each other, or updates could tear.
+        ConfigError: The arguments exclude each other, or updates could tear.
 
     Attributes:
-        hooks: What is called on the way of an update.
-        pipe: A connection or a link to the trainer; ``None`` where the scheme finds it.
-        runtime: What receives, once it is connected.
+        hooks: Functions that are called on the way of an update.
+        pipe: A connection or a link to the trainer; ``None`` if the scheme finds the trainer.
+        runtime: The receiver, once the scheme is connected.
         link: The link to the trainer, once it is dialled.
     """
 
@@ -538,11 +546,12 @@ class Worker:
             log=scheme._life.log,
         )
         self._session = secrets.token_bytes(16)
-        self._idx_chosen = False  # by the trainer, and not by the user
+        # True if the trainer chose the index, and not the user.
+        self._idx_chosen = False
         self.check(scheme, load if target is None else target)
 
     def change_hooks(self, **hooks: Any) -> SchemeHooks:
-        """Call other hooks as well from now on; those that it has then."""
+        """Set hooks from now on, keep the others, and return all of them."""
         self.hooks = dataclasses.replace(self.hooks, **hooks)
         if self.runtime is not None:
             self.runtime.applier.flipped = self.hooks.at_once
@@ -551,7 +560,7 @@ class Worker:
     # -- the model -----------------------------------------------------------------------------
 
     def check(self, scheme: SchemeState, target: Any) -> None:
-        """Raise if updates could tear what reads a target."""
+        """Raise if updates could tear a read of the target."""
         if isinstance(target, nn.Module):
             Methods(self._guard, self._methods).check(target)
         lacks = None if target is None else why_unguarded(target)
@@ -563,7 +572,7 @@ class Worker:
             )
 
     def assign(self, scheme: SchemeState, name: str, value: Any) -> None:
-        """Set what the target is found by, and tell the receiver; all of it or nothing."""
+        """Set the model, weights or context, and tell the receiver; all of it or nothing."""
         if name != "context":
             self.check(scheme, value)
         receiver, given, life = self.runtime, self._given, scheme._life
@@ -619,7 +628,7 @@ class Worker:
             log=scheme._life.log,
         )
         receiver.start()
-        # Only a weight server has a note: there will be weights.
+        # Only a weight server sends a note: its weights will come.
         if initial and scheme._subscribes and (welcome.version or welcome.note):
             late = "the initial weights did not arrive"
             note = f"; {welcome.note}" if welcome.note else ""
@@ -633,15 +642,17 @@ class Worker:
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
         scheme._life.log("joined", f"joined the trainer{none_yet}", receiver.version)
         lacks = self._given.lacks() if scheme.apply == "auto" else None
-        if lacks is not None:  # a model that comes late, or a name that is wrong
+        # The model may come late, or its name may be wrong.
+        if lacks is not None:
             warnings.warn(
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
                 stacklevel=2,
             )
 
     async def prepare(self, scheme: WeightSyncScheme, model: Any) -> None:
-        """Have a hook see to the model, before anything is received."""
-        if isinstance(model, nn.Module):  # may be the context's
+        """Let a hook prepare the model, before any update is received."""
+        # The model may be the context's, which was not checked before.
+        if isinstance(model, nn.Module):
             self.check(scheme, model)
         if self.hooks.prepare_model is not None:
             await run_hook(self.hooks.prepare_model, model)
@@ -657,7 +668,8 @@ class Worker:
         def final(error: AiosyncError) -> bool:
             nonlocal stranger
             if isinstance(error, RemoteProtocolError) and str(error) != stranger:
-                stranger = str(error)  # it goes on to try, perhaps while no call waits for that
+                # Attempts go on, perhaps while no call waits for them: log this once.
+                stranger = str(error)
                 text = f"who answers is no trainer: {stranger}"
                 scheme._life.log("waiting", text, level=logging.WARNING)
             return self.pipe is not None or scheme._is_final(error)
@@ -674,7 +686,7 @@ class Worker:
     async def _greet(
         self, scheme: WeightSyncScheme, link: Transport, timeout: float | None
     ) -> Welcome:
-        """The handshake on a link."""
+        """Make the handshake on a link, and return the trainer's answer."""
         receiver = self.runtime
         epoch, version = (None, 0) if receiver is None else receiver.held
         partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
@@ -699,35 +711,36 @@ class Worker:
         except (ConfigError, Refused) as exc:
             if not self._idx_chosen:
                 raise
-            scheme._life.worker_idx = None  # a new trainer may have given it to another worker
+            # A new trainer may have given the index to another worker.
+            scheme._life.worker_idx = None
             raise Refused(str(exc)) from exc
         self._idx_chosen = self._idx_chosen or scheme._life.worker_idx is None
         scheme._life.worker_idx = welcome.worker_idx
         return welcome
 
     def awaited(self) -> str:
-        """What ``connect()`` waits for."""
+        """Return a text that says what ``connect()`` waits for."""
         if self.runtime is not None or self.link is None:
             return "the initial weights have not arrived"
         return self.link.describe()
 
     def have(self) -> str:
-        """What there is, where a version is waited for."""
+        """Return a text with the model's version, for a call that waits for another one."""
         assert self.runtime is not None
         lost = self.runtime.lost
         also = "" if lost is None else f", and the link was lost: {lost}"
         return f"the model has version {self.runtime.version}{also}"
 
     def abort_links(self) -> None:
-        """End the link, and what was given for one, if nothing has taken it."""
+        """End the link to the trainer, dialled or given."""
         for each in (self.pipe, self.link):
             if isinstance(each, Transport | KeptLink):
                 each.abort()
 
-    # -- what is called on the way of an update -------------------------------------------------
+    # -- hooks on the way of an update ----------------------------------------------------------
 
     def _relay(self, scheme: WeightSyncScheme) -> Relay | None:
-        """What passes versions on: a hook, or the context."""
+        """Return the function that passes versions on: of a hook, or of the context."""
         hooks, given = self.hooks, self._given
         if given.context_ref is not None and hooks.relay is None and scheme._cascades:
             if callable(getattr(given.context, "update_policy_weights_", None)):
@@ -746,5 +759,6 @@ class Worker:
         if inspect.iscoroutinefunction(update):
             async with scheme.reading():
                 await call()
-        else:  # it blocks, perhaps for this very loop
+        else:
+            # The method blocks, perhaps for this very loop.
             await in_thread(scheme.guarded(call))

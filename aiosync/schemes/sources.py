@@ -1,8 +1,8 @@
-"""What a sender sends, and to how many workers; and where a model is found in a context.
+"""Sources of a sender's weights, the number of its workers, and models in a context.
 
 Turns each keyword form of ``init_on_sender`` into a :class:`Sources` before any I/O.
 
-A context is whatever owns the model: a collector, a server, a trainer. It may offer
+A context is the object that owns the model: a collector, a server, a trainer. It may offer
 ``get_model(model_id)``; otherwise the model id is a path such as ``"policy"``,
 ``"env.transform[0].module"`` or ``"models['critic']"``. Must not import transports.
 """
@@ -38,21 +38,21 @@ __all__ = [
 ]
 
 DeviceMap: TypeAlias = Callable[[int, Any], Any]
-"""Takes a worker's index and the weights, and gives what that worker gets."""
+"""Function of a worker's index and the weights that returns the weights of that worker."""
 
 
 @dataclass(slots=True)
 class Sources:
-    """Where the weights of a sender come from.
+    """Weights of a sender, and the workers that it expects.
 
     Attributes:
-        weights: Module, TensorDict or mapping for every worker; ``None`` when the context or
-            each call gives them.
+        weights: Module, TensorDict or mapping for every worker; ``None`` if the context or each
+            call gives them.
         per_worker: Weights of single workers, instead of ``weights``.
-        device_map: Maps (worker index, weights) to what that worker gets.
-        num_workers: How many workers are expected; ``None`` when any number may come.
+        device_map: Maps (worker index, weights) to the weights of that worker.
+        num_workers: Number of expected workers; ``None`` if any number may come.
         pipes: Connections to the workers, by index.
-        indices: Of the workers that are expected, if others than 0 to ``num_workers - 1``.
+        indices: Indices of the expected workers, if others than 0 to ``num_workers - 1``.
     """
 
     weights: Any = None
@@ -64,14 +64,14 @@ class Sources:
 
     @property
     def expected(self) -> Sequence[int]:
-        """Indices of the workers that are waited for."""
+        """Indices of the workers that ``connect()`` waits for."""
         return range(self.num_workers or 0) if self.indices is None else self.indices
 
     def link(self, transports: Mapping[int, Any]) -> dict[int, Any]:
-        """Expect those workers that links are given to, which are the only ones that can come.
+        """Expect only the workers whose links are given, as no others can come; return the links.
 
         Raises:
-            ConfigError: There are other links than workers.
+            ConfigError: The number of workers is another one, or pipes were given, too.
         """
         links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
         if self.pipes is not None:
@@ -85,10 +85,10 @@ class Sources:
         return links
 
     def replace(self, weights: Any) -> None:
-        """Send these from now on; ``None`` for those of the context, or of each call.
+        """Send these weights from now on; ``None`` for those of the context, or of each call.
 
         Raises:
-            ConfigError: They are not weights, or each worker has some of its own.
+            ConfigError: They are not weights, or each worker has weights of its own.
         """
         _check_source("model or weights", weights)
         if self.per_worker:
@@ -99,7 +99,7 @@ class Sources:
         self.weights = weights
 
     def follow(self, weights: Any, worker_ids: int | Iterable[int] | None) -> None:
-        """Send what a call sent, to those to whom it sent it, where a later call gives nothing."""
+        """Register a call's weights, and the workers that got them, for calls that give none."""
         each = dict(weights) if is_per_worker(weights) else None
         if each is None and worker_ids is None:
             self.weights, self.per_worker = weights, {}
@@ -110,7 +110,7 @@ class Sources:
         self.weights, self.per_worker = None, {**others, **each}
 
     def resolve(self, weights: Any, context: Any, model_id: str) -> Any:
-        """What a call gave, or a dotted name stands for; or what there is, where it gave nothing.
+        """Return the weights that a call gave or named; or the registered ones if it gave none.
 
         Raises:
             ConfigError: There is no context to look a name up in.
@@ -130,15 +130,15 @@ class Sources:
     def plan(
         self, weights: Any, per_worker: bool, strategy: WeightStrategy
     ) -> dict[int | None, Any]:
-        """What each worker gets; under ``None`` what all of them get.
+        """Return the weights of each worker; under ``None`` the weights that all of them get.
 
         Args:
-            weights: Of a call, as :meth:`resolve` says.
-            per_worker: Whether each worker may be given its own.
-            strategy: Of the scheme.
+            weights: Weights of a call, from :meth:`resolve`.
+            per_worker: True if each worker may be given its own weights.
+            strategy: Strategy of the scheme.
 
         Raises:
-            ConfigError: Each worker is given its own, and must not be.
+            ConfigError: Each worker is given its own weights, and must not be.
         """
         if is_per_worker(weights):
             if not (per_worker or self.per_worker):
@@ -150,7 +150,7 @@ class Sources:
         if self.device_map is None:
             return {None: weights}
         given = weights
-        # A module is changed itself by .to() and such, and a state dict has no such methods.
+        # Methods such as .to() change a module itself, and a state dict has no such methods.
         if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
             given = strategy.extract_weights(weights)
         mapped: dict[int | None, Any]
@@ -263,7 +263,7 @@ def _check_source(name: str, value: Any) -> None:
 
 
 def is_per_worker(weights: Any) -> bool:
-    """Whether these are weights by worker index, and not by name."""
+    """Return True if these are weights by worker index, and not by name."""
     return (
         isinstance(weights, Mapping)
         and not is_tensordict(weights)
@@ -273,14 +273,14 @@ def is_per_worker(weights: Any) -> bool:
 
 
 class Given:
-    """What ``init_on_*()`` was given, or was assigned since: a model, weights, or a context.
+    """Arguments of ``init_on_*()``, and values assigned since: a model, weights, or a context.
 
     Attributes:
         model_id: Name of the model.
-        model: A model.
-        weights: Weights.
-        loader: What takes weights in the place of both.
-        sources: What a sender sends.
+        model: The model, if it was given.
+        weights: The weights, if they were given.
+        loader: Target that takes weights in the place of both.
+        sources: Sources of a sender's weights.
         context_ref: A weak reference to the owner of the model.
     """
 
@@ -294,7 +294,7 @@ class Given:
 
     @property
     def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
+        """Owner of the model; ``None`` if there is none or it is gone."""
         return None if self.context_ref is None else self.context_ref()
 
     @context.setter
@@ -308,7 +308,7 @@ class Given:
             ) from exc
 
     def find(self) -> Any:
-        """The model as it is now: as given, or found in the context; ``None`` without one."""
+        """Return the model as it is now: as given, or from the context; ``None`` without one."""
         if self.model is not None:
             return self.model
         context = self.context
@@ -317,17 +317,18 @@ class Given:
         return resolve_model(context, self.model_id)
 
     def target(self) -> Any:
-        """What a receiver applies weights to; ``None`` as long as there is nothing."""
+        """Return the object that a receiver applies weights to; ``None`` while there is none."""
         for given in (self.loader, self.weights, self.model):
             if given is not None:
                 return given
         try:
             return self.find()
         except AttributeError:
-            return None  # the context has no such model yet
+            # The context has no such model yet.
+            return None
 
     def lacks(self) -> str | None:
-        """What the context lacks; ``None`` if the model is there, or not looked for in one."""
+        """Return why the context has no model; ``None`` if it has one, or none is needed."""
         if self.context_ref is None or self.target() is not None:
             return None
         context = self.context
@@ -341,14 +342,14 @@ _STEP = re.compile(r"""\.?([A-Za-z_]\w*)|\[(?:(-?\d+)|'([^']*)'|"([^"]*)")\]""")
 
 
 class NoWeakReference(ConfigError, TypeError):
-    """A context of which no weak reference can be made; for TorchRL a ``TypeError``."""
+    """A context to which no weak reference can be made; for TorchRL it is a ``TypeError``."""
 
 
 def resolve_path(root: object, path: str) -> Any:
     """Follow a path of attributes, indices and keys.
 
     Args:
-        root: Where the path starts.
+        root: Object at which the path starts.
         path: For example ``"env.transform[0].module"``.
 
     Raises:
@@ -382,7 +383,7 @@ def resolve_path(root: object, path: str) -> Any:
 
 
 def resolve_model(context: object, model_id: str) -> Any:
-    """The model of that id in ``context``: its ``get_model(model_id)``, else the path.
+    """Return the model of that id in ``context``: from its ``get_model(model_id)``, else by path.
 
     Raises:
         AttributeError: There is no such model, or it is ``None``.
@@ -393,7 +394,8 @@ def resolve_model(context: object, model_id: str) -> Any:
         try:
             model = get_model(model_id)
         except (KeyError, ValueError, AttributeError):
-            model = None  # the context does not know the id; it may still be a path
+            # The context does not know the id; it may still be a path.
+            model = None
     if model is None:
         model = resolve_path(context, model_id)
     if model is None:
@@ -402,12 +404,13 @@ def resolve_model(context: object, model_id: str) -> Any:
 
 
 def as_model_id(value: Any) -> str:
-    """The name of a model, as it is told to the other side.
+    """Check and return the name of a model, as it is told to the other side.
 
     Raises:
-        ConfigError: It is not a str, or too long for a Hello.
+        ConfigError: It is no str, empty, or too long for a Hello.
     """
-    most = DEFAULT_LIMITS.max_name_nbytes  # the other side's own count once it has read the Hello
+    # The other side's own limits count only once it has read the Hello.
+    most = DEFAULT_LIMITS.max_name_nbytes
     if isinstance(value, str) and 0 < len(value.encode()) <= most:
         return value
     got = f"{value!r:.80}" if isinstance(value, str) else f"a {type(value).__name__}"
@@ -417,7 +420,7 @@ def as_model_id(value: Any) -> str:
 
 
 def model_or_fallback(context: object, model_id: str) -> Any:
-    """The model of that id in ``context``, or what a collector has in its place; or ``None``."""
+    """Return the model of that id in ``context``, or a collector's fallback policy, or ``None``."""
     try:
         return resolve_model(context, model_id)
     except AttributeError:

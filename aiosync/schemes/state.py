@@ -1,6 +1,6 @@
-"""What a scheme says without waiting, as its blocking twin does; and what its calls give back.
+"""State of a scheme: properties and calls that never wait, and the results of other calls.
 
-Must not import a concrete scheme.
+The blocking twins of schemes have the same. Must not import a concrete scheme.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AppliedUpdate:
     Attributes:
         epoch: Epoch of the sender.
         version: Version of the weights that the module now has.
-        model_id: Which model it is.
+        model_id: Name of the model.
     """
 
     epoch: int
@@ -67,7 +67,7 @@ class SendHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Whether the result is known: as many as ``require`` asks for have answered, or cannot."""
+        """Return True if the result is known: enough workers have answered, or cannot."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, SendReport]:
@@ -80,8 +80,8 @@ class SendHandle:
 
 
 def has_failed(handle: SendHandle) -> bool:
-    """Whether a send is over and failed. Nobody has seen the failure by that."""
-    # exception() would count as somebody who has seen it.
+    """Return True if a send is over and failed. The failure still counts as unseen afterwards."""
+    # exception() would count as a caller that has seen the failure.
     return handle.done() and handle._future._exception is not None
 
 
@@ -99,7 +99,7 @@ class Ready:
         self._wait = wait
 
     def is_set(self) -> bool:
-        """Whether the condition holds now."""
+        """Return True if the condition holds now."""
         return self._is_set()
 
     __bool__ = is_set
@@ -128,22 +128,23 @@ class Ready:
 
 
 class SchemeState(SchemeOptions):
-    """Options, and what a scheme tells on any thread; see :class:`aiosync.WeightSyncScheme`."""
+    """Options and state of a scheme, for any thread; see :class:`aiosync.WeightSyncScheme`."""
 
     _life: Life
     _strategy: WeightStrategy
 
-    if not TYPE_CHECKING:  # checkers of types refuse what these explain
+    # Type checkers refuse the mistakes that these methods explain.
+    if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
-            """Say what to write: the blocking schemes override this."""
+            """Raise an error that says what to write; the blocking schemes override this."""
             raise LocalProtocolError(
                 "this scheme is of `aiosync`: write `async with scheme:`, or use a scheme of "
                 "`aiosync.sync` in code without an event loop"
             )
 
         def __aenter__(self) -> NoReturn:
-            """Say what to write: the async schemes override this."""
+            """Raise an error that says what to write; the async schemes override this."""
             raise LocalProtocolError(
                 "this scheme is of `aiosync.sync`: write `with scheme:` where no event loop runs, "
                 "or use a scheme of `aiosync` in async code"
@@ -155,7 +156,7 @@ class SchemeState(SchemeOptions):
 
     @property
     def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied."""
+        """The strategy that extracts and applies weights."""
         return self._strategy
 
     @strategy.setter
@@ -192,7 +193,7 @@ class SchemeState(SchemeOptions):
 
     @property
     def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
+        """Owner of the model; ``None`` if there is none or it is gone."""
         return self._life.given.context
 
     @context.setter
@@ -239,22 +240,22 @@ class SchemeState(SchemeOptions):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this object is a sender."""
+        """True if this object is a sender."""
         return self._life.is_a("sender")
 
     @property
     def initialized_on_receiver(self) -> bool:
-        """Whether this object is a receiver."""
+        """True if this object is a receiver."""
         return self._life.is_a("receiver")
 
     @property
     def synchronized_on_sender(self) -> bool:
-        """Whether ``connect()`` succeeded on this sender."""
+        """True if ``connect()`` succeeded on this sender."""
         return self._life.is_a("sender") and self._life.connected
 
     @property
     def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect()`` succeeded on this receiver."""
+        """True if ``connect()`` succeeded on this receiver."""
         return self._life.is_a("receiver") and self._life.connected
 
     @property
@@ -265,22 +266,24 @@ class SchemeState(SchemeOptions):
 
     @property
     def epoch(self) -> int:
-        """Which run of a trainer :attr:`version` is of; 0 before any version."""
+        """The run of a trainer that :attr:`version` belongs to; 0 before any version."""
         if self._life.sender is not None:
             return self._life.sender.workers.epoch if self._life.sender.version else 0
         return 0 if self._life.receiver is None else self._life.receiver.inbox.epoch or 0
 
     @property
     def lag(self) -> int:
-        """How far behind: of this receiver, or of the sender's slowest worker; in versions."""
+        """Number of versions that this receiver, or the sender's slowest worker, is behind."""
         runtime = self._life.runtime
         return 0 if runtime is None else runtime.lag
 
     def stats(self) -> SyncStats:
-        """What was done so far, and how it stands. On any thread, also after closing; never waits.
+        """Return the counts so far and the present state. Never waits.
+
+        May be called on any thread, also after closing.
 
         Raises:
-            LocalProtocolError: It is neither a sender nor a receiver yet.
+            LocalProtocolError: The object is neither a sender nor a receiver yet.
         """
         life = self._life
         if life.runtime is not None:
@@ -291,25 +294,26 @@ class SchemeState(SchemeOptions):
         return life.meter.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell somebody of each send of this trainer, or each version of this worker, from now on.
+        """Tell an observer of each later send of this trainer, or version of this worker.
 
-        On the event loop of this object, soon after it has ended. Copies of it have none.
+        The observer is called on the event loop of this object, soon after the send or version has
+        ended. Copies of this object have no observers.
 
         Args:
             observer: Has ``on_sync(event)``, which gets a :class:`aiosync.SyncEvent`.
 
         Raises:
-            ConfigError: It has not.
+            ConfigError: It has no such method.
         """
         self._life.meter.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Tell somebody no more. Does nothing where it was never, or is no longer told."""
+        """Tell an observer no more. Does nothing if it is not told of syncs."""
         self._life.meter.remove(observer)
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """Sender: the version that each connected worker has applied, as far as it is known."""
+        """Sender: the version that each connected worker is known to have applied."""
         side = self._life.side
         return side.versions if isinstance(side, Trainer) else {}
 
@@ -320,10 +324,10 @@ class SchemeState(SchemeOptions):
 
     @property
     def link_lost(self) -> AiosyncError | None:
-        """Receiver: why there is no link to the trainer; ``None`` while there is one.
+        """Receiver: the reason why there is no link to the trainer; ``None`` while there is one.
 
-        The scheme may be reconnecting at this moment. Once it has given up, this says so, and
-        :meth:`receive` raises it.
+        The scheme may be reconnecting at this moment. Once it has given up, this is the reason for
+        that, and :meth:`receive` raises it.
         """
         return None if self._life.receiver is None else self._life.receiver.lost
 
@@ -338,12 +342,12 @@ class SchemeState(SchemeOptions):
 
     @property
     def shared_transport(self) -> Transport | None:
-        """``None``: each worker has a link of its own. For what was written for TorchRL."""
+        """``None``: each worker has a link of its own. For programs written for TorchRL."""
         return None
 
     @property
     def receiver_transport(self) -> Transport | None:
-        """The link to the trainer, the last one if it was lost; ``None`` where there was none.
+        """The link to the trainer, the last one if it was lost; ``None`` if there was none.
 
         For inspection only: the scheme sends and receives on it, on its event loop.
         """
@@ -361,8 +365,8 @@ class SchemeState(SchemeOptions):
         Args:
             weights: As for :meth:`send`.
             model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
-            strategy: Extracts the weights; this scheme's by default.
-            context: Where names are looked up; this scheme's by default.
+            strategy: Strategy that extracts the weights; this scheme's by default.
+            context: Object in which names are looked up; this scheme's by default.
 
         Returns:
             A TensorDict or a state dict on the memory of the source, or ``None``.
@@ -382,7 +386,7 @@ class SchemeState(SchemeOptions):
     # -- reads ---------------------------------------------------------------------------------
 
     def reading(self) -> Reading:
-        """Context manager: what is computed inside sees one version of the weights.
+        """Return a context manager: computations inside see one version of the weights.
 
         Forward passes of the model itself do not need it. ``with`` in threads and in code without
         awaits, ``async with`` in coroutines that await inside. ``with scheme.reading() as read:``
@@ -392,36 +396,36 @@ class SchemeState(SchemeOptions):
 
     @property
     def last_read(self) -> LastRead | None:
-        """What the last read of this task, or else of this thread, used; ``None`` before any.
+        """The version that the last read of this task, or else of this thread, used.
 
-        The label of what was computed, also inside of the read. :attr:`version` right after a
-        forward may be newer already. Reads are as for :meth:`span`, one inside of another included.
-        A read in another thread, as by ``asyncio.to_thread()``, is none of this one: ask there, or
-        use :meth:`reading`.
+        ``None`` before any read. It labels a computed result, also inside of the read.
+        :attr:`version` right after a forward may be newer already. Reads are as for :meth:`span`,
+        one inside of another included. A read in another thread, as by ``asyncio.to_thread()``, is
+        none of this thread's: ask there, or use :meth:`reading`.
         """
         held = self._life.guard.last_read()
         return None if held is None else LastRead(*held)
 
     def span(self) -> VersionSpan | None:
-        """The versions of what this thread, or this task, has read since it last asked.
+        """Return the versions that this thread, or this task, has read since the last call.
 
-        Reads are forward passes, :meth:`reading` blocks and guarded methods of a receiver; one
+        Reads are forward passes, :meth:`reading` blocks and guarded methods of a receiver; a read
         inside of another is part of that. They count once they have ended, from the first call in
         any thread on: call it once before. With ``strict=False`` the version is that of the newest
-        update, whatever names it held. Memory is bounded: of more than 256 versions that nobody
+        update, whatever names it held. Memory is bounded: of more than 256 versions that no call
         asked for, the oldest count as still older ones.
 
         Returns:
             The span, with the number of reads of each version; ``None`` if there was no read. Its
-            ``first`` is 0 where a version was of another run of the trainer than the newest, or
-            there was none.
+            ``first`` is 0 if a version was of another run of the trainer than the newest, or there
+            was none.
         """
         return self._life.guard.span()
 
     def staleness(
         self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
     ) -> float | None:
-        """How many versions older than this trainer's newest a sample is.
+        """Return how many versions older than this trainer's newest a sample is.
 
         See :func:`aiosync.staleness`. Spans of another run of the trainer are comparable up to
         ``first_version``, and unknown otherwise.
@@ -438,13 +442,13 @@ class SchemeState(SchemeOptions):
         return staleness(self.version, span, weight, epoch=epoch, first_version=first_version)
 
     def guarded(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """The function, or coroutine function, each call of which sees one version.
+        """Return the function, or coroutine function, so that each call of it sees one version.
 
         Args:
-            function: What computes with the model beside its forward passes. No generator.
+            function: Function that computes with the model beside its forward passes. No generator.
 
         Raises:
-            ConfigError: It cannot be called, or is a generator: those need :meth:`reading`.
+            ConfigError: It cannot be called, or is a generator: generators need :meth:`reading`.
         """
         return Guarded(self._life.guard, function, getattr(function, "__name__", "function"))
 
@@ -504,10 +508,10 @@ class SchemeState(SchemeOptions):
     def _require(
         self, method: str, role: str | None = None, timeout: float | None = None
     ) -> tuple[Any, float | None]:
-        """The role, if it is connected, here, and this one or any; and the seconds to wait.
+        """Return the role of a scheme that is connected here, and the seconds to wait.
 
         Raises:
-            LocalProtocolError: It is not: why the method cannot be called now.
+            LocalProtocolError: The scheme is not, or has another role than the method needs.
             ConfigError: The timeout is not a number.
         """
         life, side = self._life, self._life.side

@@ -1,7 +1,7 @@
-"""Weights over streams: TCP between hosts, Unix sockets within one.
+"""Schemes over streams: TCP between hosts, Unix sockets within one.
 
-What all schemes over streams share comes first: who listens where, who dials, what a worker says.
-Must not import torch.
+The common part of all schemes over streams comes first: where a side listens, which side dials, and
+what a worker says. Must not import torch.
 """
 
 from __future__ import annotations
@@ -49,32 +49,33 @@ _ADVICE = {
     "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
     "both": "`aiosync serve` has to run there",
 }
-"""What the side that listens has to do, by ``dial``."""
+"""Advice for the side that listens, by ``dial``."""
 
 
 class StreamScheme(StreamOptions, WeightSyncScheme):
-    """What schemes over streams share; see :class:`aiosync.TCPWeightSyncScheme`."""
+    """Common part of schemes over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
 
     _addresses: list[Address]
     _credentials: Credentials
     _dial: Literal["receiver", "sender", "both"] = "receiver"
-    # Options of some of these schemes, constants of the others.
+    # These are options of some schemes, and constants of the others.
     _keepalive: float | None = 30.0
     _max_connections: int = 65536
 
     def _reset(self, model_id: str | None) -> None:
         super()._reset(model_id)
         self._listener: StreamListener | None = None
-        self._arrivals: Arrivals | None = None  # a worker's that listens
+        # Links of trainers to a worker that listens.
+        self._arrivals: Arrivals | None = None
 
     def _planning_limits(self) -> Limits | None:
         return self.limits
 
-    # -- where --------------------------------------------------------------------------------
+    # -- addresses ----------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
-        """Where the side that listens does so; with the port once it is bound."""
+        """Address of the side that listens; with the port once it is bound."""
         if self._listener is not None:
             return self._listener.url
         idx = (self.worker_idx or 0) if self._dial == "sender" else 0
@@ -82,15 +83,15 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     @property
     def _untaken(self) -> float | None:
-        # What a worker says is little, and a trainer's host takes it unless it is gone. A worker
-        # may be too busy to take an update for as long as stall_timeout says: no kernel has to
-        # end its link before.
+        # A worker's messages are small, and the trainer's host takes them unless it is gone. A
+        # worker may be too busy to take an update for as long as stall_timeout says: no kernel may
+        # end its link before that.
         if self._life.role != "receiver" or self._keepalive is None:
             return None
         return 2 * self._keepalive
 
     def _status(self) -> dict[str, Any]:
-        """What those are told who ask, as :meth:`WeightClient.stats` does."""
+        """Return the answer to peers that ask for a status, as :meth:`WeightClient.stats` does."""
         return {
             "aiosync": __version__,
             "url": self.address,
@@ -98,7 +99,8 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         }
 
     def _listen(self, address: Address) -> StreamListener:
-        asked = weakref.WeakMethod(self._status)  # who forgets a scheme closes it
+        # A weak reference, as a scheme that is forgotten has to be closed.
+        asked = weakref.WeakMethod(self._status)
         self._listener = listener = StreamListener(
             address,
             credentials=self._credentials,
@@ -113,17 +115,19 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         return listener
 
     def _bind(self, sources: Sources) -> None:
-        listener = self._listener or self._listen(self._addresses[0])  # it may be bound early
-        self._addresses = [Address.parse(listener.url)]  # copies find the port in it
+        # The listener may have been bound early.
+        listener = self._listener or self._listen(self._addresses[0])
+        # Copies find the port in the address.
+        self._addresses = [Address.parse(listener.url)]
 
     def _bind_early(self) -> None:
-        """Bind what copies will dial: they are made before ``init_on_sender()``."""
+        """Bind the address that copies dial which are made before ``init_on_sender()``."""
         address = self._early_address() if self._life.role is None else None
         if address is not None and self._listener is None:
             self._addresses = [Address.parse(self._listen(address).url)]
 
     def _early_address(self) -> Address | None:
-        """What to bind early; ``None`` where copies find the sender by other means."""
+        """Return the address to bind early; ``None`` if copies find the sender by other means."""
         return None
 
     def _dialer(self, address: Address, name: str) -> Dialer:
@@ -148,16 +152,16 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     @property
     def reconnects(self) -> int:
-        """Receiver: how often a lost link was replaced."""
+        """Receiver: number of times that a lost link was replaced."""
         receiver = self._life.receiver
         return 0 if receiver is None else receiver.reconnects
 
     @abc.abstractmethod
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """A link over a connected socket."""
+        """Make a link over a connected socket."""
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
-        """A link over a connected stream socket. Takes ownership of it; needs a running loop.
+        """Make a link over a connected stream socket. Takes ownership of it; needs a running loop.
 
         Args:
             pipe_or_context: Connected TCP or Unix socket, or an existing link.
@@ -334,18 +338,18 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             limits=limits,
         )
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- options -------------------------------------------------------------------------------
 
     @property
     def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
         return self.subscribe
 
     @property
-    def _keepalive(self) -> float | None:  # type: ignore[override]  # as well
+    def _keepalive(self) -> float | None:  # type: ignore[override]  # an option here, too
         return self.keepalive
 
     @property
-    def _max_connections(self) -> int:  # type: ignore[override]  # as well
+    def _max_connections(self) -> int:  # type: ignore[override]  # an option here, too
         return self.max_connections
 
     @property
@@ -353,7 +357,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         """Connections that a listening side refused, by the name of the error."""
         return {} if self._listener is None else dict(self._listener.refused)
 
-    # -- what the base class asks --------------------------------------------------------------
+    # -- methods that the base class calls -----------------------------------------------------
 
     def _transport_over(self, sock: socket.socket, name: str) -> Transport:
         return TCPTransport(sock, limits=self.limits, name=name)
@@ -406,15 +410,17 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
 
     async def _keep_dialling(self, sender: WeightSender, idx: int, dialer: Dialer) -> None:
-        """Reach one worker whenever it comes, and again if its link is lost, for ``reconnect``."""
+        """Reach one worker whenever it comes; after a lost link try for ``reconnect`` seconds."""
         workers = sender.workers
-        applied = 0  # newest version that the worker has said it applied
+        # Newest version that the worker has said it applied.
+        applied = 0
         joined = False
 
         async def dial(left: Left, again: bool) -> TCPTransport:
             error = workers.record(idx).error
             if again and isinstance(error, AuthError | ConfigError):
-                raise error  # for good: connect() and send() say so
+                # The error is final: connect() and send() report it.
+                raise error
             return await dialer.dial(left(), again=again)
 
         async def introduce(link: TCPTransport, timeout: float | None) -> None:
@@ -441,9 +447,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
                 def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
                     nonlocal applied, joined
-                    peer = workers.links.get(idx)  # it is forgotten after this
+                    # The registry forgets the link after this.
+                    peer = workers.links.get(idx)
                     if workers.record(idx).has_left:
-                        joined = False  # who comes in its place is as welcome as the first one
+                        # A worker that takes its place is as welcome as the first one.
+                        joined = False
                     elif peer is not None and peer.transport is link:
                         joined, applied = True, max(applied, peer.outbox.applied)
                     ended.set()
@@ -453,7 +461,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 await ended.wait()
                 if joined and self.reconnect == 0:
                     return
-                # connect() says how long it waits for a worker; who comes later is welcome, too.
+                # connect() limits its own wait for a worker; a worker that comes later is welcome,
+                # too.
                 seconds = self.reconnect if joined else None
                 lost = PeerClosed("the worker closed the link, or its process ended")
                 link, _ = await kept.reconnect(lost, seconds, applied)
