@@ -101,7 +101,7 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
 
 
 class Notifier:
-    """Wakes tasks that wait for a change: an :class:`asyncio.Condition` without lock, of any loop.
+    """Notifier of waiting tasks: an :class:`asyncio.Condition` without a lock, for any loop.
 
     Attributes:
         waiting: Futures that the next :meth:`notify` resolves. Any thread may check if there are

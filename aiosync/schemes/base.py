@@ -47,17 +47,17 @@ _T = TypeVar("_T")
 
 
 class WeightSyncScheme(SchemeState, abc.ABC):
-    """Keeps the weights of one model the same in a trainer and its workers.
+    """Scheme that keeps the weights of one model the same in a trainer and its workers.
 
-    One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it,
-    or ``copy.copy`` it, to get the other side. One scheme per model; several may run side by
-    side. Not thread-safe: use it on the loop that called :meth:`connect`. Any thread may use
-    :meth:`reading`, :meth:`apply_pending`, :attr:`version` and :attr:`lag`, and assign a
-    receiver's ``model``, ``context`` and ``weights``.
+    One object is a sender (in the trainer) or a receiver (in a worker), never both; pickle it, or
+    ``copy.copy`` it, to get the other side. One scheme per model; several may run side by side. Not
+    thread-safe: use it on the loop that called :meth:`connect`. Any thread may use :meth:`reading`,
+    :meth:`apply_pending`, :attr:`version` and :attr:`lag`, and assign a receiver's ``model``,
+    ``context`` and ``weights``.
 
     Args:
-        strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all
-            buffers) or ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
+        strategy: Which leaves of a module travel: ``"tensordict"`` (parameters and all buffers) or
+            ``"state_dict"`` (what ``state_dict()`` has). The same on both sides.
         sync: For :mod:`aiosync.sync`, where false has ``send()`` return without waiting. Here
             ``send()`` always waits, and ``send_nowait()`` never does.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
@@ -67,8 +67,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         guard: ``"forward"`` keeps updates out of forward passes of the model by hooks;
             ``"reading"`` leaves it to ``with scheme.reading():``.
         strict: Every name and dtype must match; see :attr:`strict`.
-        require: How many workers must apply an update for ``send()`` to succeed: ``"all"``,
-            a number, or a fraction of them. Like ``timeout`` it may be assigned between two sends;
+        require: Number of workers that must apply an update for ``send()`` to succeed: ``"all"``, a
+            number, or a fraction of them. Like ``timeout`` it may be assigned between two sends;
             the other options count as they are when ``connect()`` is called. An option that is
             assigned is checked as here.
         timeout: Seconds that ``connect()`` and ``send()`` wait unless the call says otherwise;
@@ -76,7 +76,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             a long start and short sends see ``docs/topics/cancellation.md``.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way, or
             one for each name pattern; see ``docs/topics/mapping.md``. Only the sender needs it.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
+        first_version: A sender's first version; a trainer that resumes continues with it.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -166,12 +166,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     # Workers may take a named version in a forward, and send no answer.
     _promises = True
     _strictly: Strict = True  # The strictness that strict=True asks for.
-    _cascades = True  # A context is asked to pass versions on.
+    # A context is asked to pass versions on.
+    _cascades = True
     # A final error, or a lost link that is not restored in time, ends the search for a trainer.
     _gives_up = True
     # A worker gets every update, and not only those that it asks for.
     _subscribes = True
-    _longest_pause = 2.0  # Seconds between two attempts to meet the trainer.
+    # Seconds between two attempts to meet the trainer.
+    _longest_pause = 2.0
 
     def _make_arena(self) -> Arena | None:
         """Return shared memory for the sender's snapshots; ``None`` if links carry bytes."""
@@ -239,8 +241,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Make this object the sender. Local only: it sends nothing and waits for nothing.
 
         Give the weights as one of: ``model`` or ``weights``; a ``context`` that owns the model;
-        ``params_map``; or nothing, and every ``send()`` brings them. Workers may connect from
-        now on; they are answered once :meth:`connect` runs.
+        ``params_map``; or nothing, and every ``send()`` brings them. Workers may connect from now
+        on; they are answered once :meth:`connect` runs.
 
         Args:
             model_id: Name of the model, the same on both sides; ``"policy"`` by default. With a
@@ -250,11 +252,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             params_map: Worker index -> its weights.
             weights: Weights for every worker: TensorDict or state dict, nested or dotted.
             model: Module whose weights every worker gets.
-            devices: One for each worker. Only says how many there are: a model stays where it is.
+            devices: One device for each worker. Only their number counts: a model stays in place.
             device_map_fn: Called with (worker index, weights) for each worker and send.
-            num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
+            num_workers: Number of workers that ``connect()`` waits for; ``None`` for any number.
             pipes: Connections to the workers, by index, instead of the scheme's own socket.
-            transports: The same with links. Only these workers are expected.
+            transports: Links to the workers, by index, instead. Only these workers are expected.
             ctx: Ignored; TorchRL passes its multiprocessing context.
 
         Raises:
@@ -307,15 +309,15 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             context: Owner of the model (kept as a weak reference). With ``apply="auto"``,
                 connecting warns if it has no such model, for which updates then wait. If it has
                 ``update_policy_weights_()``, plain or ``async``, that is called with
-                ``policy_or_weights=`` and ``model_id=`` for each version that was applied, to
-                pass it on before the trainer is told, a plain one in a thread. What it raises
-                refuses the version.
-            worker_idx: Index of this worker, from 0, which no other live worker has; ``None``
-                lets the sender choose.
+                ``policy_or_weights=`` and ``model_id=`` for each version that was applied, to pass
+                it on before the trainer is told, a plain one in a thread. An error of it refuses
+                the version.
+            worker_idx: Index of this worker, from 0, which no other live worker has; ``None`` lets
+                the sender choose.
             model: Module to keep up to date. :attr:`model` takes one, or another one, later.
             weights: TensorDict or dict of tensors to keep up to date, instead of a module.
-            load: Function that is called with all names and tensors of each version, instead of
-                a module: ``load(weights: Iterable[tuple[str, Tensor]])``. The tensors are views of
+            load: Function that is called with all names and tensors of each version, instead of a
+                module: ``load(weights: Iterable[tuple[str, Tensor]])``. The tensors are views of
                 received memory, valid and unchanged until it returns: it copies what it keeps, and
                 writes to none. If it raises, the update is refused; it undoes what it changed.
             transform: Turns the names and tensors of each version into those that the model
@@ -326,7 +328,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 ``stall_timeout`` of the trainer.
             pipe: Connection to the sender, instead of the scheme's own socket.
             transport: Link to the sender, instead of the scheme's own socket.
-            hooks: What to call on the way of each update; see :class:`aiosync.SchemeHooks`.
+            hooks: Functions to call on the way of each update; see :class:`aiosync.SchemeHooks`.
             methods: Names of methods, such as ``("act", "value")``, whose calls an update waits for
                 beside those of ``forward()``. ``None`` means the public methods of the model's own
                 classes if it has no ``forward()``, or one that only raises, else none.
@@ -334,8 +336,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 no other came within ``reconnect`` seconds: ``"keep"`` to compute on with what the
                 model has, ``"raise"`` to have each read and :meth:`receive` raise
                 :class:`~aiosync.PeerClosed`. Copies, such as ``state_dict()``, go on.
-            max_staleness: Seconds without a link of use after which they raise that, also while
-                another is looked for or after a farewell, until there is one; ``None`` for never.
+            max_staleness: Seconds without a usable link after which reads and :meth:`receive` raise
+                that error, too, also during a search for a link or after a farewell, until there is
+                one; ``None`` for never.
 
         Raises:
             ConfigError: The arguments exclude each other, or updates could tear: a target without
@@ -363,7 +366,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         # The index may have been assigned before.
         found = worker_idx if worker_idx is not None else life.worker_idx
         if found is None:
-            with contextlib.suppress(RuntimeError):  # A collector may have no index yet.
+            # A collector may have no index yet.
+            with contextlib.suppress(RuntimeError):
                 found = getattr(context, "worker_idx", None)
         life.worker_idx = None if found is None else as_index("worker_idx", found)
         life.side = worker
@@ -393,18 +397,19 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
         On the sender: answer workers, send them the initial weights if there are any, and wait
         until all ``num_workers`` have applied them; others may come later. On a receiver: reach the
-        sender, apply the initial weights, and receive in the background. A weight server that has
-        none is waited for; with a trainer that has none yet this returns with version 0.
+        sender, apply the initial weights, and receive in the background. The call waits for the
+        weights of a weight server that has none; with a trainer that has none yet it returns with
+        version 0.
 
         Args:
             worker_idx: Receiver only: index of this worker.
             weights: Sender only: the initial weights.
             timeout: Seconds in all; ``None`` takes the scheme's, ``math.inf`` waits for ever.
-            processes: Sender only: the workers' processes, by index (anything with a ``pid``,
-                or process ids): once so many have ended that ``require`` cannot be met, it raises.
-                A supervisor has half a second to put another one into this list.
-            initial: Receiver only: wait for the initial weights, as far as it subscribes. If
-                false, they may come later, and so may what they are applied to.
+            processes: Sender only: the workers' processes, by index (anything with a ``pid``, or
+                process ids): once so many have ended that ``require`` cannot be met, it raises. A
+                supervisor has half a second to put another one into this list.
+            initial: Receiver only: wait for the initial weights, as far as it subscribes. If false,
+                they may come later, and so may the model.
 
         Raises:
             ConnectTimeout: A peer did not connect in time; the message says which. Or a live worker
@@ -412,11 +417,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             ConnectError: The other side refused, or has ended.
             ConfigError: The two sides are set up differently, the timeout is not a number, the
                 context's model takes no forward hooks, or there is nothing to apply weights to.
-            PartialSyncError: Sender: some worker could not apply the initial weights, or died.
-                The others are connected, or still may connect.
+            PartialSyncError: Sender: some worker could not apply the initial weights, or died. The
+                others are connected, or still may connect.
             ApplyError: Receiver: the initial weights do not fit the model.
-            LocalProtocolError: Called twice, or before ``init_on_*``, or in a child that was
-                forked after it; or without an asyncio event loop, as under trio.
+            LocalProtocolError: Called twice, or before ``init_on_*``, or in a child that was forked
+                after it; or without an asyncio event loop, as under trio.
 
         Cancellation:
             Breaks the attempt: the scheme is closed.
@@ -439,7 +444,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 raise
             was_closed, life.connecting = life.closed, None
             self.abort()
-            if life.runtime is not None:  # It was made after the scheme was closed.
+            # It was made after the scheme was closed.
+            if life.runtime is not None:
                 life.runtime.abort()
             if was_closed:
                 life.check_cancelled(exc, cancelled_before)
@@ -460,36 +466,37 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     ) -> SendReport:
         """Send a snapshot of the weights to the workers, and wait until they have applied it.
 
-        Through shared memory it is enough that what a worker computes next uses it, for those that
-        look by themselves. Workers are served at the same time; a slow one does not delay the
+        Through shared memory it is enough that a worker's next read uses it, if the worker looks
+        for versions by itself. Workers are served at the same time; a slow one does not delay the
         others. A worker that died since the last send is named in one :class:`PartialSyncError`,
-        and listed as ``lost`` in the reports of later sends. One that was closed has left: one
-        report says so, and it is missed only where ``require`` asks for more than are there.
+        and listed as ``lost`` in the reports of later sends. A worker that was closed has left: one
+        report says so, and the send misses it only if ``require`` asks for more workers than are
+        connected.
 
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
-                ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name
-                in the context. Never changed by it. A step of an optimizer waits until they are
-                copied; nothing else may write to them until the call returns.
+                ``{worker_idx: weights}`` (with ``per_worker_weights=True``), or a dotted name in
+                the context. The call never changes them. A step of an optimizer waits until they
+                are copied; nothing else may write to them until the call returns.
             worker_ids: Only these workers change, and ``require`` asks for no more than these;
                 ``None`` for all.
             timeout: Seconds for the whole call; ``None`` takes the scheme's ``timeout``,
                 ``math.inf`` waits for ever.
             max_lag: First wait until this version puts no worker more versions than this, at least
-                1, behind; see :meth:`wait_lag_below`. With ``timeout=0`` it raises instead. Of
-                sends at the same time each looks for itself: await one before the next.
+                1, behind; see :meth:`wait_lag_below`. With ``timeout=0`` it raises instead. Sends
+                at the same time check for themselves: await one before the next.
 
         Returns:
-            Which workers have which version.
+            A report that says which workers have which version.
 
         Raises:
-            PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed``
-                says why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
-                ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The
-                others have the new version.
-            ConfigError: A worker is named that never connected, or nobody is named; the weights
+            PartialSyncError: Fewer workers than ``require`` asks for applied it; ``failed`` says
+                why for each: ``ApplyError`` with the worker's own words, ``PeerClosed`` or
+                ``TransportBroken`` when it died, ``AckTimeout`` when it did not answer. The others
+                have the new version.
+            ConfigError: A worker is named that never connected, or no worker is named; the weights
                 cannot travel, or the timeout is not a number.
-            WeightsChanged: Somebody wrote to the weights while they were copied.
+            WeightsChanged: The weights were written to while they were copied.
             SendTimeout: An optimizer's step in another thread did not end.
             RecvTimeout: Some worker stayed too far behind for ``max_lag``; nothing was sent.
             LocalProtocolError: Not a connected sender.
@@ -517,9 +524,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     ) -> SendHandle:
         """Take a snapshot now and send it in the background.
 
-        The copy is made on the calling thread before this returns, so the weights may change
-        right after. A worker that is still busy with an older version gets only the newest one;
-        the report says which workers skipped this version, and which version overtook it.
+        The copy is made on the calling thread before this returns, so the weights may change right
+        after. A worker that is still busy with an older version gets only the newest one; the
+        report says which workers skipped this version, and which version overtook it.
 
         Args:
             weights: As for :meth:`send`.
@@ -527,13 +534,13 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             timeout: As for :meth:`send`.
 
         Returns:
-            Await it for the report; it raises what :meth:`send` raises. A failure that is
+            A handle to await for the report; it raises what :meth:`send` raises. A failure that is
             never awaited is printed by the event loop's exception handler.
 
         Raises:
             LocalProtocolError: Not a connected sender; or :meth:`connect` is still copying the
                 initial weights.
-            ConfigError: As for :meth:`send`. What happens in the workers is raised by the handle.
+            ConfigError: As for :meth:`send`. Errors in the workers are raised by the handle.
         """
         trainer, limit = self._require("send_nowait", "sender", timeout)
         planned = trainer.plan(self, weights)
@@ -544,12 +551,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def receive(self, timeout: float | None = None) -> AppliedUpdate | None:
         """Wait for the next update that is applied and was not returned before.
 
-        Updates are applied in the background whether or not this is called. With
-        ``apply="manual"`` this applies what is staged, between two forward passes; what it could
-        not apply in time stays staged.
+        Updates are applied in the background whether or not this is called. With ``apply="manual"``
+        this applies what is staged, between two forward passes; what it could not apply in time
+        stays staged.
 
         Args:
-            timeout: Seconds; ``None`` waits until the trainer goes away, 0 only looks.
+            timeout: Seconds; ``None`` waits until the trainer goes away, 0 does not wait.
 
         Returns:
             The newest applied update, or ``None`` when the timeout passed without one.
@@ -558,8 +565,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             ApplyError: ``apply="manual"`` and the staged update does not fit the model.
             ConfigError: The timeout is not a number.
             PeerClosed: The trainer went away.
-            LocalProtocolError: Not a connected receiver, or it would wait inside a
-                :meth:`reading` block or a forward pass of its own, which holds the update back.
+            LocalProtocolError: Not a connected receiver, or it would wait inside a :meth:`reading`
+                block or a forward pass of its own, which holds the update back.
 
         Cancellation:
             Class A.
@@ -573,14 +580,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
 
-        Where all of a trainer's workers have left, what it sent is waited for by nobody.
+        If all of a trainer's workers have left, the call does not wait for a version that was sent.
 
         Args:
             version: Version of the current epoch.
             timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
-            The version that it has.
+            The version that the model, or the slowest subscriber, has.
 
         Raises:
             RecvTimeout: Not in time.
@@ -588,8 +595,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             ApplyError: Receiver: the update was refused by the model.
             PartialSyncError: Sender: a worker refused it, or does not let this trainer in.
             ConfigError: The timeout is not a number.
-            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
-                is called inside a :meth:`reading` block or a forward pass.
+            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this is
+                called inside a :meth:`reading` block or a forward pass.
 
         Cancellation:
             Class A.
@@ -602,10 +609,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
 
-        With ``apply="manual"`` a worker waits with this for what :meth:`apply_pending` is to
-        apply, and a trainer, after :meth:`send_nowait`, for the moment at which all workers
-        need no more than to switch. An update of some names, with ``strict=False``, that lacks a
-        part of one before it is staged only when that one is applied.
+        With ``apply="manual"`` a worker waits with this for the update that :meth:`apply_pending`
+        is to apply. A trainer, after :meth:`send_nowait`, waits for the moment at which all workers
+        only have to switch. An update of some names, with ``strict=False``, that lacks a part of
+        one before it is staged only when that one is applied.
 
         Args:
             version: Version of the current epoch, or a newer one.
@@ -633,8 +640,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Ask the trainer for its newest version, and wait until the model has it.
 
         Args:
-            min_version: The lowest acceptable version; the trainer answers once it has
-                it. ``None`` takes the current one, if there is any.
+            min_version: The lowest acceptable version; the trainer answers once it has it. ``None``
+                takes the current one, if there is any.
             timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
@@ -645,8 +652,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             PeerClosed: The trainer went away.
             ApplyError: The update was refused by the model.
             ConfigError: The timeout is not a number.
-            LocalProtocolError: Not a connected receiver; or something newer arrived that cannot
-                be applied, because this is called inside a :meth:`reading` block or a forward pass.
+            LocalProtocolError: Not a connected receiver; or a newer version arrived that cannot be
+                applied, because this is called inside a :meth:`reading` block or a forward pass.
 
         Cancellation:
             Class A; the update may still arrive.
@@ -659,24 +666,25 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Wait until the worker is less than ``limit`` versions behind (sender: until all are).
 
-        Of a trainer's workers those count that subscribe and have something on their way, not one
+        Of a trainer's workers those count that subscribe and have an update on its way, not one
         that refused its newest version, or has gone. Call it before :meth:`send`, which also has
-        ``max_lag=``, or before sampling: no data is older. :attr:`lag` tells without waiting.
+        ``max_lag=``, or before sampling: no data is older. :attr:`lag` has the number without
+        waiting.
 
         Args:
-            limit: How many versions, at least 1; with 1 it is until nobody is behind.
+            limit: Number of versions, at least 1; with 1 the call waits until no worker is behind.
             timeout: Seconds; ``None`` takes the scheme's, ``math.inf`` waits for ever.
 
         Returns:
-            How far it, or the slowest worker, is behind.
+            The lag of the worker, or of the slowest worker.
 
         Raises:
             RecvTimeout: Not in time; of a trainer it names the workers.
             PeerClosed: The trainer went away.
             ApplyError: Receiver: the newest version was refused.
-            ConfigError: ``limit`` is no number of versions, or the timeout is not a number.
-            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this
-                is called inside a :meth:`reading` block or a forward pass.
+            ConfigError: ``limit`` is not a number of versions, or the timeout is not a number.
+            LocalProtocolError: Not connected; or a receiver's update cannot be applied, as this is
+                called inside a :meth:`reading` block or a forward pass.
 
         Cancellation:
             Class A.
@@ -729,7 +737,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         life = self._life
         if life.inherited:
-            self.abort()  # The tasks are the parent's, and nothing runs them here.
+            # The tasks are the parent's, and nothing runs them here.
+            self.abort()
         elif life.loop in (None, asyncio.get_running_loop()) or not life.loop.is_running():
             await self._close_here()
         elif not life.closed:
@@ -775,7 +784,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Close a scheme that was never closed, and warn of that."""
         life: Life | None = getattr(self, "_life", None)
         if life is None or life.closed or life.inherited:
-            return  # After a refused option there is nothing to close yet.
+            # After a refused option there is nothing to close yet.
+            return
         if life.runtime is None:
             life.begin_to_close()
             return

@@ -58,9 +58,9 @@ class ClusterScheme(EngineOptions, StreamScheme):
         token: Secret of the control stream; generated when omitted, and pickled with the scheme.
         reconnect: Seconds that a worker keeps trying to restore a lost link.
         handshake_timeout: Seconds that a peer has to prove its identity.
-        limits: What a peer may announce.
-        wire_dtype: What the sender casts floating-point weights to on their way.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
+        limits: Limits on what a peer may announce.
+        wire_dtype: Dtype to which the sender casts floating-point weights on their way.
+        first_version: A sender's first version; a trainer that resumes continues with it.
         shared_memory: Workers on the sender's host read updates from shared memory.
     """
 
@@ -282,17 +282,16 @@ _SEPARATOR = b"\n"
 
 
 class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
-    """Sends weights over process groups of ``torch.distributed``.
+    """Scheme that sends weights over process groups of ``torch.distributed``.
 
-    Each worker has a control stream to the sender, which carries messages and small updates, and
-    a process group of two ranks for large ones; they meet through the control stream. The
-    default group of the process, of a DDP trainer for example, is never touched. Workers may
-    come and go at any time. Those on the sender's own host do not need a group: they read updates
-    from shared memory, unless told otherwise (``shared_memory``). See
-    ``docs/topics/torch-distributed.md``.
+    Each worker has a control stream to the sender, which carries messages and small updates, and a
+    process group of two ranks for large ones; they meet through the control stream. The default
+    group of the process, of a DDP trainer for example, is never touched. Workers may come and go at
+    any time. Those on the sender's own host do not need a group: they read updates from shared
+    memory, unless told otherwise (``shared_memory``). See ``docs/topics/torch-distributed.md``.
 
-    Only the control stream is authenticated: ``torch.distributed`` itself is made
-    for trusted networks.
+    Only the control stream is authenticated: ``torch.distributed`` itself is made for trusted
+    networks.
 
     Args:
         backend: ``"gloo"``; ``"nccl"`` is refused.
@@ -305,23 +304,23 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
         buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
-        require: How many workers must apply an update for ``send()`` to succeed.
+        require: Number of workers that must apply an update for ``send()`` to succeed.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
-        store: A ``torch.distributed`` store where workers look up the sender, for processes
-            that are not started by the sender. Not pickled.
-        address: Where the sender listens for control streams. By default on any port of the address
-            from which this host reaches ``store`` or ``MASTER_ADDR``, or else of the loopback
-            address.
-        token: Secret of the control streams. Generated when omitted: it travels in the pickle
-            of the scheme, or through ``store``.
-        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
-            ever, 0 for not at all.
+        first_version: A sender's first version; a trainer that resumes continues with it.
+        store: A ``torch.distributed`` store in which workers look up the sender, for processes that
+            are not started by the sender. Not pickled.
+        address: Address at which the sender listens for control streams. By default on any port of
+            the address from which this host reaches ``store`` or ``MASTER_ADDR``, or else of the
+            loopback address.
+        token: Secret of the control streams. Generated when omitted: it travels in the pickle of
+            the scheme, or through ``store``.
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for ever, 0
+            for not at all.
         patience: Seconds that a transfer may stall before the worker's link breaks.
         handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
-        limits: What a peer may announce.
+        limits: Limits on what a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
             stream and a group. Must be true on both sides. On Linux only.
 
@@ -448,15 +447,15 @@ _KEEP_TELLING_SECONDS = 120.0
 
 
 class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
-    """Sends weights to the workers of a ``torch.distributed.rpc`` group.
+    """Scheme that sends weights to the workers of a ``torch.distributed.rpc`` group.
 
-    RPC tells each worker where the sender listens; updates travel in a stream of its own, in
-    chunks with checksums, as with :class:`aiosync.TCPWeightSyncScheme`. Workers on the sender's
-    own host read them from shared memory, unless told otherwise (``shared_memory``). Every process
-    calls ``init_rpc()`` itself, before :meth:`connect`, and ``rpc.shutdown()`` after
-    :meth:`aclose`. Copies of this object may be made before :meth:`init_on_sender`, as TorchRL's
-    collectors do: the sender then tells the workers that it knows by name. Workers may come and go
-    at any time. See ``docs/topics/rpc.md``.
+    RPC tells each worker where the sender listens; updates travel in a stream of its own, in chunks
+    with checksums, as with :class:`aiosync.TCPWeightSyncScheme`. Workers on the sender's own host
+    read them from shared memory, unless told otherwise (``shared_memory``). Every process calls
+    ``init_rpc()`` itself, before :meth:`connect`, and ``rpc.shutdown()`` after :meth:`aclose`.
+    Copies of this object may be made before :meth:`init_on_sender`, as TorchRL's collectors do: the
+    sender then tells the workers that it knows by name. Workers may come and go at any time. See
+    ``docs/topics/rpc.md``.
 
     RPC executes what its peers send, by design: use it only between hosts that trust each other.
 
@@ -469,20 +468,20 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
-        require: How many workers must apply an update for ``send()`` to succeed.
+        require: Number of workers that must apply an update for ``send()`` to succeed.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
-        address: Where the sender listens. By default on any port of the address
-            from which this host reaches ``MASTER_ADDR``, or else of the loopback address.
-        token: Secret of the streams. Generated when omitted: it travels in the pickle
-            of the scheme, and by RPC.
-        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
-            ever, 0 for not at all.
+        first_version: A sender's first version; a trainer that resumes continues with it.
+        address: Address at which the sender listens. By default on any port of the address from
+            which this host reaches ``MASTER_ADDR``, or else of the loopback address.
+        token: Secret of the streams. Generated when omitted: it travels in the pickle of the
+            scheme, and by RPC.
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for ever, 0
+            for not at all.
         patience: Seconds without progress after which a worker that owes an answer is dropped.
         handshake_timeout: Seconds that a peer has to prove its identity.
-        limits: What a peer may announce.
+        limits: Limits on what a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
             stream. Must be true on both sides. On Linux only.
 
@@ -575,10 +574,10 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
 
         Args:
             model_id: As there, like everything that is not listed here.
-            context: May also have ``collector_infos``, as TorchRL's ``RPCCollector`` has: the
-                RPC workers that are told where to connect.
-            workers: Names of the RPC workers that are told, instead. Only copies that were made
-                before this call need it.
+            context: May also have ``collector_infos``, as TorchRL's ``RPCCollector`` has: the RPC
+                workers that are told the sender's address.
+            workers: Names of the RPC workers that are told the address, instead. Only copies that
+                were made before this call need it.
             params_map: As there.
             weights: As there.
             model: As there.
@@ -634,7 +633,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
         with contextlib.suppress(ConnectError):
             await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
 
-    # -- being told the address ----------------------------------------------------------------
+    # -- receiving the address -----------------------------------------------------------------
 
     _invites = (
         "it has not told this process its address, and has to know this RPC worker by name "

@@ -54,17 +54,16 @@ _MAX_BORROWING_INLINE_NBYTES = 4 * 2**20
 
 
 class RayWeightSyncScheme(RayOptions, ClusterScheme):
-    """Sends weights to actors of a Ray cluster.
+    """Scheme that sends weights to actors of a Ray cluster.
 
-    Each worker has a control stream to the sender, which carries messages and small updates.
-    Large ones are put into Ray's object store, once for all workers; workers of one node share
-    that memory and point their parameters at it. Workers on the sender's own host read all of
-    them from shared memory, unless told otherwise (``shared_memory``). See
-    ``docs/topics/ray.md``.
+    Each worker has a control stream to the sender, which carries messages and small updates. Large
+    ones are put into Ray's object store, once for all workers; workers of one node share that
+    memory and point their parameters at it. Workers on the sender's own host read all of them from
+    shared memory, unless told otherwise (``shared_memory``). See ``docs/topics/ray.md``.
 
     The object store's memory is read-only: a worker that writes to its parameters in place, for
-    example by training them, dies with a segmentation fault.
-    Pass ``apply_copy=True`` where workers do so.
+    example by training them, dies with a segmentation fault. Pass ``apply_copy=True`` if workers do
+    so.
 
     Args:
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
@@ -76,20 +75,19 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
         buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
-        require: How many workers must apply an update for ``send()`` to succeed.
+        require: Number of workers that must apply an update for ``send()`` to succeed.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
-        address: Where the sender listens for control streams; its node's address in the
+        first_version: A sender's first version; a trainer that resumes continues with it.
+        address: Address at which the sender listens for control streams; its node's address in the
             cluster, and a free port, if omitted.
-        token: Secret of the control streams; generated when omitted, and pickled with the
-            scheme.
-        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for
-            ever, 0 for not at all.
+        token: Secret of the control streams; generated when omitted, and pickled with the scheme.
+        reconnect: Seconds that a worker keeps trying to restore a lost link; ``None`` for ever, 0
+            for not at all.
         handshake_timeout: Seconds that a peer has to prove its identity.
         inline_nbytes: Updates up to this size travel in the control stream.
-        limits: What a peer may announce.
+        limits: Limits on what a peer may announce.
         shared_memory: Workers on the sender's host read updates from shared memory instead of a
             stream and the object store. Must be true on both sides. On Linux only.
 
@@ -174,7 +172,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
         remote_collectors: Sequence[Any] | None = None,
         ctx: Any = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_sender`.
+        """Make this object the sender; see :meth:`WeightSyncScheme.init_on_sender`.
 
         Args:
             model_id: Name of the model.
@@ -184,10 +182,10 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             model: Module whose weights every worker gets.
             devices: One device for each worker.
             device_map_fn: Called with (worker index, weights) for each worker and send.
-            num_workers: How many workers ``connect()`` waits for; ``None`` for any number.
+            num_workers: Number of workers that ``connect()`` waits for; ``None`` for any number.
             pipes: Connected sockets to the workers, by index.
-            transports: Links to the workers, by index; :class:`RayActorTransport` for actors
-                that know nothing about aiosync.
+            transports: Links to the workers, by index; :class:`RayActorTransport` for actors that
+                know nothing about aiosync.
             remote_collectors: The workers' actors; they only say how many workers there are.
             ctx: Ignored.
         """
@@ -332,14 +330,13 @@ def _forget(key: bytes, value: bytes) -> None:
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
-    """Sends weights to the module of a transform that runs in a Ray actor.
+    """Scheme that sends weights to the module of a transform that runs in a Ray actor.
 
     There is one worker: the actor of the transform, an object with an attribute ``module``.
     :meth:`connect` makes a receiver inside it, so the actor needs no code of aiosync, and its
-    methods may block: updates are received in a thread beside them and applied between two
-    forward passes. Where the actor replaces its module, the new one gets the next update. The
-    receiver ends with the scheme, and when it has given up a trainer that was lost
-    (``reconnect``).
+    methods may block: updates are received in a thread beside them and applied between two forward
+    passes. If the actor replaces its module, the new one gets the next update. The receiver ends
+    with the scheme, and when it has given up a trainer that was lost (``reconnect``).
 
     Args are those of :class:`RayWeightSyncScheme`.
     """
@@ -370,7 +367,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         ray_transform: Any = None,
         ctx: Any = None,
     ) -> None:
-        """See :meth:`RayWeightSyncScheme.init_on_sender`; for one worker, the transform's actor.
+        """Make this object the sender; see :meth:`RayWeightSyncScheme.init_on_sender`.
 
         Args:
             model_id: Name of the model.
@@ -378,14 +375,14 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             params_map: Worker index -> its weights.
             weights: The weights.
             model: Module whose weights the transform's module gets.
-            devices: Of one worker.
+            devices: A list with one device.
             device_map_fn: Called with (0, weights) for each send.
-            num_workers: 1.
+            num_workers: 1, the transform's actor.
             pipes: Not to be given.
             transports: Not to be given.
             remote_collectors: Not to be given.
-            ray_transform: The transform: an object with an attribute ``_actor``, or the handle
-                of the actor.
+            ray_transform: The transform: an object with an attribute ``_actor``, or the handle of
+                the actor.
             ctx: Ignored.
 
         Raises:
@@ -454,7 +451,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 
 class RayModuleTransformSender:
-    """Makes and ends the receiver inside a transform's actor.
+    """Maker of the receiver inside a transform's actor, which it ends, too.
 
     Args:
         ray_transform: An object with an attribute ``_actor``, or the handle of the actor.

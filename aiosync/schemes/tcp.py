@@ -223,11 +223,11 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
-    """Sends weights to workers on any host, over TCP or Unix sockets.
+    """Scheme that sends weights to workers on any host, over TCP or Unix sockets.
 
     The sender listens and workers dial its address at any time: before the first update, in the
-    middle, after a crash. Each gets the newest version, and then every new one as it comes; a
-    slow worker skips versions and does not delay the others. A worker whose link is lost dials
+    middle, after a crash. Each worker gets the newest version, and then every new one as it comes;
+    a slow worker skips versions and does not delay the others. A worker whose link is lost dials
     again and goes on where the transfer stopped. See ``docs/topics/across-machines.md``.
 
     Options may be assigned until :meth:`connect`, except ``address``, ``token``, ``tls`` and
@@ -235,8 +235,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     and ``limits`` as they are when it starts listening: a sender in ``init_on_sender()``.
 
     Args:
-        address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker,
-            with ``dial="sender"``. Port 0 lets the system choose: pickle this object, or read
+        address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker, with
+            ``dial="sender"``. Port 0 lets the system choose: pickle this object, or read
             :attr:`address`, after ``init_on_sender()``.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: As for :class:`aiosync.WeightSyncScheme`.
@@ -246,30 +246,29 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
-        require: How many workers must apply an update for ``send()`` to succeed.
+        require: Number of workers that must apply an update for ``send()`` to succeed.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         wire_dtype: A floating-point dtype to which the sender casts the weights on their way; or
             one for each name pattern.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
+        first_version: A sender's first version; a trainer that resumes continues with it.
         token: A secret that both sides prove that they have; it is never sent. Use at least 16
             random bytes.
-        tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext``
-            of this side.
-        dial: Who dials: ``"receiver"``; ``"sender"``, where workers listen; or ``"both"``, where
-            a weight server (``aiosync serve``) listens at the address.
+        tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext`` of
+            this side.
+        dial: The side that dials: ``"receiver"``; ``"sender"``, and the workers listen; or
+            ``"both"``, and a weight server (``aiosync serve``) listens at the address.
         subscribe: Worker: get every update. If false, only what :meth:`pull` asks for.
-        reconnect: Seconds that a worker, or a sender that dials, keeps trying to
-            restore a lost link; ``None`` for ever, 0 for not at all.
-        stall_timeout: Seconds without progress after which a worker that owes an answer is
-            dropped; ``None`` for never.
-        take_over: Trainer of a weight server: bring the server back to this run when it dials
-            again and another run has replaced it meanwhile. Otherwise calls raise.
-        chunk_nbytes: Bytes that share one checksum, a multiple of 64.
-        keepalive: Seconds after which the kernel probes a silent TCP peer;
+        reconnect: Seconds that a worker, or a sender that dials, keeps trying to restore a lost
+            link; ``None`` for ever, 0 for not at all.
+        stall_timeout: Seconds without progress after which a worker that owes an answer is dropped;
             ``None`` for never.
+        take_over: Trainer of a weight server: bring the server back to this run when it dials again
+            and another run has replaced it meanwhile. Otherwise calls raise.
+        chunk_nbytes: Bytes that share one checksum, a multiple of 64.
+        keepalive: Seconds after which the kernel probes a silent TCP peer; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Links that a listening side accepts at a time.
-        limits: What a peer may announce once it has proved its identity.
+        limits: Limits on what a peer may announce once it has proved its identity.
 
     Raises:
         ConfigError: An option has an illegal value.

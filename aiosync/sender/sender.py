@@ -449,7 +449,7 @@ class WeightSender:
             self._look_by(send.look_at)
         return send
 
-    # -- what becomes of sends -----------------------------------------------------------------
+    # -- outcomes of sends ---------------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
         send = self._sends.get(outcome.version)

@@ -375,10 +375,10 @@ class SnapshotCopier:
     """Copier of weights into snapshots: small ones on the loop, large ones on plain threads.
 
     Besides the slots that are named to workers, or kept for workers that join, there are at most as
-    many as workers hold: a worker that computes for long keeps its slot, and no other worker waits
-    for it. Unless all slots together are small, another one is made only after no slot has become
-    free for a moment: mostly there are two. Of the process's own memory, at most two buffers are
-    kept that are not in use.
+    many slots as workers hold: a worker that computes for long keeps its slot, and no other worker
+    waits for it. Unless all slots together are small, another one is made only after no slot has
+    become free for a moment: mostly there are two. Of the process's own memory, at most two buffers
+    are kept that are not in use.
 
     Args:
         arena: Owner of the slots; ``None`` for snapshots in memory of this process.
@@ -582,7 +582,7 @@ class SnapshotCopier:
         try:
             if source is not None:
                 STEPS.copies.add(snapshot)
-                # A step was open. Links that follow the copy would have to be told, so none does.
+                # A step was open. Links that follow the copy would have to be told: copy all first.
                 if STEPS.wait() is not False:
                     STEPS.end(snapshot)
                     source = None
@@ -655,7 +655,7 @@ class SnapshotCopier:
     async def aclose(self) -> None:
         """Close like :meth:`close`, without holding the loop until copies have ended."""
         if self._has_thread:
-            # Calls under way may belong to another loop, this one does not.
+            # Calls under way may belong to another loop; this one belongs to the running loop.
             last = self._start(_nothing)
             # Copies that wait for an optimizer's step give up.
             self._closed = True

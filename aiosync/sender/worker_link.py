@@ -154,7 +154,7 @@ class WorkerLink:
         self._answered = Notifier()
         self._writing = False
 
-    # -- what is known of the worker -----------------------------------------------------------
+    # -- state of the worker -------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -344,7 +344,7 @@ class WorkerLink:
             self._registry.counts["wire_nbytes"] += stop - start
 
     def _look(self) -> None:
-        """Drop a worker that owes an answer if no byte came or went since the last check.
+        """Drop a worker that owes an answer if it took and answered nothing since the last check.
 
         The timer goes on when the answer comes: making one costs as much as a small send.
         """
@@ -396,7 +396,7 @@ class WorkerLink:
             and publisher.promised == digest
             and (slot is None or slot.segment.segment_id in publisher.announced)
             and not (self._writing or self.outbox.error)
-            # The link may have ended without the loop's notice yet.
+            # The link may have ended, which the loop is about to notice.
             and not (self._channel and self._channel.ended)
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
@@ -484,7 +484,7 @@ class WorkerLink:
             return
         if is_no_room(error.__cause__):
             text = f"the trainer's process has no descriptor or memory left: {error}"
-            # The worker may have gone as well.
+            # The worker may have gone, too.
             with contextlib.suppress(AiosyncError):
                 self.transport.send_nowait(Refuse(ConnectError.__name__, text))
         outcomes = self.outbox.close(without_frames(error))

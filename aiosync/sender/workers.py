@@ -98,7 +98,7 @@ class WorkerRecord:
 
 
 class WorkerRegistry:
-    """Admits links, notices their end, and keeps the newest weights for workers that join later.
+    """Registry: admits links, notices their end, and keeps the newest weights for late joiners.
 
     Args:
         model_id: Name of the model.
@@ -122,7 +122,7 @@ class WorkerRegistry:
             changed, so that any thread may iterate over them.
         readers: Poll object that shows whether workers that read slots sent a message or ended;
             made by the caller that needs it, and ``None`` once a worker came or went.
-        is_joining: True while expected workers may not have come yet.
+        is_joining: True until ``connect()`` no longer waits for expected workers.
         replaced: Errors of workers that died unreported and whose index has a new holder, by index.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: The reasons of the last refusals.
@@ -700,7 +700,7 @@ def watch_process(transport: Transport, pid: int) -> None:
 
 
 class ProcessWatch:
-    """Watches the processes that are to become workers.
+    """Watch over the processes that are to become workers.
 
     Args:
         processes: Process objects or ids, by the index that each worker is expected to have. A

@@ -259,27 +259,26 @@ class WeightSyncScheme(SchemeState):
     """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.
 
     The event loop runs in one background thread of the process, which all schemes share; it is
-    started by the first call that waits, and ends when the last scheme is shut down. Methods
-    may be called from any thread that runs no event loop. Ctrl-C in a blocking call ends it at
-    once.
+    started by the first call that waits, and ends when the last scheme is shut down. Methods may be
+    called from any thread that runs no event loop. Ctrl-C in a blocking call ends it at once.
 
     Use :class:`SharedMemWeightSyncScheme` or another concrete class.
 
     Args:
         strategy: As for :class:`aiosync.WeightSyncScheme`, like all the others.
         sync: If false, ``send()`` takes its snapshot and returns without waiting; the report's
-            ``waiting`` are those that have not answered yet. What goes wrong later is raised by
-            the next ``send()``, which then sends nothing, or by :meth:`wait_async`.
+            ``waiting`` are those that have not answered yet. A later failure is raised by the next
+            ``send()``, which then sends nothing, or by :meth:`wait_async`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
         apply_copy: Copy updates into the parameters' memory.
         buffers: ``"persistent"`` keeps updates out of other buffers of a worker's module.
         guard: ``"forward"``, or ``"reading"`` for ``with scheme.reading():``.
         strict: Every name and dtype must match.
-        require: How many workers must apply an update for ``send()`` to succeed.
+        require: Number of workers that must apply an update for ``send()`` to succeed.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
-        wire_dtype: What the sender casts floating-point weights to on their way.
-        first_version: What a sender counts from; a trainer that resumes continues with it.
+        wire_dtype: Dtype to which the sender casts floating-point weights on their way.
+        first_version: A sender's first version; a trainer that resumes continues with it.
 
     Raises:
         ConfigError: An option has an illegal value.
