@@ -1,9 +1,9 @@
 """The benchmark behind ``aiosync bench``: aiosync beside the least that the machine must do.
 
-Each contender has real worker processes; the trainers' halves are in the benchmark's own
-(:func:`run`), where they take turns, block by block, on the cases of a :class:`Plan`. The command
-is the interface, and its JSON. The names here are for benchmarks that compare more, such as
-``tests/bench``.
+Each contender has real worker processes. The trainers' halves of all contenders run in the
+benchmark's own process (:func:`run`), where they take turns, block by block, on the cases of a
+:class:`Plan`. The public interface is the command and its JSON. The names here are for benchmarks
+that compare aiosync with more contenders, such as ``tests/bench``.
 """
 
 from aiosync.bench._contenders import (

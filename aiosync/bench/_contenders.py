@@ -1,8 +1,8 @@
-"""Who takes part: aiosync, and the least that the machine must do for the same bytes.
+"""The contenders of the benchmark: aiosync, and the least that the machine must do for its bytes.
 
-The work is models by the number and sizes of their tensors. Each contender has a trainer's half,
-and workers in processes of their own. The names of limits begin with :data:`LIMIT`; nothing is
-named, checked or applied there.
+The work is a set of models, named by the number and the size of their tensors. Each contender has
+a trainer's half, and workers in processes of their own. The names of limits begin with
+:data:`LIMIT`; a limit names, checks and applies nothing.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 LIMIT = "limit/"
-"""What the names of limits begin with. A limit is a contender that only moves the bytes."""
+"""Prefix of the names of limits. A limit is a contender that only moves the bytes."""
 
 PATIENCE = 120.0
-"""Seconds after which something that should be there is taken to have failed."""
+"""Seconds to wait for a worker's connection or answer before the worker counts as failed."""
 
 _CALM_SECONDS = 0.005
 
@@ -64,7 +64,7 @@ _CALM_SECONDS = 0.005
 
 
 class _Tensors(nn.Module):
-    """``count`` parameters of ``numel`` elements each."""
+    """A module with ``count`` parameters of ``numel`` elements each."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -74,13 +74,14 @@ class _Tensors(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, in float32.
+    """A model in float32, and the number of sends that measure it.
 
     Attributes:
         build: Makes the model; its values do not matter.
         nbytes: Bytes of all its parameters.
-        sends: Of a block. A block ends after a second of sends in any case; for a quick contender
-            it takes some tenths, as cores that slept need 20 to 50 ms of work to be quick again.
+        sends: Sends of one block. A block ends after a second of sends in any case. For a quick
+            contender it takes some tenths of a second, because cores that slept need 20 to 50 ms
+            of work before they run at full speed.
     """
 
     build: Callable[[], nn.Module]
@@ -90,7 +91,7 @@ class Workload:
 
 WORKLOADS = {
     "4x2": Workload(lambda: nn.Linear(4, 2), 40, 3000),
-    "1MB": Workload(  # a policy
+    "1MB": Workload(  # the size of a small policy
         lambda: nn.Sequential(
             nn.Linear(64, 464), nn.ReLU(), nn.Linear(464, 464), nn.ReLU(), nn.Linear(464, 16)
         ),
@@ -98,25 +99,25 @@ WORKLOADS = {
         1200,
     ),
     "1000x4KiB": Workload(lambda: _Tensors(1000, 1024), 4_096_000, 500),
-    "1000-layers": Workload(  # as many tensors in as many modules, as models have them
+    "1000-layers": Workload(  # each tensor lies in a module of its own, as in real models
         lambda: nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(1000)]), 4_096_000, 500
     ),
     "64MiB": Workload(lambda: _Tensors(16, 2**20), 2**26, 8),
     "512MiB": Workload(lambda: _Tensors(16, 2**23), 2**29, 3),
 }
-"""By name, which says the number and the size of the tensors."""
+"""Workloads by name; the name says the number and the size of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One piece of work that contenders do.
+    """One piece of work that every contender of a transport does.
 
     Attributes:
-        transport: How the weights travel: ``"shm"``, ``"pipe"``, ``"tcp"``, ``"unix"``,
+        transport: Transport of the weights: ``"shm"``, ``"pipe"``, ``"tcp"``, ``"unix"``,
             ``"gloo"``, ``"rpc"`` or ``"ray"``.
-        workload: Name of the model.
-        workers: Worker processes.
-        busy: Workers compute forwards without pause.
+        workload: Name of the model, a key of :data:`WORKLOADS`.
+        workers: Number of worker processes.
+        busy: True if the workers compute forwards without pause.
     """
 
     transport: str
@@ -130,7 +131,7 @@ class Case:
 
 
 def fill(model: nn.Module, value: float) -> None:
-    """Give every element of every parameter that value, in place: an optimizer's step."""
+    """Set every element of every parameter to ``value``, in place, as an optimizer's step does."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
@@ -139,7 +140,8 @@ def fill(model: nn.Module, value: float) -> None:
 def _check(model: nn.Module, value: float) -> None:
     for name, parameter in model.named_parameters():
         low, high = torch.aminmax(parameter.detach())
-        if low != value or high != value:  # old weights, or a mix of two versions
+        # Another value means old weights, or a mix of two versions.
+        if low != value or high != value:
             raise AssertionError(
                 f"{name} has values from {float(low)} to {float(high)}, the trainer sent {value}"
             )
@@ -149,16 +151,18 @@ def _check(model: nn.Module, value: float) -> None:
 
 
 class Desk:
-    """What a worker answers, and the forwards that it computes when it is busy.
+    """The worker's side: answers the trainer's questions, and computes forwards between them.
 
     Args:
-        model: The model that receives; ``None`` for a worker without one.
-        reading: Enters the scheme's guard around a forward; a peer that has none needs none.
+        model: The model that receives the weights; ``None`` for a worker without one.
+        reading: Returns the scheme's guard, which is entered around each forward. The default is
+            for contenders that have no guard.
 
     Attributes:
-        forwards: How many it has computed.
-        busy: It computes them without a pause.
-        calm: It computes one now and then, as whoever waits for an environment.
+        forwards: Number of forwards computed so far.
+        busy: True if the worker computes forwards without a pause.
+        calm: True if the worker computes a forward every 5 ms, like a worker that waits for an
+            environment.
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class Desk:
 
     @property
     def computes(self) -> bool:
-        """Whether there are forwards between two questions."""
+        """True if the worker computes forwards between two questions."""
         return self.model is not None and (self.busy or self.calm)
 
     @property
@@ -184,7 +188,7 @@ class Desk:
         return 0.0 if self.busy else _CALM_SECONDS
 
     def forward(self) -> None:
-        """Look at the weights, and compute for about a third of a millisecond if busy."""
+        """Read one weight under the guard; if busy, compute for about a third of a millisecond."""
         assert self.model is not None
         with self._reading():
             if self.busy:
@@ -193,11 +197,12 @@ class Desk:
         self.forwards += 1
 
     def reply(self, question: str, argument: Any) -> tuple[bool, Any]:
-        """Answer: whether it was good, and the answer or the text of the error.
+        """Return ``(True, answer)``, or ``(False, text of the error)``.
 
-        ``"check"`` (a value) looks at every element, ``"busy"`` turns forwards on or off, and
-        ``"calm"`` those of one in 5 ms. ``"cpu"`` is this process's CPU time in seconds, ``"call"``
-        is what a function returns for this desk.
+        ``"check"`` compares every element of the weights with ``argument``. ``"busy"`` turns
+        forwards without a pause on or off, ``"calm"`` one forward every 5 ms. ``"cpu"`` asks for
+        this process's CPU time in seconds. ``"call"`` calls the function ``argument`` with this
+        desk and returns its result.
         """
         try:
             match question:
@@ -217,9 +222,9 @@ class Desk:
         return True, None
 
     def serve(self, pipe: Connection) -> None:
-        """Answer what comes through a pipe, with forwards meanwhile if busy, until it says end.
+        """Answer questions from a pipe, with forwards between them, until ``"end"`` or its close.
 
-        For workers whose weights are applied by another thread; blocks.
+        Blocks. It is for workers whose weights are applied by another thread.
         """
         while True:
             while self.computes and not pipe.poll(self.pause):
@@ -228,10 +233,10 @@ class Desk:
                 return
 
     def serve_one(self, pipe: Connection) -> bool:
-        """Answer one question; whether there will be more."""
+        """Receive and answer one question; return True if more may follow."""
         try:
             question, argument = pipe.recv()
-        except EOFError:  # the trainer is gone
+        except EOFError:  # the trainer's process has ended
             return False
         if question != "end":
             pipe.send(self.reply(question, argument))
@@ -241,7 +246,7 @@ class Desk:
 def work_async(
     idx: int, pipe: Connection, scheme: Any, workload: str, loop: Callable[[], Any]
 ) -> None:
-    """A worker with an event loop, on which updates arrive and forwards are computed."""
+    """Run a worker whose event loop receives the updates and computes the forwards."""
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(_work(idx, pipe, scheme, WORKLOADS[workload].build()))
 
@@ -264,20 +269,20 @@ async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> No
 
 
 class Handle:
-    """How the trainer asks one worker."""
+    """The trainer's end of the pipe to one worker."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def ask(self, question: str, argument: Any = None) -> None:
-        """Put a question; see :meth:`Desk.reply`. Does not wait."""
+        """Send a question without waiting for the answer; see :meth:`Desk.reply`."""
         self._pipe.send((question, argument))
 
     def answer(self) -> Any:
-        """Wait for the answer to it, at most :data:`PATIENCE`.
+        """Wait for the answer to the question, at most :data:`PATIENCE` seconds.
 
         Raises:
-            RuntimeError: The worker answered with an error, is gone, or says nothing.
+            RuntimeError: The worker answered with an error, has ended, or did not answer in time.
         """
         if not self._pipe.poll(PATIENCE):
             raise RuntimeError(f"a worker gave no answer in {PATIENCE:g} s")
@@ -291,24 +296,25 @@ class Handle:
 
 
 def ask_all(handles: Sequence[Handle], question: str, argument: Any = None) -> list[Any]:
-    """Ask every worker the same, at the same time, and return their answers in order."""
+    """Ask every worker the same question at the same time; return their answers in order."""
     for handle in handles:
         handle.ask(question, argument)
     return [handle.answer() for handle in handles]
 
 
 def _begin(target: Callable[..., None], *args: Any) -> None:
-    # A terminal's Ctrl-C reaches every process: the benchmark's own ends the others in order.
+    # A terminal's Ctrl-C reaches every process. The workers ignore it, because the benchmark's own
+    # process ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     target(*args)
 
 
 class Crew:
-    """Worker processes and the pipes to ask them.
+    """Worker processes, and the pipes that the trainer asks them through.
 
-    They come from a fork server that has imported torch once, so that eight of them start as
-    quickly as one.
+    The processes come from a fork server that has imported torch once, so that eight of them start
+    as quickly as one.
 
     Args:
         preload: Modules that the fork server imports before the first worker, besides aiosync.
@@ -321,7 +327,11 @@ class Crew:
         self._context.set_forkserver_preload([__name__, "aiosync", "aiosync.sync", *preload])
 
     def start(self, target: Callable[..., None], workers: int, *args: Any) -> list[Handle]:
-        """Start processes that run ``target(worker_idx, pipe, *args)``; return all handles."""
+        """Start processes that run ``target(worker_idx, pipe, *args)``.
+
+        Returns:
+            The handles of all workers of this crew, those of earlier calls included.
+        """
         for idx in range(workers):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
@@ -334,11 +344,11 @@ class Crew:
         return [Handle(pipe) for pipe in self._pipes]
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Ask every process to end, wait for that, and kill those that do not."""
+        """Ask every process to end; kill a process that has not ended after ``timeout`` seconds."""
         for pipe in self._pipes:
             try:
                 pipe.send(("end", None))
-            except OSError:  # it is gone already
+            except OSError:  # the process has ended already
                 continue
         for process in self.processes:
             process.join(timeout)
@@ -361,18 +371,21 @@ SCHEMES: dict[str, Callable[[Any, str], Any]] = {
     "unix": lambda package, folder: package.TCPWeightSyncScheme(f"unix://{folder}/socket"),
     "gloo": lambda package, _: package.DistributedWeightSyncScheme(),
 }
-"""Makes a transport's scheme: of ``aiosync`` or ``aiosync.sync``, with a folder for sockets."""
+"""Factories of schemes, by transport; each takes a package and a folder for sockets.
+
+The package is ``aiosync`` or ``aiosync.sync``.
+"""
 
 
 class AsyncTrainer:
-    """The async API in trainer and workers.
+    """The trainer's half of aiosync, with the async API in trainer and workers.
 
     Args:
         transport: Name of the transport.
 
     Attributes:
-        model: What it sends.
-        scheme: The scheme, from :meth:`open` on.
+        model: The model whose weights are sent.
+        scheme: The scheme from :meth:`open` to :meth:`close`; otherwise ``None``.
         crew: The worker processes.
     """
 
@@ -384,7 +397,7 @@ class AsyncTrainer:
         self._transport = transport
 
     async def open(self, case: Case) -> Sequence[Handle]:
-        """Start the workers, on loops of the same kind as this one, and join them."""
+        """Start the workers, on event loops of the same kind as this one, and connect to them."""
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
         self._folder = tempfile.TemporaryDirectory(prefix="aiosync-bench-")
@@ -397,15 +410,15 @@ class AsyncTrainer:
         return handles
 
     def new_scheme(self, folder: str) -> Any:
-        """Make the scheme; ``folder`` is for sockets."""
+        """Make the scheme; its sockets lie in ``folder``."""
         return SCHEMES[self._transport](aiosync, folder)
 
     async def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         await self.scheme.send()
 
     async def close(self) -> None:
-        """End workers and scheme."""
+        """End the workers, then close the scheme."""
         if self.scheme is not None:
             await asyncio.to_thread(self.crew.stop)
             await self.scheme.aclose()
@@ -413,24 +426,25 @@ class AsyncTrainer:
             self._folder.cleanup()
 
 
-# -- limits: each does the least that could move a model's bytes in its way ------------------------
+# -- limits: each does the least work that moves a model's bytes in its way -----------------------
 
 _Bytes = NDArray[np.uint8]
 
 
-_SMALL = 2**16  # bytes up to which a memoryview's copy costs less than a call of numpy
+# Bytes up to which the copy of a memoryview costs less than a call of numpy.
+_SMALL = 2**16
 _WINDOW = 2**20
 _IOV_MAX = 1024
 _UNIX_BUFFER = 4 * 2**20
 
 
 class Limit:
-    """The trainer's half of a limit, for subclasses, which have ``send()``.
+    """Base class for the trainer's half of a limit; subclasses add ``send()``.
 
     Attributes:
-        model: What is sent.
-        sources: The memory of its parameters.
-        crew: Worker processes, where some take part.
+        model: The model whose weights are sent.
+        sources: The memory of its parameters, one array of bytes for each.
+        crew: The worker processes, if the limit has any.
     """
 
     model: nn.Module
@@ -440,7 +454,7 @@ class Limit:
         self.crew: Crew = Crew()
 
     def open(self, case: Case) -> Sequence[Handle]:
-        """Build the model and start what takes part."""
+        """Build the model and start the workers of the limit; return their handles."""
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
         self.sources = [
@@ -450,19 +464,19 @@ class Limit:
         return self.start(case)
 
     def start(self, case: Case) -> Sequence[Handle]:
-        """Start workers, if there are any, and return their handles."""
+        """Start the workers, if the limit has any, and return their handles."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the workers and let go of the memory."""
+        """End the workers and release the memory."""
         self.crew.stop()
         self.sources = []
 
 
 class Memcpy(Limit):
-    """One copy into memory that has been written before; however many workers would look at it.
+    """One copy into memory that has been written before, for any number of workers.
 
-    By as many threads as there are cores to use.
+    As many threads as there are usable cores share the copy.
     """
 
     def __init__(self) -> None:
@@ -486,7 +500,7 @@ class Memcpy(Limit):
         return []
 
     def send(self) -> None:
-        """Copy."""
+        """Copy all tensors; return when every thread is done."""
         first, *others = self._shares
         running = [self._pool.submit(_copy, share) for share in others if share]
         for target, source in self._small:
@@ -496,7 +510,7 @@ class Memcpy(Limit):
             share.result()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         super().close()
         self._small.clear()
         for share in self._shares:
@@ -505,11 +519,12 @@ class Memcpy(Limit):
 
 def _copy(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
     for target, source in pairs:
-        np.copyto(target, source)  # without the GIL
+        np.copyto(target, source)  # numpy releases the GIL, so that the threads run in parallel
 
 
 def _written(nbytes: int) -> _Bytes:
-    return np.ones(nbytes, np.uint8)  # zeros alone would be memory that is not there yet
+    # The system maps zeroed memory only at the first write, so the memory has to be written.
+    return np.ones(nbytes, np.uint8)
 
 
 def _view(memory: _Bytes) -> memoryview:
@@ -517,11 +532,11 @@ def _view(memory: _Bytes) -> memoryview:
 
 
 class Stream(Limit):
-    """All tensors to one worker after the other through blocking sockets; then a byte from each.
+    """Blocking sockets: all tensors to one worker after the other, then a byte back from each.
 
     Args:
         family: ``"tcp"`` or ``"unix"``.
-        wake_up: Send a byte instead of the tensors.
+        wake_up: Send one byte instead of the tensors.
     """
 
     def __init__(self, family: str = "unix", *, wake_up: bool = False) -> None:
@@ -532,7 +547,7 @@ class Stream(Limit):
         self._pieces: list[tuple[list[memoryview], int]] = []
 
     def start(self, case: Case) -> Sequence[Handle]:
-        """Connect to as many processes as there are workers."""
+        """Start one process for each worker of the case, each with a socket to this process."""
         views = [memoryview(b"x")] if self._wake_up else [_view(each) for each in self.sources]
         cut = [views[at : at + _IOV_MAX] for at in range(0, len(views), _IOV_MAX)]
         self._pieces = [(piece, sum(map(len, piece))) for piece in cut]
@@ -545,7 +560,7 @@ class Stream(Limit):
         return handles
 
     def send(self) -> None:
-        """Return when every worker has said that it has everything."""
+        """Send to every worker; return when every worker has answered that it has everything."""
         for sock in self._sockets:
             for views, nbytes in self._pieces:
                 if sock.sendmsg(views) != nbytes:
@@ -563,7 +578,7 @@ class Stream(Limit):
 
 
 wake_up: Callable[..., Stream] = functools.partial(Stream, wake_up=True)
-"""One byte to each worker, which sleeps, and one back."""
+"""Limit that sends one byte to each worker, which sleeps until then, and waits for one back."""
 
 
 def _pair(family: str) -> tuple[socket.socket, socket.socket]:
@@ -574,7 +589,8 @@ def _pair(family: str) -> tuple[socket.socket, socket.socket]:
             ours = socket.create_connection(server.getsockname(), PATIENCE)
             theirs, _ = server.accept()
     for sock in (ours, theirs):
-        sock.settimeout(None)  # Python's own timeouts would cost a poll() at every call
+        # A timeout of Python's would cost a poll() at every call; the kernel's own, below, do not.
+        sock.settimeout(None)
         if family == "unix":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNIX_BUFFER)
@@ -589,7 +605,8 @@ def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> No
     def take() -> None:
         block = _view(_written(nbytes))
         got = 0
-        while count := sock.recv_into(block[got : got + _WINDOW]):  # until the trainer closes it
+        # The loop ends when the trainer closes the socket.
+        while count := sock.recv_into(block[got : got + _WINDOW]):
             got += count
             if got == nbytes:
                 got = 0
@@ -599,7 +616,7 @@ def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> No
     Desk().serve(pipe)
 
 
-# -- who takes part in what -----------------------------------------------------------------------
+# -- contenders by transport ----------------------------------------------------------------------
 
 _LIMITS: dict[str, tuple[str, Callable[[], Limit]]] = {
     "shm": ("memcpy all threads", Memcpy),
@@ -611,10 +628,11 @@ _LIMITS: dict[str, tuple[str, Callable[[], Limit]]] = {
 
 
 def contenders_of(case: Case) -> dict[str, Callable[[], Any]]:
-    """What makes the trainer's halves that take turns on a case, by name: aiosync and limits.
+    """Return factories of the trainers' halves that take turns on a case, by contender.
 
-    A half has ``open(case)``, which returns a handle for each worker, ``send()``, ``close()`` and
-    ``model``; the methods may be coroutine functions. No limit is measured with busy workers.
+    The contenders are aiosync and the limits of the transport. A half has ``open(case)``, which
+    returns a handle for each worker, ``send()``, ``close()`` and ``model``; the methods may be
+    coroutine functions. No limit is measured with busy workers.
     """
     found: dict[str, Callable[[], Any]] = {
         "aiosync": functools.partial(AsyncTrainer, case.transport)

@@ -1,6 +1,6 @@
-"""The run: what is measured, the turns that contenders take, and what was found.
+"""One run of the benchmark: its plan, the turns of the contenders, and its results.
 
-They take turns in this process, block by block. Results are data, JSON and tables.
+The contenders take turns in this process, block by block. Results are data, JSON and tables.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ __all__ = [
     "show",
 ]
 
-_BLOCK_SECONDS = 1.0  # a block of sends that take longer than that together has fewer of them
-_SCHEMA = 1  # of the JSON; it changes when a name or a meaning does
+# A block ends early once its sends have taken this long together.
+_BLOCK_SECONDS = 1.0
+# Number of the JSON format; it changes when a name or a meaning in it changes.
+_SCHEMA = 1
 
 _LEGEND = (
     "\naiosync: from the call of send() until every worker has applied the weights; the median."
@@ -67,18 +69,18 @@ _LEGEND = (
 )
 
 
-# -- what is measured ------------------------------------------------------------------------------
+# -- plans -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Cases, and how thoroughly to measure each.
+    """The cases of a run, and the number of blocks and sends that measure each.
 
     Attributes:
-        name: Of the profile.
-        cases: In order, those of one transport together.
+        name: Name of the profile.
+        cases: The cases in the order of the run; those of one transport are together.
         blocks: Timed blocks of each contender on each case; contenders take turns.
-        scale: Factor on the sends of a block.
+        scale: Factor on the number of sends of a block.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Plan:
     scale: float = 1.0
 
     def sends(self, case: Case) -> int:
-        """Return the sends of one block."""
+        """Return the number of sends of one block, at least 2."""
         return max(2, round(WORKLOADS[case.workload].sends * self.scale))
 
 
@@ -104,7 +106,7 @@ def cases_of(
 
 
 def profiles(more: Sequence[str] = ()) -> dict[str, Plan]:
-    """By name: what a run measures unless options say otherwise; ``more`` transports, too."""
+    """Return the plans by name; the plan ``"full"`` includes the transports in ``more``."""
     few = [
         *cases_of(("shm",), {"4x2": (1, 4), "1000x4KiB": (1,), "64MiB": (1,)}),
         *cases_of(("pipe",), {"4x2": (1,), "1000x4KiB": (1,)}),
@@ -129,10 +131,10 @@ def choose(
     workloads: Collection[str] = (),
     workers: Collection[int] = (),
 ) -> Plan:
-    """Return what is left of a plan; an empty collection chooses everything.
+    """Return the plan with the chosen cases only; an empty collection chooses everything.
 
     Raises:
-        ConfigError: There is no such name, or no case is left.
+        ConfigError: A transport or workload does not exist, or no case is left.
     """
     known = dict.fromkeys([*SCHEMES, *(case.transport for case in plan.cases)])
     for option, given, names in (
@@ -157,17 +159,20 @@ def choose(
     return dataclasses.replace(plan, cases=cases)
 
 
-# -- what was found -------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One contender on one case. Every update was checked in the workers after each block.
+    """Measurements of one contender on one case.
+
+    The weights were checked in every worker after each block.
 
     Attributes:
         case: The work.
-        contender: Who did it, such as ``"aiosync"``, ``"torchrl"`` or ``"limit/memcpy"``.
-        seconds: From the call of send until every worker has applied, one for each send.
+        contender: Name of the contender, such as ``"aiosync"``, ``"torchrl"`` or
+            ``"limit/memcpy"``.
+        seconds: Seconds from the call of send until every worker has applied, for each send.
         trainer_cpu: CPU seconds of the trainer's process in all these sends.
         worker_cpu: CPU seconds of all workers in the same blocks.
     """
@@ -180,11 +185,11 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Seconds of the send in the middle."""
+        """Median of :attr:`seconds`."""
         return statistics.median(self.seconds)
 
     def percentile(self, percent: int) -> float:
-        """Seconds that ``percent`` of the sends (1 to 99) did not exceed."""
+        """Return the seconds that ``percent`` % of the sends (1 to 99) did not exceed."""
         if len(self.seconds) == 1:
             return self.seconds[0]
         return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
@@ -192,11 +197,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What could not be measured, and why.
+    """A measurement that could not be made, and the reason.
 
     Attributes:
         what: The case and contender, or the figure.
-        why: The error, or what is not installed.
+        why: The error, or the package that is not installed.
     """
 
     what: str
@@ -205,13 +210,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a run took place. No names: cores and memory say enough.
+    """The machine of a run, by its cores, memory and software; it holds no host name.
 
     Attributes:
-        cores: Cores that this process may use.
+        cores: Number of cores that this process may use.
         memory_gib: Memory of the machine, in GiB.
-        system: Kernel and its release.
-        versions: Packages and their versions.
+        system: Name, release and architecture of the kernel.
+        versions: Versions of the packages that matter, by name.
     """
 
     cores: int
@@ -221,7 +226,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Look at this machine. What is not installed has no version."""
+    """Describe this machine; a package that is not installed has no entry in the versions."""
     versions = {"python": platform.python_version(), "aiosync": __version__}
     for package in ("torch", "uvloop", "torchrl", "ray"):
         try:
@@ -235,7 +240,7 @@ def machine() -> Machine:
 
 @dataclass(slots=True)
 class Results:
-    """Everything that a run found, in the order in which it was found."""
+    """The results of a run, in the order in which they were measured; ``elapsed`` is in seconds."""
 
     machine: Machine
     profile: str
@@ -244,17 +249,17 @@ class Results:
     missing: list[Missing] = field(default_factory=list)
 
     def timing(self, case: Case, contender: str) -> Timing | None:
-        """Find what a contender did on a case; ``None`` if it was not measured."""
+        """Return the timing of a contender on a case; ``None`` if it was not measured."""
         both = case, contender
         return next((each for each in self.timings if (each.case, each.contender) == both), None)
 
     @property
     def failed(self) -> bool:
-        """Whether nothing was measured, or aiosync failed at something; others may."""
+        """True if nothing was measured, or aiosync failed; other contenders may fail."""
         return not self.timings or any(", aiosync" in missing.what for missing in self.missing)
 
     def to_json(self) -> str:
-        """Return everything as JSON, with medians and percentiles beside the raw seconds."""
+        """Return all results as JSON, with medians and percentiles beside the raw seconds."""
         values = {"schema": _SCHEMA, **dataclasses.asdict(self)}
         for raw, timing in zip(values["timings"], self.timings, strict=True):
             raw["median"] = timing.median
@@ -263,10 +268,10 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Read what :meth:`to_json` wrote.
+        """Return the results in a JSON text of :meth:`to_json`.
 
         Raises:
-            ValueError: It is not that, or of another schema.
+            ValueError: The text is no JSON, or has another schema.
         """
         values: dict[str, Any] = json.loads(text)
         if values.get("schema") != _SCHEMA:
@@ -291,12 +296,12 @@ class Results:
 
 @dataclass(slots=True)
 class Block:
-    """What a block of sends found.
+    """Measurements of one block of sends.
 
     Attributes:
-        seconds: One for each send.
+        seconds: Seconds of each send.
         trainer_cpu: CPU seconds of the trainer's process, in the sends alone.
-        worker_cpu: CPU seconds of all workers, over the block.
+        worker_cpu: CPU seconds of all workers, over the whole block.
     """
 
     seconds: list[float]
@@ -305,13 +310,15 @@ class Block:
 
 
 class Rounds:
-    """A contender's trainer. Awaits nothing if the methods of its half are plain ones.
+    """One contender on one case, measured in blocks of sends.
+
+    It awaits nothing if the methods of the contender's half are plain functions.
 
     Args:
         half: The trainer's half of the contender; see :func:`contenders_of`.
 
     Attributes:
-        handles: Its workers, once it is open.
+        handles: Handles of the contender's workers while it is open.
     """
 
     def __init__(self, half: Any) -> None:
@@ -321,22 +328,25 @@ class Rounds:
         self._value = 1.0
 
     async def open(self, case: Case) -> None:
-        """Start the workers of a case."""
+        """Start the contender's workers for a case."""
         self.handles = await maybe(self.half.open(case))
         self._busy, self._value = case.busy, 1.0
 
     async def block(self, sends: int) -> Block:
-        """Send so many times, or for a second, and have the workers checked."""
+        """Send ``sends`` times or for a second, at least twice; then check every worker's weights.
+
+        Raises:
+            RuntimeError: A worker holds other weights, or gave no answer.
+        """
         before = sum(ask_all(self.handles, "cpu"))
         block = Block([])
         self._forwards(True)
         try:
-            # Two sends there are at least.
             while len(block.seconds) < min(sends, 2) or (
                 len(block.seconds) < sends and sum(block.seconds) < _BLOCK_SECONDS
             ):
                 self._value += 1.0
-                fill(self.half.model, self._value)  # every weight changes
+                fill(self.half.model, self._value)  # so that a worker with old weights is found
                 started, cpu = time.perf_counter(), time.process_time()
                 sent = self.half.send()
                 if sent is not None:
@@ -350,29 +360,34 @@ class Rounds:
         return block
 
     def _forwards(self, on: bool) -> None:
-        """Between its own blocks a contender's workers leave the cores to those of the others."""
+        """Turn the workers' forwards on or off.
+
+        They are off between the contender's own blocks, which leaves the cores to the workers of
+        the other contenders.
+        """
         ask_all(self.handles, "busy" if self._busy else "calm", on)
 
     async def close(self) -> None:
-        """End the workers."""
+        """End the contender's workers."""
         self.handles = ()
         await maybe(self.half.close())
 
 
 async def maybe(result: Any) -> Any:
-    """What a method of a half returns, async or not."""
+    """Return the result of a half's method; await it if the method is a coroutine function."""
     return await result if asyncio.iscoroutine(result) else result
 
 
 def run(plan: Plan, results: Results, progress: Callable[[int, int, str], None]) -> None:
-    """Do everything that a plan lists.
+    """Measure every case of a plan.
 
-    What fails becomes an entry of ``results.missing``; the rest goes on.
+    A contender that fails becomes an entry of ``results.missing``; the run goes on without it.
 
     Args:
-        plan: What to do.
-        results: Filled in as it goes: what is there is kept if the run is interrupted.
-        progress: Called before each case with how many are done, of how many, and what comes next.
+        plan: The cases.
+        results: Filled in after each case, so that an interrupted run keeps the earlier cases.
+        progress: Called before each case with the number of finished cases, the number of all
+            cases and the next case as text; at the end with ``"done"``.
     """
     started, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -388,14 +403,14 @@ def run(plan: Plan, results: Results, progress: Callable[[int, int, str], None])
 
 
 async def _measure(case: Case, plan: Plan, results: Results) -> None:
-    """One case: every contender is opened, takes its turns, and is closed."""
+    """Measure one case: open every contender, let them take turns, and close them."""
     blocks: dict[str, list[Block]] = {}
     turns: dict[str, Rounds] = {}
 
     async def attempt(name: str, call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
             return await call(*args)
-        except Exception as exc:  # noqa: BLE001 - told at the end
+        except Exception as exc:  # noqa: BLE001 - listed with the results, which the user sees
             turns.pop(name, None)
             results.missing.append(Missing(f"{case}, {name}", f"{type(exc).__name__}: {exc}"))
             return None
@@ -405,9 +420,10 @@ async def _measure(case: Case, plan: Plan, results: Results) -> None:
             turns[name] = rounds = Rounds(make())
             stack.push_async_callback(attempt, name, rounds.close)
             await attempt(name, rounds.open, case)
-        for turn in range(plan.blocks + 1):  # the first one warms up and does not count
+        for turn in range(plan.blocks + 1):  # the first turn warms up and does not count
             for name, rounds in list(turns.items()):
-                await asyncio.sleep(0)  # limits wait for nothing, and Ctrl-C would not be heard
+                # Limits await nothing: without this pause Ctrl-C could not cancel the task.
+                await asyncio.sleep(0)
                 block = await attempt(name, rounds.block, plan.sends(case) if turn else 2)
                 blocks.setdefault(name, []).extend([block] if turn and block else [])
         for name in turns:
@@ -421,9 +437,10 @@ async def _measure(case: Case, plan: Plan, results: Results) -> None:
 
 
 def limit_of(results: Results, case: Case) -> Timing | None:
-    """Find the limit that a case is compared with: the one that takes longest.
+    """Return the limit that a case is compared with: the slowest one by median, or ``None``.
 
-    Each of them is work that cannot be left out; none is measured with busy workers.
+    Each limit is work that no contender can leave out. Limits are not measured with busy workers,
+    so a busy case has the limit of the same case without busy workers.
     """
     quiet = Case(case.transport, case.workload, case.workers)
     limits = [
@@ -435,7 +452,7 @@ def limit_of(results: Results, case: Case) -> Timing | None:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print a table for each transport, and what is missing."""
+    """Print the machine, a table for each transport, and the measurements that are missing."""
     machine = results.machine
     console.print(
         f"Profile {results.profile}, {results.elapsed:.0f} s, on {machine.cores} cores with "
@@ -449,12 +466,15 @@ def show(results: Results, console: Console) -> None:
         console.print(_transport_table(results, transport))
     console.print(_LEGEND if results.timings else "Nothing was measured.")
     for missing in results.missing:
-        text = missing.why.strip().rpartition("\n")[2]  # of a traceback the error
+        text = missing.why.strip().rpartition("\n")[2]  # a traceback ends with the error
         console.print(f"Not measured: {missing.what}: {text}", markup=False)
 
 
 def _transport_table(results: Results, transport: str) -> Table:
-    """A row for each case. Broken, a heading is as narrow as the numbers below it."""
+    """Return the table of a transport, with a row for each case.
+
+    A heading with a line break is as narrow as the numbers below it.
+    """
     title = f"Transport {transport}: send to applied"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in ("work", "workers", "aiosync", "10 % - 90 %", "limit", "of the\nlimit"):
@@ -470,7 +490,7 @@ def _transport_table(results: Results, transport: str) -> Table:
 
 
 def _shown(timing: Timing | None) -> tuple[str, str]:
-    """The median, and the 10th and the 90th percentile in the same unit."""
+    """Return the median, and the 10th and the 90th percentile in the same unit, as texts."""
     if timing is None:
         return "-", "-"
     unit, factor = ("µs", 1e6) if timing.median < 1e-3 else ("ms", 1e3)
@@ -479,5 +499,5 @@ def _shown(timing: Timing | None) -> tuple[str, str]:
 
 
 def _digits(value: float) -> str:
-    """Three digits at least, and never an exponent."""
+    """Return the value with at least three digits and without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
