@@ -21,16 +21,17 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
-        Exit status: 0 success; 1 it ran but failed (see the message); 2 wrong usage;
-        130 ended by Ctrl-C.
+        Exit status: 0 for success; 1 if the command ran but failed (see the message); 2 for wrong
+        usage; 130 if Ctrl-C ended the command.
     """
     try:
         from aiosync.cli._app import app
 
-        app(args, prog_name="aiosync")  # also of "python -m aiosync", for completion
-    except SystemExit as exc:  # how typer ends every command, also after it showed wrong usage
+        # `python -m aiosync` has the same name, because shell completion goes by the name.
+        app(args, prog_name="aiosync")
+    except SystemExit as exc:  # typer ends every command with it, also after wrong usage
         return exc.code if isinstance(exc.code, int) else 0
-    except KeyboardInterrupt:  # while modules are imported; the commands handle their own
+    except KeyboardInterrupt:  # it came during the imports: the commands handle their own
         sys.stderr.write("aiosync: stopped by Ctrl-C\n")
         return 130
     except ModuleNotFoundError as exc:

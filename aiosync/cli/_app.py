@@ -1,7 +1,7 @@
-"""The commands, on typer.
+"""The typer application with all commands.
 
-Neither these files nor what they import may import torch or gymnasium but inside a function:
-``--help`` has to be quick, and to work without them.
+The files of the commands, and the modules that they import at their top, may import torch or
+gymnasium only inside a function: ``--help`` has to be quick, and to work without them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What commands share: the options of those for a weight server, and how things are shown.
+"""Shared parts of the commands: options for a weight server, error lines and formatting.
 
-Must not import torch, nor, but inside a function, what imports it: ``--help`` has to be quick.
+Must not import torch, and may import modules that need torch only inside a function: ``--help``
+has to be quick.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 TOKEN_VARIABLE = "AIOSYNC_TOKEN"
-"""Environment variable with the token, where no file is given."""
+"""Environment variable that holds the token if no file is given."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -74,7 +75,7 @@ _FLAGS = {
     "another model_id": "another --model-id",
     "the model_id another": "the --model-id another",
 }
-"""How a command calls what an error of the library names."""
+"""Arguments in the library's error texts, and the command's option or words for each."""
 
 TokenFile = Annotated[
     Path | None,
@@ -84,7 +85,7 @@ TokenFile = Annotated[
         help="File with the shared token; without it, the variable AIOSYNC_TOKEN is used.",
     ),
 ]
-"""``--token-file``. There is no option for the token itself: lists of processes show options."""
+"""``--token-file``. No option takes the token itself, because process lists show options."""
 
 TlsCa = Annotated[
     Path | None,
@@ -150,13 +151,16 @@ def dialling(
     key: Path | None,
     *model_ids: str,
 ) -> Iterator[tuple[WeightClient, dict[str, Any], Console, list[int]]]:
-    """:func:`failing` of a command that asks somebody, with what its options say.
+    """Run a command that asks a server or trainer, within :func:`failing`.
 
-    What is wrong with them is found before anything is sent.
+    Errors in the options are found before anything is sent.
 
     Yields:
-        Who asks; token and TLS as the arguments of a client or scheme; where errors and notes go;
-        and what :func:`failing` yields.
+        The client for ``url``; token and TLS as keyword arguments of a client or scheme; the
+        console for errors and notes; and the list that :func:`failing` yields.
+
+    Raises:
+        typer.Exit: The command failed; see :func:`failing`.
     """
     errors = errors_to()
     with failing(command, errors) as status:
@@ -173,24 +177,24 @@ def dialling(
 
 
 def errors_to() -> Console:
-    """The console for errors and notes."""
+    """Return a console on stderr, for errors and notes."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def read_token(path: Path | None, console: Console, option: str = "--token-file") -> bytes | None:
-    """Return the token of a file, without one newline at its end, or that of the environment.
+    """Return the token in a file, without one newline at its end, or else in the environment.
 
     Args:
-        path: The file, if there is one.
-        console: Where a note goes if others can read the file.
-        option: How errors call it.
+        path: The file; ``None`` for the environment variable.
+        console: Receives a note if other users can read the file.
+        option: Name of the option in error texts.
 
     Raises:
-        ConfigError: It cannot be read, is empty or is too large for a token.
+        ConfigError: The file cannot be read, is empty or is too large for a token.
     """
     from aiosync.transports.credentials import read_token as read
 
-    # Looked at before it is read: a pipe may be gone afterwards.
+    # The mode is read before the contents, because a pipe may no longer exist afterwards.
     mode = path.stat().st_mode if path is not None and os.path.isfile(path) else 0
     token = read(path, option)
     if mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -206,10 +210,10 @@ def tls_of(
     key: Path | None,
     verify_clients: bool = False,
 ) -> TLS | None:
-    """Return what the TLS options say; ``None`` without any.
+    """Return the TLS configuration of the options; ``None`` if no TLS option is given.
 
     Raises:
-        ConfigError: They do not fit together.
+        ConfigError: The options do not fit together.
     """
     if not (wanted or ca or cert or key or verify_clients):
         return None
@@ -219,14 +223,17 @@ def tls_of(
 
 
 def plain(text: Any, limit: int = 200) -> str:
-    """Return what a peer said, safe to print: nothing in it moves the cursor."""
+    """Return a peer's text, made safe to print: no character in it moves the cursor.
+
+    A text of more than ``limit`` characters is cut.
+    """
     shown = str(text)
     shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
 def show_nbytes(nbytes: float) -> str:
-    """Return bytes as people read them, with powers of 1000."""
+    """Return a number of bytes as text, in units that are powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -235,10 +242,10 @@ def show_nbytes(nbytes: float) -> str:
 
 
 def write_text(option: str, path: str, text: str) -> None:
-    """Write a file that an option names; ``-`` is stdout.
+    """Write a text to the file that an option names; ``-`` stands for stdout.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     if path == "-":
         sys.stdout.write(text + "\n")
@@ -250,7 +257,7 @@ def write_text(option: str, path: str, text: str) -> None:
 
 
 def check_model_ids(given: Iterable[str]) -> None:
-    """Refuse a model without a name: an empty variable of a script, more often than not.
+    """Refuse an empty name of a model, which mostly comes from an empty variable of a script.
 
     Raises:
         ConfigError: One of the names is empty.
@@ -261,18 +268,19 @@ def check_model_ids(given: Iterable[str]) -> None:
 
 @contextmanager
 def failing(command: str, console: Console) -> Iterator[list[int]]:
-    """Show errors of aiosync as one line, and end the command; and what aiosync warns of.
+    """Show an error of aiosync as one line and end the command; show aiosync's warnings, too.
 
     Args:
-        command: Its name, for the line.
-        console: Where the lines go.
+        command: Name of the command, for the line.
+        console: Receives the lines.
 
     Yields:
-        A list with the exit status of a :class:`~aiosync.errors.ConfigError`: 2 until the
-        command is past its options, and puts 1 there.
+        A list with one number: the exit status for a :class:`~aiosync.errors.ConfigError`. It is 2
+        at first; the command puts 1 there once its options are checked.
 
     Raises:
-        typer.Exit: With the status.
+        typer.Exit: The block raised an error of aiosync, or Ctrl-C interrupted it; with the exit
+            status.
     """
     status = [2]
     lines, log = _Lines(console), logging.getLogger("aiosync")
@@ -294,14 +302,14 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
 
 
 def with_flags(text: str) -> str:
-    """Return an error's text with the options of commands instead of arguments of the library."""
+    """Return an error's text with the command's options instead of the library's arguments."""
     for option, flag in _FLAGS.items():
         text = text.replace(option, flag)
     return text
 
 
 class _Lines(logging.Handler):
-    """Shows what is logged, from warnings on, with the time."""
+    """Log handler that prints warnings and errors, each as a line with the time."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

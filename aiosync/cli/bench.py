@@ -1,4 +1,4 @@
-"""``aiosync bench``: its options, its progress and where its results go."""
+"""``aiosync bench``: its options, its progress lines and the output of its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-_WIDTH = 160  # of tables that go into a file or a pipe, which has none of its own
+# Characters in a line of a table that goes to a file or a pipe, which have no width of their own.
+_WIDTH = 160
 
 
 def bench(
@@ -88,7 +89,7 @@ def bench(
                 raise ConfigError(f"--profile: there is no {name}; there is: {', '.join(plans)}")
             plan = choose(plans[name], transport or (), workload or (), workers or ())
             if json_to not in (None, "-"):
-                write_text("--json", json_to, "")  # before the run rather than after
+                write_text("--json", json_to, "")  # a bad path has to fail before the run
             exit_status[0] = 1
             results, ended = _measure(plan, errors, json_to)
         stream = sys.stderr if json_to == "-" else sys.stdout
@@ -115,9 +116,9 @@ def _read(path: Path) -> Results:
 
 
 def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results, int]:
-    """Run; return what was found and the exit status if Ctrl-C ended it.
+    """Run the plan; return the results, and the exit status if Ctrl-C ended the run, or else 0.
 
-    A file is written before every case, too: a run takes long, and may be killed.
+    The JSON file is written after every case, because a run takes long and may be killed.
     """
     from aiosync.bench import Missing, Results, machine, run
 

@@ -1,4 +1,4 @@
-"""``aiosync demo``: its options, and what is told of a run. What is run is in ``ppo.py``."""
+"""``aiosync demo``: its options, and the report of a run. The training itself is in ``ppo.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "demo"]
 
-_SOLVED_RETURN = 475.0  # mean return at which CartPole-v1 counts as solved, here over 40 episodes
-_WINDOW = 20  # episodes in the means that are shown and compared
+# Mean return from which on CartPole-v1 counts as solved; the mean here is over 40 episodes.
+_SOLVED_RETURN = 475.0
+# Number of episodes in the mean returns that are shown and compared.
+_WINDOW = 20
 _LOOK_SECONDS = 2.0
 
 
@@ -63,7 +65,7 @@ def demo(
         from aiosync.cli import ppo
 
         if json_to not in (None, "-"):
-            write_text("--json", json_to, "")  # before the run rather than after
+            write_text("--json", json_to, "")  # a bad path has to fail before the run
         status[0] = 1
         console.print(
             f"aiosync demo: CartPole-v1, {workers} workers, {transport.value}, "
@@ -85,20 +87,20 @@ def demo(
 
 
 class Progress:
-    """Everything measured in one run, with a line about it every two seconds.
+    """Measurements of one run; prints a line about them every two seconds.
 
     Args:
-        num_workers: Worker processes.
-        seconds: Longest training time.
-        say: Shows a line.
+        num_workers: Number of worker processes.
+        seconds: Longest training time, in seconds.
+        say: Prints a line.
 
     Attributes:
-        returns: Of each episode, in the order in which they arrived: its steps.
-        lags: How many versions the steps of each were behind the trainer's, on average.
+        returns: Return of each episode, which is its number of steps, in the order of arrival.
+        lags: Mean number of versions by which the steps of each episode were behind the trainer.
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
-        workers: Of each the version that it had last and its lag, its steps and episodes.
+        workers: For each worker its last version and lag, and its steps and episodes so far.
         version: Newest version that was sent.
-        started: When the workers had the first weights.
+        started: Time at which every worker had the first weights, by ``time.monotonic()``.
         elapsed: Training time at the last send, in seconds.
     """
 
@@ -116,7 +118,11 @@ class Progress:
         self._seconds, self._say, self._next_at = seconds, say, 0.0
 
     def collected(self, batch: list[Episode], version: int) -> float:
-        """Note a batch; return the factor on the learning rate, which falls to 0.1 with time."""
+        """Record a batch that the trainer took while it had ``version``.
+
+        Returns:
+            The factor on the learning rate, which falls from 1 to 0.1 with time.
+        """
         for idx, steps in batch:
             self.returns.append(len(steps))
             self.lags.append(version - statistics.fmean(step.version for step in steps))
@@ -128,7 +134,7 @@ class Progress:
         return max(0.1, 1.0 - (time.monotonic() - self.started) / self._seconds)
 
     def sent(self, report: SendReport) -> None:
-        """Note a send that every worker has applied."""
+        """Record a send that every worker has applied; print a line if one is due."""
         self.version = report.version
         self.latencies.append(report.elapsed)
         self.elapsed = time.monotonic() - self.started
@@ -143,27 +149,27 @@ class Progress:
 
     @property
     def going(self) -> bool:
-        """Whether there is more to learn, and time for it."""
+        """True if the training is not solved and there is time left."""
         return not self.solved and self.elapsed < self._seconds
 
     def mean_return(self, first: bool = False) -> float:
-        """Mean return of the first or the last 20 episodes; NaN when there is none."""
+        """Return the mean return of the first or the last 20 episodes; NaN without any."""
         some = self.returns[:_WINDOW] if first else self.returns[-_WINDOW:]
         return statistics.fmean(some or [math.nan])
 
     @property
     def solved(self) -> bool:
-        """Whether the last 40 episodes are good enough to stop early."""
+        """True if the last 40 episodes are good enough to stop early."""
         last = self.returns[-2 * _WINDOW :]
         return len(last) == 2 * _WINDOW and statistics.fmean(last) >= _SOLVED_RETURN
 
     def latency(self, percent: int) -> float:
-        """Seconds that so many percent of the sends did not exceed."""
+        """Return the seconds that ``percent`` % of the sends did not exceed; NaN without any."""
         ordered = sorted(self.latencies)
         return ordered[(len(ordered) - 1) * percent // 100] if ordered else math.nan
 
     def summary(self) -> dict[str, Any]:
-        """Return the run in a few numbers that JSON can hold; times in seconds."""
+        """Return the run as a few values for JSON; times are in seconds, missing means are NaN."""
         start, final = self.mean_return(first=True), self.mean_return()
         return {
             "num_workers": len(self.workers),

@@ -1,8 +1,6 @@
-"""``aiosync doctor``: what this machine offers aiosync, whether somebody is reached, what to do.
+"""``aiosync doctor`` checks this machine and an address; ``aiosync token`` makes a shared token.
 
-And ``aiosync token``, which makes what both sides need to prove that they may.
-
-Every check is tried for real: packages are imported, a memfd is made and mapped, a socket pair
+Every check does the real thing: packages are imported, a memfd is made and mapped, a socket pair
 passes a byte and a descriptor, the address is dialled. Imports torch once the options are right.
 """
 
@@ -58,7 +56,7 @@ _OPTIONAL = (
 )
 _ADVICE = {"reachable": "is the trainer past connect() there, or `aiosync serve` running?"}
 _ANSWER_SECONDS = 10.0
-_WIDTH = 160  # a pipe has none; rows stay whole
+_WIDTH = 160  # characters in a line of a pipe, which has no width: rows must not be broken
 
 
 def doctor(
@@ -121,17 +119,18 @@ def token(
     with failing("token", errors_to()):
         try:
             with open(file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as new:
-                new.write(secrets.token_urlsafe(32))  # no newline, which would be a part of token=
+                # No newline: a program that passes the contents as token= would include it.
+                new.write(secrets.token_urlsafe(32))
         except OSError as exc:
             raise ConfigError(f"{file}: cannot be written: {exc.strerror}") from exc
         typer.echo(f"Token in {file}")
 
 
 def _report(checks: dict[str, Callable[[], str]]) -> None:
-    """Show what each check found, and below it what to do.
+    """Run every check; show the result of each, and below it the advice.
 
     Raises:
-        typer.Exit: One of them failed.
+        typer.Exit: A check failed; with status 1.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -156,7 +155,7 @@ def _report(checks: dict[str, Callable[[], str]]) -> None:
     console.print("Everything that aiosync needs is available.")
 
 
-# -- checks: each returns what it found, and in a second line what to do ---------------------------
+# -- checks: each returns its result, and in a second line the advice if there is any --------------
 
 
 def _version_of(package: str) -> str:
@@ -232,7 +231,8 @@ def _token(path: Path | None) -> str:
 def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
     from aiosync.server import WeightClient
 
-    token = read_token(token_file, Console(file=io.StringIO()))  # its own row has what is to note
+    # The row "token" shows the notes about the file, so they are dropped here.
+    token = read_token(token_file, Console(file=io.StringIO()))
     started = time.monotonic()
     models = run(WeightClient(url, token=token, tls=tls).stats(timeout=_ANSWER_SECONDS))
     listed = "; ".join(

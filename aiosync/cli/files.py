@@ -37,7 +37,7 @@ TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 _INSIDE = ("state_dict", "model", "model_state_dict")
 _ZIP = b"PK\x03\x04"
-_CHECKPOINT = (_ZIP, b"\x80")  # a pickle of any protocol that torch ever wrote
+_CHECKPOINT = (_ZIP, b"\x80")  # the second is a pickle of any protocol that torch ever wrote
 
 
 def load_weights(
@@ -49,16 +49,16 @@ def load_weights(
 
     Args:
         path: Ends in ``.safetensors``, or in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
-        note: Called with a sentence where there was a choice: which entry of a checkpoint
-            holds the weights.
+        note: Called with a sentence that names the entry of a checkpoint whose weights are used,
+            if it is not the whole file.
 
     Returns:
-        Tensors by dotted name, and the values beside them. Tied ones are one object under each
-        name, except in ``.safetensors``, which does not say so.
+        Tensors by dotted name, and the values beside them. Tied tensors are one object under each
+        name, except from ``.safetensors`` files, which do not record ties.
 
     Raises:
-        ConfigError: No such file, an unknown ending, damaged, no weights in it, or a checkpoint
-            that could run code. The message says what to do.
+        ConfigError: The file does not exist, has an unknown ending, is damaged, holds no weights,
+            or is a checkpoint that could run code. The message says what to do.
     """
     path = os.fspath(path)
     safetensors = _kind(path)
@@ -80,21 +80,23 @@ def save_weights(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file in one step: whatever happens, it is the old or the new one, complete.
+    """Write a file of weights in one step.
+
+    Whatever happens, the path has either the old or the new file, complete.
 
     A ``.ckpt`` file holds ``{"state_dict": mapping, "metadata": metadata}``; the other PyTorch
     files hold the mapping alone, ready for ``load_state_dict()``. A safetensors file holds tied
     tensors under each of their names.
 
     Args:
-        path: As for :func:`load_weights`. A symbolic link is followed. A file that is there
-            passes its mode on.
-        mapping: Tensors and plain values by dotted name. Read only.
-        metadata: Texts to keep beside them; not in ``.pt``, ``.pth`` and ``.bin`` files.
+        path: Path with an ending as for :func:`load_weights`. A symbolic link is followed. The new
+            file gets the mode of the old file, if there is one.
+        mapping: Tensors and plain values by dotted name. They are only read.
+        metadata: Texts to keep beside them; ``.pt``, ``.pth`` and ``.bin`` files do not hold them.
 
     Raises:
-        ConfigError: An unknown ending, a missing folder, no permission, a full disk, or weights
-            that the format cannot hold. The old file, if there is one, stays.
+        ConfigError: The ending is unknown, the folder is missing, there is no permission, the disk
+            is full, or the format cannot hold the weights. The old file, if there is one, stays.
     """
     path = os.path.realpath(path)
     check_target(path)
@@ -107,28 +109,29 @@ def save_weights(
         with replacing(path) as (file, temporary):
             if safetensors is not None:
                 own, seen = dict[str, torch.Tensor](), set[int]()
-                for name, each in tensors.items():  # none may share memory; few do
+                # The package refuses tensors that share memory; only those few are copied.
+                for name, each in tensors.items():
                     memory = each.untyped_storage().data_ptr()
                     own[name] = (each.clone() if memory in seen else each).contiguous()
                     seen.add(memory)
-                # The package replaces the temporary file by a private one.
+                # The package replaces the temporary file by a private file of its own.
                 safetensors.torch.save_file(own, temporary, texts)
             elif path.lower().endswith(".ckpt"):
                 torch.save({"state_dict": dict(mapping), "metadata": texts}, file)
             else:
                 torch.save(dict(mapping), file)
-    except Exception as exc:  # the user sees it: torch and safetensors raise several types
+    except Exception as exc:  # the user sees the error: torch and safetensors raise several types
         why = exc.__context__ if isinstance(exc.__context__, OSError) else exc
         text = why.strerror if isinstance(why, OSError) else f"{type(why).__name__}: {why}"
         raise ConfigError(f"{path}: cannot be written: {str(text)[:200]}") from exc
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Make sure that weights can be saved there, before they are fetched rather than after.
+    """Check that weights can be saved at a path, so that an error comes before they are fetched.
 
     Raises:
-        ConfigError: An unknown ending, a missing folder or no permission, a folder or a device in
-            its place, or safetensors is not installed.
+        ConfigError: The ending is unknown, the folder is missing or not writable, a folder or a
+            device has this path, or safetensors is not installed.
     """
     path = os.path.realpath(path)
     _kind(path)
@@ -140,7 +143,11 @@ def check_target(path: str | os.PathLike[str]) -> None:
 
 
 def _kind(path: str) -> ModuleType | None:
-    """What reads and writes the file: the package safetensors, or torch for ``None``."""
+    """Return the package safetensors if it reads and writes the file; ``None`` for torch.
+
+    Raises:
+        ConfigError: The ending is unknown, or safetensors is not installed.
+    """
     ending = os.path.splitext(path)[1].lower()
     if ending in TORCH:
         return None
@@ -161,17 +168,18 @@ def _kind(path: str) -> ModuleType | None:
 def _load_torch(path: str, *, mapped: bool) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that are refused in a moment
+            warnings.simplefilter("ignore")  # torch warns of files that are refused below
             return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except pickle.UnpicklingError as exc:
-        # torch's text advises to load the file all the same; only what it found is of use.
+        # torch's text advises to load the file without the check, so only the name of the global
+        # that it found is passed on.
         found = re.search(r"GLOBAL ([\w.]+)", str(exc))
         raise ConfigError(
             f"{path}: refused: it holds {found[1] if found else 'more'}, not only tensors and "
             "plain values, and loading it could run code. Save only model.state_dict() where the "
             "file is made"
         ) from exc
-    except Exception as exc:  # the user sees it: a damaged file raises nearly any type
+    except Exception as exc:  # the user sees the error: a damaged file raises nearly any type
         why = f"{type(exc).__name__}: {exc}".splitlines()[0][:200]
         raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: {why}") from exc
 
@@ -209,7 +217,7 @@ def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
         with package.safe_open(path, framework="pt", device="cpu") as file:
             texts = file.metadata() or {}
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as exc:  # the user sees it: the package and torch raise several types
+    except Exception as exc:  # the user sees the error: the package and torch raise several types
         raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc
     if any(name.startswith("aiosync.") for name in texts):
         raise ConfigError(

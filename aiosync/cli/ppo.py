@@ -1,10 +1,10 @@
-"""What ``aiosync demo`` runs: PPO in the trainer, and the workers that collect for it.
+"""The training of ``aiosync demo``: PPO in the trainer, and the workers that collect for it.
 
 Read :func:`train_async` and :func:`train_sync`, which differ by ``await`` only, then
-:func:`work_async` and :func:`work_sync` to see what a worker needs from aiosync: a scheme
-that came with the process's arguments, ``init_on_receiver``, ``connect``, and nothing else; the
-policy is then kept on the newest version while the worker collects. The episodes go back over
-a plain :mod:`multiprocessing` connection. Must not import typer or rich: workers start faster.
+:func:`work_async` and :func:`work_sync`. A worker needs only three things from aiosync: a scheme
+that came with the process's arguments, ``init_on_receiver`` and ``connect``. From then on aiosync
+keeps the policy on the newest version while the worker collects. The episodes go back over a plain
+:mod:`multiprocessing` connection. Must not import typer or rich: workers start faster.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Episode", "Learn", "Step", "train"]
 
-_BATCH_STEPS = 512  # environment steps that one update of the policy learns from
+_BATCH_STEPS = 512  # least number of environment steps that one update of the policy learns from
 _LOOK_SECONDS = 0.2
-_END_SECONDS = 2.0  # a worker that still starts hears nothing
+# Seconds until the workers are killed: a worker that still imports modules does not see the end
+# of its pipe.
+_END_SECONDS = 2.0
 
 _GAMMA = 0.98
 _CLIP = 0.2
@@ -48,11 +50,11 @@ _MINIBATCH = 256
 
 
 class Step(NamedTuple):
-    """One step of a worker.
+    """One environment step of a worker.
 
     Attributes:
-        obs: What it saw before.
-        action: What it did.
+        obs: Observation before the step.
+        action: Index of the action.
         log_prob: The action's log-probability under the policy that chose it.
         version: Version of that policy.
     """
@@ -64,16 +66,16 @@ class Step(NamedTuple):
 
 
 Episode: TypeAlias = tuple[int, list[Step]]
-"""A worker, and its steps for as long as the pole stood: so many are the return."""
+"""Index of a worker, and the steps of one episode; their number is the return."""
 
 Learn: TypeAlias = Callable[[list[Episode], float], None]
-"""Improves the policy on a batch, with a factor on the learning rate."""
+"""Function that improves the policy on a batch, with a factor on the learning rate."""
 
 # -- training -----------------------------------------------------------------------------------
 
 
 def train(progress: Progress, transport: str, num_workers: int, seed: int, sync: bool) -> None:
-    """Train until it is solved or the time is up.
+    """Train until CartPole is solved or the time is up.
 
     Sets the number of torch's threads to one and seeds torch, both for the whole process.
     """
@@ -98,14 +100,16 @@ async def train_async(
     """Train with the async API."""
     async with scheme:
         with start as workers:
-            # Every worker has the first weights when this returns; one that dies is noticed.
+            # connect() returns when every worker has the first weights. It is given the processes
+            # so that it notices a worker that dies.
             await scheme.connect(processes=workers.processes)
             progress.started = time.monotonic()
             while progress.going:
                 batch = await asyncio.to_thread(workers.collect)
                 lr_scale = progress.collected(batch, scheme.version)
                 await asyncio.to_thread(learn, batch, lr_scale)
-                progress.sent(await scheme.send())  # returns when all have applied it
+                # send() returns when every worker has applied the version.
+                progress.sent(await scheme.send())
 
 
 def train_sync(
@@ -123,10 +127,10 @@ def train_sync(
 
 
 class Workers:
-    """The processes that collect. Nothing here is about weights.
+    """The worker processes that collect episodes; weights do not pass through here.
 
-    Each worker has one episode in the making and at most one waiting to be taken, so a slow
-    trainer makes its workers wait and never gets old data.
+    Each worker plays one episode and has at most one finished episode waiting for the trainer, so
+    a slow trainer makes its workers wait and never gets old data.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,13 @@ class Workers:
         self.stopped = False
 
     def collect(self) -> list[Episode]:
-        """Return what one update of the policy learns from; blocks, and ends when stopped."""
+        """Return the episodes that one update of the policy learns from.
+
+        Blocks until there are enough steps, and returns early when the workers are stopped.
+
+        Raises:
+            AiosyncError: A worker process ended before it was asked to stop.
+        """
         batch: list[Episode] = []
         while sum(len(steps) for _, steps in batch) < _BATCH_STEPS:
             for channel in wait(self.channels, _LOOK_SECONDS):
@@ -157,12 +167,13 @@ class Workers:
 
 @contextmanager
 def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Workers]:
-    """Start the workers, and end them: ask, then kill."""
+    """Start the workers; at the end ask them to stop, and kill those that still run after 2 s."""
     workers = Workers()
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C reaches the whole process group. Workers inherit that it is blocked; one that comes
-    # meanwhile is not lost here.
-    resource_tracker.ensure_running()  # first, because it unblocks SIGINT when it starts
+    # Ctrl-C reaches the whole process group, so SIGINT is blocked while the workers start: they
+    # inherit that. A Ctrl-C in the meantime is delivered to this process afterwards.
+    # The resource tracker has to start first, because its start unblocks SIGINT.
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for idx in range(num_workers):
@@ -172,7 +183,7 @@ def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Wo
             process = context.Process(target=work, args=args, name=f"worker {idx}", daemon=True)
             process.start()
             workers.processes.append(process)
-            theirs.close()  # so that its end is the worker's end
+            theirs.close()  # so that the pipe ends when the worker's process ends
             ours.send_bytes(b"next")
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield workers
@@ -193,7 +204,7 @@ def running(num_workers: int, seed: int, scheme: Any, sync: bool) -> Iterator[Wo
 
 
 def make_policy() -> nn.Module:
-    """The network that workers run: observations ``[..., 4]`` to action logits ``[..., 2]``."""
+    """Make the policy network: observations ``[..., 4]`` to action logits ``[..., 2]``."""
     return nn.Sequential(
         nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
     )
@@ -216,7 +227,8 @@ def improve(
     actions = torch.tensor([step.action for step in steps])
     old_log_probs = torch.tensor([step.log_prob for step in steps])
     left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
-    returns = (1 - _GAMMA**left) / (1 - _GAMMA)  # each step that is left earns 1, discounted
+    # Each step until the end of the episode has the reward 1, discounted.
+    returns = (1 - _GAMMA**left) / (1 - _GAMMA)
     advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
     for _ in range(_EPOCHS):
         for rows in torch.randperm(len(obs)).chunk(-(-len(obs) // _MINIBATCH)):
@@ -235,10 +247,10 @@ def improve(
 
 
 def play(env: Any, policy: nn.Module, scheme: Any) -> Iterator[Step]:
-    """Play one episode, step by step.
+    """Play one episode and yield its steps.
 
-    No update is applied during a forward. ``reading()`` widens that to more than one: here to the
-    forward together with the version that is noted beside its action.
+    aiosync applies no update during a forward. ``reading()`` extends that to a whole block: here
+    to the forward together with the read of the version that is recorded beside its action.
     """
     obs, _ = env.reset()
     ended = False
@@ -255,12 +267,12 @@ def play(env: Any, policy: nn.Module, scheme: Any) -> Iterator[Step]:
 async def work_async(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> None:
     """Collect with the async API until the trainer closes ``channel``.
 
-    Updates arrive on this event loop, so while the code awaits.
+    Updates arrive on this event loop, so they arrive only while the code awaits.
     """
     policy = make_policy()
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx)
     async with scheme:
-        await scheme.connect()  # the policy holds the trainer's weights from here on
+        await scheme.connect()  # from here on the policy has the trainer's weights
         while True:
             await asyncio.to_thread(channel.recv_bytes)  # the trainer asks for one more episode
             steps = []
@@ -285,8 +297,8 @@ def work_sync(worker_idx: int, env: Any, scheme: Any, channel: Connection) -> No
 
 
 def work(worker_idx: int, seed: int, scheme: Any, channel: Connection, sync: bool) -> None:
-    """Run one worker until the trainer closes its end of ``channel``, or has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
+    """Run one worker until the trainer closes its end of ``channel``, or its process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends the workers
     torch.set_num_threads(1)  # two workers with two threads each on two cores: 5 times slower
     torch.manual_seed(seed + 1000 * (worker_idx + 1))
     env = gymnasium.make("CartPole-v1", disable_env_checker=True)
@@ -299,4 +311,5 @@ def work(worker_idx: int, seed: int, scheme: Any, channel: Connection, sync: boo
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
-        gc.freeze()  # the interpreter need not search torch's modules for garbage: seconds less
+        # At its exit the interpreter would search torch's modules for garbage, for seconds.
+        gc.freeze()

@@ -1,4 +1,4 @@
-"""``aiosync serve``: runs a weight server until a signal ends it, and shows it.
+"""``aiosync serve``: runs a weight server until a signal ends it, and prints its new versions.
 
 Imports torch once the options are right.
 """
@@ -147,11 +147,11 @@ async def _serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
-    Prints the address, and nothing else, as the first line of stdout: scripts wait for it.
+    Prints the address, and nothing else, as the first line of stdout, because scripts wait for it.
 
     Returns:
-        The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if a version that came
-        before could not be stored at the end.
+        The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if the server could not
+        store a version during its shutdown.
     """
     with _signals() as came:
         server, before = make(), 0
@@ -192,12 +192,12 @@ def _not_stored(server: WeightServer) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Have the first SIGINT or SIGTERM cancel this task, and the second end the process.
+    """Cancel this task at the first SIGINT or SIGTERM, and end the process at the second.
 
-    Handlers of Python and not of the loop: they run although the loop is busy.
+    The handlers are Python's and not the loop's, because Python's run although the loop is busy.
 
     Yields:
-        The signal, once it has come.
+        A list that is empty until the first signal, and then holds that signal's number.
     """
     came: list[int] = []
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -218,7 +218,10 @@ def _signals() -> Iterator[list[int]]:
 
 
 async def _watch(server: WeightServer, errors: Console) -> None:
-    """Say each version that is seen, in a line, until the server ends."""
+    """Print a line for each new version of a model until the server ends.
+
+    Polls the server, so versions that follow each other within 0.25 s may share a line.
+    """
     seen: dict[str, tuple[int, int]] = {}
 
     def say() -> None:

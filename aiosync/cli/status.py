@@ -1,8 +1,8 @@
-"""``aiosync status`` and ``aiosync top``: what a weight server, or a trainer that listens, says.
+"""``aiosync status`` and ``aiosync top``: the state of a weight server or of a listening trainer.
 
-``status`` shows once all that a server knows of itself; ``top`` shows again and again how weights
-move, on a terminal or on a page, which ``aiosync serve`` has, too. Must not import torch but where
-a page is served: people look often.
+``status`` prints once everything that a server reports about itself. ``top`` shows repeatedly how
+weights move, on a terminal or on a web page; ``aiosync serve`` serves the same page. Must not
+import torch except where a page is served: users call these commands often.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ __all__ = [
 ]
 
 Values: TypeAlias = Mapping[str, Any]
-"""What a weight server says of itself, or a part of that."""
+"""A weight server's status, or a part of it, as plain values."""
 
 Facts: TypeAlias = dict[str, str]
-"""Names and texts, in the order in which they are shown."""
+"""Texts by heading, in the order in which they are shown."""
 
 STATES = ("lost", "lagging", "joining", "left", "ready")
-"""What a worker can be; what needs a look comes first."""
+"""The states of a worker; those that need attention come first."""
 
 _ANSWER_SECONDS = 10.0
-_WIDTH = 200  # a pipe has none; rows stay whole
-_ALL = 80  # from where there is room for every column
-_WIDE = 90  # and from where there is some between the columns
-_FRAMES = 12  # lines of a screen that are no rows
+_WIDTH = 200  # characters in a line of a pipe, which has no width: rows must not be broken
+_ALL = 80  # width of a terminal from which on every column has room
+_WIDE = 90  # width from which on there is a space between the columns, too
+_FRAMES = 12  # lines of a screen that are not rows of workers or models
 _WORDS = ("model", "strategy", "trainer", "address", "state")  # the other columns are numbers
 _BAD = ("lost", "lagging")
 _STYLES = dict(zip(STATES, ("bold red", "bold yellow", "cyan", "dim", "green"), strict=True))
@@ -154,7 +154,7 @@ def _served_worker(model: Values, worker: Values) -> dict[str, Any]:
 
 
 def _tables(values: Values) -> RenderableType:
-    """Return everything that a status says, as tables."""
+    """Return everything in a server's status, as tables and lines of text."""
     models = values["models"]
     parts: list[RenderableType] = [
         Text(
@@ -185,11 +185,11 @@ def _tables(values: Values) -> RenderableType:
     return Group(*parts)
 
 
-# -- what both show with ---------------------------------------------------------------------------
+# -- tables of both commands -----------------------------------------------------------------------
 
 
 def _show_seconds(seconds: float) -> str:
-    """Return a time span as people read it."""
+    """Return a time span as text, in the unit that fits."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
     if seconds < 7200:
@@ -202,12 +202,12 @@ def make_table(
     styles: Iterable[str] = itertools.repeat(""),
     narrow_without: Collection[str] = (),
 ) -> Table:
-    """Return a table that folds texts where there is no room, and cuts no number.
+    """Return a table that folds long texts and never cuts a number.
 
     Args:
-        rows: What is in each row, by the headings of the columns; at least one.
-        styles: One for each row.
-        narrow_without: Columns that are left out below 80 columns of a terminal.
+        rows: At least one row; each has its values by the headings of the columns.
+        styles: The style of each row.
+        narrow_without: Columns that are left out on a terminal of less than 80 characters.
     """
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     table = Table(pad_edge=False, padding=(0, 1 if width >= _WIDE else 0))
@@ -281,7 +281,8 @@ async def _top(
     async def ask() -> Sequence[SyncStats]:
         return await client.stats(timeout=_ANSWER_SECONDS)
 
-    first = await ask()  # what is wrong there ends the command, and later does not
+    # An error of the first answer ends the command; later errors are shown.
+    first = await ask()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(each) for each in first], indent=2))
     elif html is not None:
@@ -299,7 +300,13 @@ async def _show(
     interval: float,
     once: bool,
 ) -> None:
-    """Draw each look until Ctrl-C; or the second one, which has rates, and no more."""
+    """Draw each look until Ctrl-C; with ``once`` or without a terminal, draw only the second look.
+
+    The first look has no rates yet.
+
+    Raises:
+        AiosyncError: The second look got no answer and is the only one to draw.
+    """
     terminal = sys.stdout.isatty()
     console = Console(highlight=False, width=None if terminal else _WIDTH)
     if terminal and not once:
@@ -316,7 +323,7 @@ async def _show(
 
 
 def draw(url: str, look: Look, height: int | None = None) -> RenderableType:
-    """Return what a look has to show, in about ``height`` lines: of the workers the worst first."""
+    """Return the tables of a look, in about ``height`` lines; the worst workers come first."""
     found = workers(look.models)
     here = sum(worker.state != "left" for _, worker in found)
     total = Text(f"{plain(url)}: {here} worker{'s' * (here != 1)}")
@@ -343,17 +350,17 @@ def _worker_row(model: SyncStats, worker: WorkerStats, named: bool) -> Facts:
     return {"model": model.model, **row} if named else row
 
 
-# -- the figures: of two answers, as a rate needs two ----------------------------------------------
+# -- looks: the newest answer and the one before, because a rate needs two -------------------------
 
 
 class Look(NamedTuple):
-    """What somebody said, and what it had said before.
+    """A peer's newest answer, and the answer before it.
 
     Attributes:
-        at: When it was asked, in seconds of ``time.monotonic()``.
-        models: What it said.
-        before: What it had said before.
-        error: Why there is nothing newer.
+        at: Time of the question, in seconds of ``time.monotonic()``.
+        models: Statistics of each model, as the peer answered.
+        before: The look before this one; ``None`` if there is none.
+        error: Error of the last question, which got no answer; ``None`` if it got one.
     """
 
     at: float
@@ -363,14 +370,14 @@ class Look(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why there is nothing newer, in a sentence; empty where there is."""
+        """A sentence about the missing answer; empty if the last question was answered."""
         if self.error is None:
             return ""
         since = _show_seconds(time.monotonic() - self.at)
         return f"No answer for {since}, asking again: {plain(self.error, 500)}"
 
     def rate(self, model: SyncStats, count: Callable[[SyncStats], int]) -> float | None:
-        """How fast a count grows, a second; ``None`` while that is not known."""
+        """Return how much a count grows in a second; ``None`` while that is not known."""
         before = self.before or self
         for old in before.models:
             if (old.role, old.model, old.epoch) == (model.role, model.model, model.epoch):
@@ -380,7 +387,10 @@ class Look(NamedTuple):
 
 
 async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Look) -> Look:
-    """Ask once more; without an answer the look has what was said last."""
+    """Ask once more and return the new look.
+
+    Without an answer the new look has the models of the last answer, and the error.
+    """
     last = last._replace(before=None, error=None)
     try:
         return Look(time.monotonic(), await ask(), last)
@@ -389,19 +399,19 @@ async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Lo
 
 
 def workers(models: Iterable[SyncStats]) -> list[tuple[SyncStats, WorkerStats]]:
-    """The workers of all models, those first that need a look."""
+    """Return the workers of all models; those that need attention come first."""
     found = [(model, worker) for model in models for worker in model.workers]
     return sorted(found, key=lambda each: (STATES.index(each[1].state), -each[1].lag))
 
 
 def counts(found: Iterable[tuple[SyncStats, WorkerStats]]) -> dict[str, int]:
-    """How many workers are what."""
+    """Return the number of workers in each state that occurs."""
     states = Counter[str](worker.state for _, worker in found)
     return {state: states[state] for state in reversed(STATES) if states[state]}
 
 
 def facts(look: Look, model: SyncStats) -> Facts:
-    """What is shown of a model, besides its name and workers."""
+    """Return the texts about a model, without its name and workers."""
     rate = look.rate(model, lambda each: each.version)
     nbytes = look.rate(model, lambda each: each.wire_nbytes)
     pause = model.seconds.get("pause")
@@ -416,7 +426,7 @@ def facts(look: Look, model: SyncStats) -> Facts:
 
 
 def worker_facts(worker: WorkerStats) -> Facts:
-    """What is shown of a worker, besides its index and state."""
+    """Return the texts about a worker, without its index and state."""
     return {
         "version": str(worker.version or "-"),
         "lag": str(worker.lag),
@@ -436,17 +446,19 @@ async def serve_page(
     interval: float,
     allow_hosts: Sequence[str] = (),
 ) -> AsyncIterator[str]:
-    """Serve the page, and its events to whoever looks at it.
+    """Serve the page, and its events to every browser that shows it.
 
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
-        name: What it shows.
-        ask: Returns the newest statistics; asked for all who look together, while anybody does.
+        name: Name of the server or trainer, as the page shows it.
+        ask: Returns the newest statistics. One call serves all browsers; without a browser there
+            are no calls.
         interval: Seconds between two events.
-        allow_hosts: Names under which it may be asked, beside those of this host.
+        allow_hosts: Host names under which browsers may ask for the page, beside those of this
+            host.
 
     Yields:
-        The address of the page.
+        The URL of the page.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -461,7 +473,8 @@ async def serve_page(
         nonlocal look, event, due
         while True:
             async with looking:
-                if time.monotonic() >= due:  # otherwise another reader has just looked
+                # Before that the event of another browser is new enough.
+                if time.monotonic() >= due:
                     look = await look_again(ask, look)
                     event = f"data: {json.dumps(_said(name, look))}\n\n".encode()
                     due = time.monotonic() + interval
@@ -477,7 +490,7 @@ async def serve_page(
 
 
 def _said(name: str, look: Look) -> dict[str, Any]:
-    """A look as the page takes it: texts only, which it never takes for markup."""
+    """Return a look as plain values for the page, which never takes a text for markup."""
     return {
         "about": plain(name),
         "trouble": look.trouble,

@@ -1,6 +1,6 @@
-"""``aiosync push`` and ``aiosync pull``: a file to a weight server, and back.
+"""``aiosync push`` sends a file to a weight server; ``aiosync pull`` writes one from it.
 
-One file, one version, one server. Imports torch once the options are right.
+A command transfers one version of one model. Imports torch once the options are right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["pull", "push"]
 
 _LOOK_SECONDS = 0.1
-_MAX_VIEWS = 8  # tensors of a file that may be views of one memory, each of all of it
+# Factor by which the tensors may exceed the file: tensors in a file may be views of one memory.
+_MAX_VIEWS = 8
 
 
 def push(
@@ -94,7 +95,22 @@ async def _push(
     timeout: float,
     show: Callable[[int, int], None],
 ) -> tuple[int, int, int, float]:
-    """Send what a file of so many bytes holds; epoch, version, bytes and seconds."""
+    """Send the weights of a file; return epoch, version, bytes and seconds.
+
+    Args:
+        weights: The contents of the file.
+        source: Path of the file, and its size in bytes.
+        client: Client for ``url``.
+        url: Address of the weight server.
+        options: Keyword arguments of the scheme.
+        model_id: Name of the model.
+        timeout: Seconds for the whole call.
+        show: Called with the bytes sent so far, and with how many there are.
+
+    Raises:
+        ConfigError: The file announces larger tensors than it can hold.
+        ConnectError: Another trainer is pushing the model.
+    """
     from aiosync.rendezvous.handshake import ANY_STRATEGY
     from aiosync.schemes import TCPWeightSyncScheme
     from aiosync.tensors import Layout, collect
@@ -105,7 +121,7 @@ async def _push(
     def left() -> float:
         return max(0.001, timeout - (loop.time() - started))
 
-    # What would otherwise be tried again until the time is up is found out at once.
+    # The scheme would dial until the timeout if another trainer pushed the model, so ask first.
     status = await client.status(timeout=timeout)
     for model in status.get("models") or ():
         if model.get("model_id") == model_id and model.get("trainer"):
@@ -113,7 +129,7 @@ async def _push(
                 f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
                 "first, or push under another --model-id"
             )
-    # Refuses weights before anybody hears of them.
+    # Wrong weights have to be refused before the scheme connects to the server.
     layout, (file, held) = Layout.plan(collect(weights).leaves), source
     nbytes, largest = layout.nbytes, max(layout.manifest.leaves, key=lambda leaf: leaf.nbytes)
     if largest.nbytes > held or nbytes > _MAX_VIEWS * held:
@@ -124,7 +140,8 @@ async def _push(
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )
-    scheme.strategy_str = ANY_STRATEGY  # a file says nothing of how its weights were extracted
+    # A file does not record the strategy that extracted its weights.
+    scheme.strategy_str = ANY_STRATEGY
     scheme.init_on_sender(model_id, num_workers=1)
 
     async def look() -> None:
@@ -141,7 +158,8 @@ async def _push(
             error = exc.failed[0]
             if scheme.version == 0 or not isinstance(error, TransportError):
                 raise error from exc
-            # The scheme dials again, and the server knows what it has already.
+            # The link was lost. The scheme dials again, and the server tells it which part of the
+            # update is there already.
             await scheme.wait_for_version(scheme.version, timeout=left())
         finally:
             looking.cancel()
@@ -198,7 +216,7 @@ def pull(
 def _say_done(
     verb: str, model_id: str, epoch: int, version: int, nbytes: int, seconds: float, again: int = 0
 ) -> None:
-    """Say what was transferred, with ``again`` reconnects, in one line."""
+    """Print one line about the finished transfer; ``again`` is the number of reconnects."""
     rate = nbytes / 1e6 / max(seconds, 1e-9)
     typer.echo(
         f"{verb} {plain(model_id)}: version {version} of epoch {epoch:016x}, "
@@ -210,12 +228,15 @@ def _say_done(
 
 @contextmanager
 def _transfer_bar(console: Console, title: str, waits: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with bytes and rate on a terminal, and nothing elsewhere. No thread is started.
+    """Show a progress bar with bytes and rate if stderr is a terminal. Starts no thread.
 
     Args:
-        console: On stderr.
-        title: What is transferred.
-        waits: What it waits for before the first bytes.
+        console: Console on stderr.
+        title: Text before the bar.
+        waits: Text in place of the amount until the first bytes.
+
+    Yields:
+        A function that updates the bar; it takes the bytes done and the bytes in all.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
