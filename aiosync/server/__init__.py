@@ -11,7 +11,7 @@ from aiosync.server.client import PulledWeights, PullProgress, WeightClient
 if TYPE_CHECKING:
     from aiosync.server.server import WeightServer
     from aiosync.server.store import StoredUpdate, StoreError, WeightStore
-else:  # these need torch; asking for the status does not
+else:  # these need torch, which a request for the status does not
     __getattr__, __dir__ = lazily(__name__, "aiosync.server.server", "aiosync.server.store")
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What asks a weight server, or a listening trainer, once: for its status, for its weights.
+"""The client for single requests to a weight server or a listening trainer: status and weights.
 
 A client needs no module and no scheme. Must not import the command line, nor torch before weights
 are pulled.
@@ -60,21 +60,21 @@ __all__ = ["PullProgress", "PulledWeights", "WeightClient"]
 _ATTEMPT_SECONDS = 10.0
 
 PullProgress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are here and verified, and with how many there will be."""
+"""Function called with the bytes that have arrived and are verified, and with the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulledWeights:
-    """One complete version, in memory of its own.
+    """One complete version of a model's weights, in memory of its own.
 
     Attributes:
-        model_id: Which model.
-        epoch: Epoch of the trainer that made it.
-        version: Its number in that epoch.
-        layout: Where each tensor lies in ``buffer``.
-        buffer: The tensors.
-        values: What is not a tensor, by dotted name, as it travelled.
-        reconnects: How often the link was lost and replaced meanwhile.
+        model_id: Name of the model.
+        epoch: Epoch of the trainer that sent the version.
+        version: Number of the version in that epoch.
+        layout: Position of each tensor in ``buffer``.
+        buffer: The memory of the tensors.
+        values: Values that are not tensors, by dotted name, as they travelled.
+        reconnects: Number of times that a lost link was replaced during the transfer.
     """
 
     model_id: str
@@ -91,12 +91,12 @@ class PulledWeights:
         return self.layout.nbytes
 
     def mapping(self) -> dict[str, Any]:
-        """Tensors and values by dotted name, as ``load_state_dict()`` takes them.
+        """Return tensors and values by dotted name, as ``load_state_dict()`` takes them.
 
-        The tensors are views of :attr:`buffer`; tied ones are one object under each name.
+        The tensors are views of :attr:`buffer`; tied tensors are one object under each name.
 
         Raises:
-            ConfigError: A value is not what a trainer of aiosync sends.
+            ConfigError: A value is none that a trainer of aiosync sends.
         """
         from aiosync.tensors.values import inner_names, unpack_value
 
@@ -113,16 +113,16 @@ class PulledWeights:
 
 
 class WeightClient:
-    """Asks a weight server, one call at a time. Holds no link between two calls.
+    """Client of a weight server or a listening trainer. It holds no link between two calls.
 
     Args:
         url: ``tcp://host:port`` or ``unix:///path``.
         token: A secret that both sides prove that they have; it is never sent.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that dials.
-        limits: What the other side may announce, and how much an answer holds.
+        limits: Limits on the sizes that the other side may announce, and on its answers.
 
     Raises:
-        ConfigError: Not an address, an address without a port, or an empty token.
+        ConfigError: The ``url`` is no address or has no port, or the token is empty.
     """
 
     def __init__(
@@ -152,7 +152,9 @@ class WeightClient:
     # -- status --------------------------------------------------------------------------------
 
     async def status(self, *, timeout: float | None = 30.0) -> dict[str, Any]:
-        """Ask a weight server what it serves, by whom and to whom. One attempt.
+        """Ask a weight server for its status: its models, their trainers and their workers.
+
+        Makes one attempt.
 
         Args:
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
@@ -161,10 +163,10 @@ class WeightClient:
             Plain values; see ``WeightServer.status()``.
 
         Raises:
-            ConnectError: Nothing listens there, or it is not a weight server.
+            ConnectError: Nothing listens at the address, or it is not a weight server.
             AuthError: The tokens or certificates do not match.
             ConfigError: The other side requires TLS.
-            ConnectTimeout: Not in time.
+            ConnectTimeout: There was no answer in time.
 
         Cancellation:
             Class A.
@@ -177,19 +179,22 @@ class WeightClient:
         return values
 
     async def stats(self, *, timeout: float | None = 30.0) -> tuple[SyncStats, ...]:
-        """Ask whoever listens there how its syncs stand. One attempt.
+        """Ask the listening peer for the statistics of its syncs.
+
+        Makes one attempt.
 
         Args:
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
 
         Returns:
-            Of a weight server one for each model; of a trainer, or a worker that listens, its own.
+            The statistics of each model from a weight server; a trainer, or a worker that listens,
+            returns its own.
 
         Raises:
-            ConnectError: Nothing listens there.
+            ConnectError: Nothing listens at the address.
             AuthError: The tokens or certificates do not match.
             ConfigError: The other side requires TLS.
-            ConnectTimeout: Not in time.
+            ConnectTimeout: There was no answer in time.
             RemoteProtocolError: The answer is illegal.
 
         Cancellation:
@@ -198,13 +203,13 @@ class WeightClient:
         return stats_from((await self._ask(timeout)).get("stats"))
 
     async def _ask(self, timeout: float | None) -> dict[str, Any]:
-        """Ask for the status."""
+        """Dial the peer, ask for its status and close the link; return the status as values."""
         validate_timeout(timeout)
         hello = Hello(role="status", model_id="", pid=os.getpid())
         try:
             async with asyncio.timeout(timeout):
                 link = await self._dialer.dial()
-                link.channel.allow_payloads()  # the answer has values, as updates have
+                link.channel.allow_payloads()  # the answer carries values, as updates do
                 try:
                     await link.send(hello)
                     answer = (await link.recv()).message
@@ -237,23 +242,23 @@ class WeightClient:
     ) -> PulledWeights:
         """Get the newest version of a model, from a weight server or from a trainer.
 
-        Where the newest holds a part of the names, the others come with it, as they are newest.
-        Waits for a first version, and logs a warning after 5 s. The first attempt to connect has
-        to succeed; after that a lost link is replaced until the time is up, and the transfer goes
-        on where it stopped. What the other side makes of it may be illegal: then the transfer
-        begins anew.
+        If the newest version holds only some of the names, the newest tensors of the other names
+        come with it. Waits for a first version, and logs a warning after 5 s. The first attempt to
+        connect has to succeed. After that the client replaces a lost link until the time is up, and
+        the transfer goes on where it stopped. If the other side sends something illegal over the
+        new link, the transfer begins anew.
 
         Args:
-            model_id: Which model.
+            model_id: Name of the model.
             min_version: The lowest acceptable version, in whatever epoch.
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
-            progress: Called with what has arrived, after each chunk. It must not raise.
+            progress: Called with the bytes that have arrived, after each chunk. It must not raise.
 
         Raises:
-            ConnectError: Nothing listens there.
+            ConnectError: Nothing listens at the address.
             AuthError: The tokens or certificates do not match.
-            ConfigError: The other side does not serve the model, or requires TLS; or the
-                ``model_id`` or ``min_version`` is none.
+            ConfigError: The other side does not serve the model, or requires TLS; or ``model_id``
+                or ``min_version`` is illegal.
             RecvTimeout: There was no such version in time, or it did not arrive in time.
             RemoteProtocolError: The other side sent something illegal.
 
@@ -298,28 +303,32 @@ class _Pull:
         self._link: TCPTransport | None = None
         self._updates = UpdateReader()
         self._lost: AiosyncError | None = None
-        self._partial: tuple[int, int, int] | None = None  # announced over this link as here
-        self._total = 0  # bytes of what arrives
-        self._moved = False  # something arrived over this link
+        # Epoch, version and bytes of the partial update that the Hello of this link announced.
+        self._partial: tuple[int, int, int] | None = None
+        self._total = 0  # bytes of the update that arrives
+        self._moved = False  # a part of an update arrived over this link
         self._reconnects = 0
         self._pauses = Backoff()
 
     async def run(self) -> PulledWeights:
-        """Get the weights, over one link after the other."""
+        """Get the weights; replace a lost link until they are complete."""
         return await retry(
             lambda left: self._attempt(), None, final=self._is_final, backoff=self._pauses
         )
 
     def _is_final(self, error: AiosyncError) -> bool:
         if isinstance(error, RemoteProtocolError):
-            # The two did not agree about the part that was here, perhaps: begin anew, once.
+            # The two sides may have disagreed about the partial update: begin anew, but only once.
             return self._partial is None
-        # Before there was a Welcome nobody is there, as far as anybody knows.
+        # Before the first Welcome no server is known to be at the address, so there is no retry.
         again = isinstance(error, (TransportError, ConnectTimeout)) and self._welcome is not None
         return is_final(error) or not again
 
     async def _attempt(self) -> PulledWeights:
-        """Over one link."""
+        """Dial, ask for the version and receive it over this link.
+
+        Keeps the part that has arrived if the link is lost.
+        """
         self._moved = False
         self._partial = self._updates.partial
         try:
@@ -330,10 +339,13 @@ class _Pull:
             while (staged := self._take(await link.recv(into=self._updates.lender))) is None:
                 pass
             epoch, version = staged.epoch, staged.version
-            with contextlib.suppress(AiosyncError):  # it is here; the other side's statistics
+            # The version is complete here: the ack only serves the other side's statistics, so its
+            # errors do not matter.
+            with contextlib.suppress(AiosyncError):
                 ack = make_ack(epoch, version, AckStatus.APPLIED, None)
                 await link.send(ack, timeout=HANDSHAKE_SECONDS)
-                await link.send(Leave(), timeout=HANDSHAKE_SECONDS)  # it is not lost
+                # So that the other side does not count this client as lost.
+                await link.send(Leave(), timeout=HANDSHAKE_SECONDS)
             return PulledWeights(
                 *(self._model_id, epoch, version, staged.layout, staged.flat, staged.values),
                 reconnects=self._reconnects,
@@ -361,7 +373,7 @@ class _Pull:
         )
 
     def _take(self, received: Received) -> Staged | None:
-        """A manifest, or a part of an update; the update that it completes, if it does."""
+        """Read a manifest or a part of an update; return the update that it completes, if any."""
         message = received.message
         if isinstance(message, ManifestMessage):
             self._total = message.manifest.nbytes
@@ -374,16 +386,16 @@ class _Pull:
 
     @property
     def _here(self) -> int:
-        """Verified bytes of an update that arrives."""
+        """Verified bytes of the update that arrives."""
         return 0 if self._updates.partial is None else self._updates.partial[2]
 
     def close(self) -> None:
-        """Close the link; what has arrived stays."""
+        """Close the link; the part of an update that has arrived stays."""
         if self._link is not None:
             self._link.abort()
 
     def describe(self, within: str = "") -> str:
-        """Why there is nothing yet, or ``within`` some time."""
+        """Return the reason why there are no weights yet; ``within`` is a text with the time."""
         url, what = self._dialer.address, f"model {self._model_id!r}"
         if self._lost is not None and not self._moved:
             return f"{url} was lost ({self._lost}) and not reached again{within}"

@@ -1,9 +1,10 @@
 """The weight server: trainers push to it, workers pull from it or subscribe to it.
 
-Keeps the newest version of each model in memory, and on disk if it is given a directory. The epoch
-and version of the trainer are passed on as they are: a worker cannot tell whether it got them from
-the trainer or from here. With a store a version is served once it is on disk: what the disk refuses
-cannot be taken back from a worker that has it. Must not import the command line.
+The server keeps the newest version of each model in memory, and on disk if it is given a directory.
+It passes the trainer's epoch and version on unchanged: a worker cannot tell whether it got them
+from the trainer or from the server. With a store, a version is served once it is on disk, because
+a version that the disk refuses could not be taken back from a worker. Must not import the command
+line.
 """
 
 from __future__ import annotations
@@ -59,34 +60,39 @@ _REPLACED = (
 
 
 class _Arrival(NamedTuple):
-    """A version that a trainer brought, and who is told what became of it."""
+    """A version that a trainer pushed, and the queue of acks to that trainer."""
 
     answers: Outgoing
     epoch: int
     strategy: str
-    snapshot: Snapshot  # a reference is held
+    snapshot: Snapshot  # this arrival holds a reference
 
     def say(self, status: AckStatus, error: AiosyncError | None = None) -> None:
-        """Tell the trainer; one that has gone is answered with what is here, by the next Hello."""
+        """Send an ack for this version to the trainer.
+
+        If the link has ended, the ack is lost: the server's next Hello names the version that the
+        server has.
+        """
         self.answers.say(make_ack(self.epoch, self.snapshot.version, status, error))
 
 
 class ServedModel:
-    """The newest version of one model, and everybody who has to do with it.
+    """The newest version of one model, with its trainer and its workers.
 
-    Versions are written to the disk one at a time; what is replaced before its turn is not.
+    Versions are written to the disk one at a time. A version that a newer one replaces before its
+    turn is not written.
 
     Args:
         model_id: Name of the model.
-        streaming: How updates travel to workers.
-        store: Where the newest version is kept across restarts; ``None`` for nowhere.
-        on_crash: Told when a background task ends with an exception.
-        note: What workers are told while there is no version.
+        streaming: Options for the updates to workers.
+        store: Store that keeps the newest version across restarts; ``None`` for none.
+        on_crash: Called with the exception that ends a background task.
+        note: Returns the text that workers get while there is no version.
 
     Attributes:
-        workers: Those that have it, or wait for it.
-        trainer: The link of whoever brings it now.
-        replaced: Epochs of runs that others have replaced, oldest first; the last 256.
+        workers: The workers that have a version, or wait for one.
+        trainer: The link of the trainer that pushes the model now; ``None`` for none.
+        replaced: Epochs of runs that other runs have replaced, oldest first; the last 256.
         version: Number of the version that is served; 0 for none.
     """
 
@@ -117,32 +123,34 @@ class ServedModel:
         self._session = secrets.token_bytes(16)
         self._updates = UpdateReader()
         self._trainer_epoch: int | None = None
-        self._let_in: tuple[int, ...] = ()  # epochs of trainers, since another run was served
+        # Epochs of the trainers that were accepted since the served epoch last changed.
+        self._let_in: tuple[int, ...] = ()
         self._to_write: Newest[_Arrival] = Newest(self._write, self.workers.tasks, "aiosync store")
         self._ending = False
         self._updated_at: float | None = None  # seconds since the Unix epoch
-        self._versions = 0  # complete ones that came
-        self._refusal: str | None = None  # the disk's last one, until a version is stored again
+        self._versions = 0  # number of complete versions that trainers pushed
+        # Text about the last version that the disk refused, until a version is stored.
+        self._refusal: str | None = None
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- the served version --------------------------------------------------------------------
 
     @property
     def _epoch(self) -> int:
-        """Of what is served; 0 for nothing."""
+        """Epoch of the served version; 0 if there is none."""
         return self.workers.epoch if self.version else 0
 
     @property
     def is_brought(self) -> bool:
-        """Whether there is a version, or one on its way to the disk, or a trainer."""
+        """True if there is a version, or one on its way to the disk, or a trainer."""
         return bool(self.version) or self.trainer is not None or self._to_write.is_busy
 
     @property
     def is_unused(self) -> bool:
-        """Whether there is none of these, nor a worker that waits."""
+        """True if there is no version, no trainer and no worker."""
         return not (self.is_brought or self.workers.links or self.workers.arriving)
 
     def restore(self, stored: StoredUpdate) -> None:
-        """Serve what an earlier process kept on disk."""
+        """Serve the version that an earlier process stored on disk."""
         self.replaced = stored.replaced
         snapshot = Snapshot(
             stored.layout, stored.buffer, lambda: None, stored.values, stored.version
@@ -150,7 +158,7 @@ class ServedModel:
         self._publish(stored.epoch, stored.strategy, snapshot, stored.saved_at or time.time())
 
     def _publish(self, epoch: int, strategy: str, snapshot: Snapshot, updated_at: float) -> None:
-        """Serve a version; takes over a reference."""
+        """Serve a version to every worker; takes over the caller's reference to the snapshot."""
         workers = self.workers
         self.replaced = self._replaced_by(epoch)
         self.version, workers.strategy = snapshot.version, strategy
@@ -169,7 +177,7 @@ class ServedModel:
         self._updated_at = updated_at
 
     def _replaced_by(self, epoch: int) -> tuple[int, ...]:
-        """Return the epochs that are replaced once this one is served."""
+        """Return the epochs of replaced runs once a version of ``epoch`` is served."""
         if epoch == self._epoch:
             return self.replaced
         others = dict.fromkeys((*self.replaced, self._epoch, *self._let_in))
@@ -182,10 +190,11 @@ class ServedModel:
             raise ConfigError(_REPLACED)
 
     def check_trainer(self, hello: Hello) -> None:
-        """Find out whether somebody who wants to push may.
+        """Check that a trainer may push this model now.
 
         Raises:
-            ConfigError: Another run has replaced that of this trainer, which is not told to return.
+            ConfigError: Another run has replaced that of this trainer, and the trainer was made
+                without ``take_over=True``.
             ConnectError: Another trainer is connected; this one may try again.
         """
         self._check_not_replaced(hello)
@@ -199,24 +208,30 @@ class ServedModel:
             )
 
     async def receive_from(self, link: TCPTransport, hello: Hello) -> None:
-        """Take updates from a trainer that passed the check until its link ends. Owns the link."""
+        """Receive updates from a trainer until its link ends. Owns the link.
+
+        The trainer has to have passed :meth:`check_trainer`.
+        """
         if self.trainer is not None:
-            self.trainer.abort()  # the same trainer's: it broke in the middle
+            self.trainer.abort()  # the broken link of the same trainer
         self.trainer, self._trainer_epoch = link, hello.epoch
-        # While an answer waits to be taken the kernel sends no keepalive probes.
+        # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
+        # that wait needs a limit of its own.
         link.limit_untaken()
         answers, updates = Outgoing(link, self.workers.tasks), self._updates
         try:
-            # What is said to be here need not be sent again: what is being written may be soon.
+            # The trainer does not send again the version that the Hello names, so the version that
+            # is being written should be on disk before the Hello.
             await self.drain()
-            try:  # a version that was being written may be of another run
+            try:  # the version that was being written may belong to another run
                 self._check_not_replaced(hello)
             except ConfigError as exc:
                 await _refuse(link, exc)
                 raise
             self._let_in = (*self._let_in, hello.epoch or 0)[-_MAX_REPLACED:]
             await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
-            # The two agree, or one of them takes any. What is served is not yet the trainer's.
+            # greet() has made sure that the strategies match, or that one side takes any. A version
+            # that is served already may be of another run, so its strategy stays.
             self.workers.history.parts = hello.parts
             if not self.version:
                 self._agree_on(hello.strategy)
@@ -227,7 +242,7 @@ class ServedModel:
                 if staged is not None:
                     self._take(answers, hello.strategy, staged)
         except RemoteProtocolError as exc:
-            link.channel.fail(exc)  # tells the trainer
+            link.channel.fail(exc)  # the channel tells the trainer the error
             raise
         finally:
             if self.trainer is link:
@@ -235,7 +250,10 @@ class ServedModel:
             link.abort()
 
     def _agree_on(self, strategy: str) -> None:
-        """Have workers that came first with another strategy dial again: they are told then."""
+        """Adopt the trainer's strategy; end the links of workers that have another one.
+
+        Those workers dial again, and the handshake tells them that their strategy is wrong.
+        """
         self.workers.strategy = strategy
         for link in self.workers.links.values():
             if link.hello.strategy != strategy and ANY_STRATEGY not in (
@@ -262,7 +280,7 @@ class ServedModel:
 
     def _take(self, answers: Outgoing, strategy: str, staged: Staged) -> None:
         if self._ending:
-            return  # no answer: the trainer sees that the link ends
+            return  # without an ack: the trainer sees that the link ends
         layout, values = staged.layout, dict(staged.values)
         snapshot = Snapshot(layout, staged.flat, staged.give_back, values, staged.version)
         snapshot.trace = staged.trace
@@ -279,7 +297,10 @@ class ServedModel:
             old.snapshot.release()
 
     def _is_news(self, arrival: _Arrival) -> bool:
-        """Whether a version is newer than what is served; its trainer is told where it is not."""
+        """Return True if a version is newer than the served one, or of another epoch.
+
+        Otherwise the trainer gets an ack and the version is released.
+        """
         version = arrival.snapshot.version
         if self._epoch != arrival.epoch or version > self.version:
             return True
@@ -309,13 +330,13 @@ class ServedModel:
     # -- the disk ------------------------------------------------------------------------------
 
     async def _write(self, arrival: _Arrival) -> None:
-        """Write a version, and serve it."""
+        """Write a version to the disk, then serve it; refuse the version if that fails."""
         assert self._store is not None
         if not self._is_news(arrival):
             return
         try:
             await self._save(self._store, arrival)
-        except AiosyncError as exc:  # what was served before is served on
+        except AiosyncError as exc:  # the server keeps serving the previous version
             self._end(arrival, "refused", AckStatus.NACK, without_frames(exc))
             number = self._meter.finished["refused"]
             self._refusal = (
@@ -329,12 +350,15 @@ class ServedModel:
             self._serve(arrival)
 
     async def _save(self, store: WeightStore, arrival: _Arrival) -> None:
-        """Write a version, with what it lacks of those before it; none changes meanwhile."""
+        """Write a version as a whole model, with the tensors that only older versions hold.
+
+        The served versions do not change meanwhile, because versions are written one at a time.
+        """
         newest, history = arrival.snapshot, self.workers.history
         layout, buffer, values = newest.layout, newest.buffer, newest.values
         if self._epoch == arrival.epoch:
             older = history.needed_before(history.for_worker(-1), newest)
-            if older:  # an update of some names is no whole model
+            if older:  # the newest version holds some of the names only
                 parts = [*older, newest]
                 layout, buffer, values = await asyncio.to_thread(merged, parts, store.limits)
         epoch, version = arrival.epoch, newest.version
@@ -345,13 +369,14 @@ class ServedModel:
         await asyncio.to_thread(store.save, self._model_id, update)
 
     async def drain(self) -> None:
-        """Let the newest version reach the disk, or be refused."""
+        """Wait until the newest version is on disk, or refused."""
         if self._to_write.task is not None:
             await asyncio.wait({self._to_write.task})
 
     async def aclose(self) -> None:
-        """Let the newest version reach the disk, and then close every link."""
-        self._ending = True  # a trainer that never pauses must not keep the disk busy
+        """Wait until the newest version is on disk or refused, then close every link."""
+        # From now on new versions are dropped: a trainer that never pauses must not delay the end.
+        self._ending = True
         try:
             await self.drain()
         finally:
@@ -362,7 +387,7 @@ class ServedModel:
             self._updates.close()
 
     def stats(self) -> SyncStats:
-        """How it stands, on any thread."""
+        """Return the statistics of this model. Any thread may call it."""
         version, workers, updated_at = self.version, self.workers, self._updated_at
         found = workers.stats(version, self._meter.age)
         return self._meter.stats(
@@ -377,7 +402,7 @@ class ServedModel:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What ``aiosync status`` shows of this model."""
+        """Return the values that ``aiosync status`` shows of this model."""
         newest = next(reversed(self.workers.history.for_worker(-1).snapshots()), None)
         return {
             "model_id": self._model_id,
@@ -409,34 +434,34 @@ class ServedModel:
 
 
 async def _refuse(link: TCPTransport, error: AiosyncError) -> None:
-    """Tell a peer why it is not let in."""
+    """Tell a peer the reason why it is refused."""
     await link.send(Refuse(type(error).__name__, str(error)), timeout=HANDSHAKE_SECONDS)
 
 
 class WeightServer:
-    """Serves the newest version of any number of models.
+    """Server that keeps and serves the newest version of any number of models.
 
-    Trainers connect with ``TCPWeightSyncScheme(url, dial="both")``, and so do workers; a
-    worker's ``pull()`` asks, and a subscriber gets each version as it comes. Binds at once;
-    serves between :meth:`start` and :meth:`aclose`.
+    Trainers and workers connect with ``TCPWeightSyncScheme(url, dial="both")``. A worker's
+    ``pull()`` asks for a version; a subscriber gets each version as it comes. The server binds its
+    address at once, and serves between :meth:`start` and :meth:`aclose`.
 
     Args:
         url: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
         token: A secret that peers prove that they have; it is never sent.
-        pull_token: Another one, for peers that may pull, subscribe and ask for the status, and
-            not push. ``None``: everybody who has the ``token`` may do everything.
+        pull_token: Another secret, for peers that may pull, subscribe and ask for the status, but
+            not push. ``None``: every peer with the ``token`` may do everything.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that listens.
         model_ids: Models that are served; ``None`` for any.
         store: Directory for the newest version of each model; read at the start. A version is
             served once it is on disk; one that cannot be written is refused, and the server keeps
             serving the previous one. ``None`` keeps them in memory only.
-        limits: What a peer may announce.
+        limits: Limits on the sizes that a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
-        max_connections: Links at a time.
-        max_models: Models that trainers bring, at a time, where any are served.
+        max_connections: Largest number of links at a time.
+        max_models: Largest number of models with a version or a trainer at a time.
 
     Raises:
         ConfigError: An option is wrong, the address cannot be bound, or others could connect
@@ -467,7 +492,8 @@ class WeightServer:
         self._max_models = as_count("max_models", max_models, 1)
         self._store = None
         if store is not None:
-            # What peers may announce can also be loaded again.
+            # The store has the same limits, so that every version that a peer may push can be
+            # loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
@@ -476,7 +502,7 @@ class WeightServer:
             limits=limits,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
-            status=lambda: self.status(),  # whoever has wrapped it
+            status=lambda: self.status(),  # looked up at each call, so that a wrapper on it counts
         )
         self._models: dict[str, ServedModel] = {}
         self._tasks = TaskOwner(self._on_crash)
@@ -487,7 +513,7 @@ class WeightServer:
 
     @property
     def url(self) -> str:
-        """Where this listens, with the port that was bound."""
+        """Address that the server listens at, with the port that was bound."""
         return self._listener.url
 
     @in_every_state
@@ -498,7 +524,7 @@ class WeightServer:
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the store and accept on the running loop.
+        """Load the store and accept connections on the running event loop.
 
         Raises:
             StoreError: A file of the store is damaged; nothing is served.
@@ -528,8 +554,8 @@ class WeightServer:
         """Wait until the server has closed.
 
         Raises:
-            LocalProtocolError: It was not started.
-            BaseException: What ended a background task of the server: a bug.
+            LocalProtocolError: The server was not started.
+            BaseException: The exception that ended a background task of the server: a bug.
         """
         if not self._started:
             raise LocalProtocolError("the server was not started: await server.start()")
@@ -564,11 +590,14 @@ class WeightServer:
 
     def _on_link(self, link: TCPTransport, hello: Hello) -> None:
         task = self._tasks.start(self._serve(link, hello), "aiosync link of the server")
-        # A task that never ran cannot close its link.
+        # A task that is cancelled before it runs cannot close its link itself.
         task.add_done_callback(lambda task: link.abort() if task.cancelled() else None)
 
     async def _serve(self, link: TCPTransport, hello: Hello) -> None:
-        """Find out what a peer wants. A peer that does wrong ends its own link and no more."""
+        """Serve one peer: receive from a trainer, or hand a worker's link to its model.
+
+        An illegal peer loses its own link; the other links go on.
+        """
         try:
             if self._closed:
                 raise TransportClosed("this server was closed")
@@ -579,24 +608,24 @@ class WeightServer:
                 await _refuse(link, exc)
                 raise
             if pushes:
-                link.channel.says_why = True  # its user can do something about it
+                link.channel.says_why = True  # the trainer's user can correct the error
                 await model.receive_from(link, hello)
             else:
                 model.workers.welcome(link, None, hello)
         except AiosyncError as exc:
             self._failed[type(exc).__name__] += 1
             await link.aclose()
-        except BaseException:  # cancelled, or a bug that _on_crash() is told
+        except BaseException:  # the task was cancelled, or this is a bug, which _on_crash() reports
             link.abort()
             raise
 
     def _model_for(self, hello: Hello, link: TCPTransport, pushes: bool) -> ServedModel:
-        """The model that a peer may push, or get.
+        """Return the model that a peer asks for, if the peer may push or get it.
 
         Raises:
-            AuthError: It may not push.
-            ConfigError: The model is not served.
-            ConnectError: Another trainer pushes it.
+            AuthError: The peer's token does not allow it to push.
+            ConfigError: The model is not served, or another run has replaced that of the trainer.
+            ConnectError: Another trainer pushes the model.
         """
         model_id = hello.model_id
         if pushes and link.channel.read_only:
@@ -608,7 +637,7 @@ class WeightServer:
             raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
         model = self._models.get(model_id)
         if model is None or (pushes and not model.is_brought):
-            # Those that workers ask for, under a wrong name perhaps, keep no other out.
+            # Models without a version do not count: workers may have asked for wrong names.
             if sum(each.is_brought for each in self._models.values()) >= self._max_models:
                 raise ConfigError(
                     f"this server has {self._max_models} models and accepts no more; {self._note()}"
@@ -632,20 +661,20 @@ class WeightServer:
         return model
 
     def _note(self) -> str:
-        """What there is, for those who ask for something else."""
+        """Return a text that names the models with weights, for peers that ask for another one."""
         found = [repr(name) for name, model in sorted(self._models.items()) if model.version]
         more = f" and {len(found) - _MAX_LISTED} others" if found[_MAX_LISTED:] else ""
         listed = ", ".join(found[:_MAX_LISTED]) or "none yet"
         return f"models that it has weights of: {listed[:_MAX_NOTE]}{more}"
 
-    # -- what is going on ----------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, SyncStats]:
-        """What was done with each model so far, and how it stands. On any thread; never waits."""
+        """Return the statistics of each model. Any thread may call it; it never waits."""
         return {name: model.stats() for name, model in sorted(self._models.copy().items())}
 
     def status(self) -> dict[str, Any]:
-        """What is served, by whom and to whom; only plain values, without secrets."""
+        """Return the served models, their trainers and their workers: plain values, no secrets."""
         listener = self._listener
         return {
             "aiosync": __version__,

@@ -1,8 +1,8 @@
 """The newest version of each model as one file in a directory.
 
-A file is a safetensors file whose header says more: it holds the manifest, the values that are not
-tensors, and checksums. It is written here and not by the safetensors package: straight from the
-flat buffer, in chunks, and replaced in one step. This module must never import asyncio, a transport
+A file is a safetensors file whose header also holds the manifest, the values that are not tensors,
+and checksums. This module writes it, and not the safetensors package: straight from the flat
+buffer, in chunks, and replaced in one step. This module must never import asyncio, a transport
 or a scheme; nothing is unpickled.
 """
 
@@ -41,11 +41,11 @@ _MAX_STEM = 240
 """Characters of a file name without its ending; the usual file systems allow 255 bytes."""
 
 _BUFFER_NBYTES = 2**20
-"""Bytes that files are buffered with; larger pieces bypass the buffer."""
+"""Bytes of the buffer of each open file; larger pieces bypass it."""
 
 _FORMAT = "1"
 _MAX_HEADER_NBYTES = 100_000_000
-"""Where the readers of safetensors files stop."""
+"""Longest header that readers of safetensors files accept, in bytes."""
 
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
@@ -67,11 +67,11 @@ DTYPES = {
     "uint64": "U64",
     "bool": "BOOL",
 }
-"""What every release of safetensors can express; the others are stored as bytes (U8)."""
+"""Dtypes that every release of safetensors can express; others are stored as bytes (U8)."""
 
 
 class StoreError(AiosyncError):
-    """A file of a store is damaged, or was not written by a store, or the disk refused it."""
+    """Error for a store's file that is damaged or foreign, or that the disk refused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,15 +79,15 @@ class StoredUpdate:
     """One version of one model, as a store keeps it.
 
     Attributes:
-        epoch: Epoch of the sender that made it.
-        version: Its number in that epoch.
+        epoch: Epoch of the sender that sent the version.
+        version: Number of the version in that epoch.
         strategy: Name of the strategy that extracted the weights.
-        layout: Where each tensor lies in ``buffer``.
-        buffer: The tensors; at least ``layout.nbytes`` long.
+        layout: Position of each tensor in ``buffer``.
+        buffer: The memory of the tensors; at least ``layout.nbytes`` long.
         values: Non-tensor values by dotted name, of plain msgpack types.
-        replaced: Epochs of runs that this one and others before it have replaced, oldest first.
-        saved_at: When its file was written, in seconds since the Unix epoch; ``None`` for one
-            that was not loaded from a file.
+        replaced: Epochs of runs that this run and earlier ones have replaced, oldest first.
+        saved_at: Time at which the file was written, in seconds since the Unix epoch; ``None`` for
+            an update that was not loaded from a file.
     """
 
     epoch: int
@@ -103,27 +103,28 @@ class StoredUpdate:
 class WeightStore:
     """A directory with one file for each model.
 
-    A file changes in one step: whatever happens while one is saved, the end of the process or
-    of the machine included, the directory has either the old or the new file, complete. Methods
-    block; several threads may call them at once, and several processes may share a directory.
-    Of two saves of one model at the same time, the one that ends last stays.
+    A file changes in one step: whatever happens during a save, the end of the process or of the
+    machine included, the directory has either the old or the new file, complete. Methods block.
+    Several threads may call them at once, and several processes may share a directory. Of two
+    saves of one model at the same time, the one that ends last stays.
 
     Attributes:
         directory: Absolute path of the directory.
-        limits: Bounds on what is loaded.
+        limits: Limits on the sizes in a file that is loaded.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS
     ) -> None:
-        """Open a directory, and remove what saves that were cut short left in it.
+        """Open a directory, and remove the temporary files of interrupted saves.
 
         Args:
-            directory: Made, for this user only, if it is missing.
-            limits: Bounds on what is loaded.
+            directory: Path of the directory. It is made, for this user only, if it is missing.
+            limits: Limits on the sizes in a file that is loaded.
 
         Raises:
-            ConfigError: It is not a directory, cannot be made, or is not ours to write.
+            ConfigError: The path is not a directory, cannot be made, or this user may not read and
+                write it.
         """
         self.directory: str = os.path.abspath(directory)
         self.limits: Limits = limits
@@ -141,16 +142,16 @@ class WeightStore:
         return f"<WeightStore {self.directory!r}>"
 
     def save(self, model_id: str, update: StoredUpdate) -> None:
-        """Replace the file of a model; returns when the new one is safely on disk.
+        """Replace the file of a model; return when the new file is safely on disk.
 
         Args:
             model_id: Any text that is not too long: the name of the file is derived from it.
-            update: The version. Its buffer is read, and must not change during the call.
+            update: The version. The call reads its buffer, which must not change meanwhile.
 
         Raises:
             ConfigError: The update cannot be stored; nothing was written.
-            StoreError: The disk refused it: full, read-only, broken. The old file stays, unless
-                only the directory could not be synced.
+            StoreError: The disk refused the file because it is full, read-only or broken. The old
+                file stays, unless the only failure was the sync of the directory.
         """
         path = self._path(model_id)
         manifest, memory = update.layout.manifest, update.buffer.memoryview()
@@ -167,8 +168,8 @@ class WeightStore:
         """Return the version that was saved last, in new memory; ``None`` if there is none.
 
         Raises:
-            StoreError: The file is damaged, cut short, foreign or beyond the limits; the
-                message names the file and what is wrong.
+            StoreError: The file is damaged, cut short, foreign or beyond the limits; the message
+                names the file and the fault.
         """
         path = self._path(model_id)
         try:
@@ -183,7 +184,7 @@ class WeightStore:
             raise StoreError(f"{path}: {exc}") from exc
 
     def model_ids(self) -> list[str]:
-        """Return the ids of the models that have a file, in order.
+        """Return the sorted ids of the models that have a file.
 
         A listed file may still turn out to be damaged when it is loaded.
         """
@@ -191,7 +192,7 @@ class WeightStore:
         for name in os.listdir(self.directory):
             stem = name.removesuffix(_SUFFIX)
             model_id = "" if stem == "%" else urllib.parse.unquote(stem)
-            with contextlib.suppress(ValueError):  # somebody else's
+            with contextlib.suppress(ValueError):  # the name is none that a store gives to a file
                 if _file_name(model_id) == name:
                     found.append(model_id)
         return sorted(found)
@@ -202,7 +203,8 @@ class WeightStore:
     def _remove_stale(self) -> None:
         for name in filter(_TEMPORARY.fullmatch, os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
-            with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone; being written
+            # Another process may have removed the file, or be writing it and hold its lock.
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 with open(path, "rb", opener=open_regular) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(path)
@@ -212,7 +214,7 @@ class WeightStore:
 
 
 def _file_name(model_id: str) -> str:
-    """Return a name of letters, digits and ``-_.%~`` that does not start with a dot."""
+    """Return the name of a model's file: letters, digits and ``-_.%~``, without a dot in front."""
     stem = urllib.parse.quote(model_id.encode(), safe="").replace("~", "%7E") or "%"
     if stem.startswith("."):
         stem = "%2E" + stem[1:]
@@ -222,21 +224,21 @@ def _file_name(model_id: str) -> str:
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a file, as the ``opener`` of ``open()``; one that is no regular file never blocks.
+    """Open a regular file; an ``opener`` for ``open()``. Never blocks, not even at a pipe.
 
     Raises:
-        OSError: It is a pipe, a device or a socket, or cannot be opened.
+        OSError: The path is a pipe, a device or a socket, or cannot be opened.
     """
     fd = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses a folder
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses a directory
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file")
     return fd
 
 
 def _warn_of_others(path: str, found: os.stat_result) -> None:
-    """Warn of a folder or a file of a store whose weights another user can choose."""
+    """Log a warning if another user can write the directory or file, and so choose the weights."""
     if found.st_uid not in (0, os.geteuid()):
         who = "it belongs to another user"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -247,23 +249,25 @@ def _warn_of_others(path: str, found: os.stat_result) -> None:
     log(logging.WARNING, "store", text, model=None)
 
 
-# -- files that are replaced ------------------------------------------------------------------
+# -- replacing a file -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, str]]:
-    """Write a file that takes the place of another in one step, where the block does not raise.
+    """Write a temporary file that replaces ``path`` in one step, unless the block raises.
 
     Args:
-        path: Of that.
-        mode: What it may have; ``None`` for what the other has, or as the umask has it.
+        path: Path of the file to replace; it need not exist.
+        mode: Mode of the new file; ``None`` for the mode of the old file, or that of the umask if
+            there is no old file.
 
     Yields:
-        The file, and where it lies until then, beside the other and not more readable; it may be
-        replaced itself.
+        The open temporary file and its path, which is in the same directory. No more users can
+        read it than the file that it becomes. The block may replace the temporary file by another.
 
     Raises:
-        OSError: The disk refused it. Only where the folder could not be synced the file is there.
+        OSError: The disk refused the file. The new file is in place only if the failure was the
+            sync of the directory.
     """
     folder = os.path.dirname(path)
     if mode is None and os.path.exists(path):
@@ -273,8 +277,10 @@ def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, st
     fd = os.open(temporary, flags, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(fd, "wb", buffering=_BUFFER_NBYTES) as file:
-            with contextlib.suppress(OSError):  # no locks here: then processes must not share
-                fcntl.flock(fd, fcntl.LOCK_EX)  # somebody is writing it
+            # The lock tells other processes that this file is being written. A file system without
+            # locks is allowed; then processes must not share the directory.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
             if mode is None:
                 mode = os.fstat(fd).st_mode & 0o777
             yield file, temporary
@@ -283,7 +289,7 @@ def replacing(path: str, mode: int | None = None) -> Iterator[tuple[BinaryIO, st
             _sync(temporary)
             os.replace(temporary, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):  # it has become the file
+        with contextlib.suppress(FileNotFoundError):  # os.replace() has moved it
             os.unlink(temporary)
     _sync(folder)
 
@@ -304,7 +310,7 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
 
     Raises:
         StoreError: The file is damaged, cut short, foreign or beyond the limits.
-        OSError: The disk refused it.
+        OSError: The disk refused the read.
     """
     found = os.fstat(file.fileno())
     length = int.from_bytes(file.read(8), "little")
@@ -338,7 +344,8 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
             "its header is damaged, or it was not written by an aiosync store: "
             f"{type(exc).__name__}: {exc}"
         ) from exc
-    if again != header:  # what else it says is implied: one comparison checks it all
+    # Everything else in the header follows from these values: one comparison checks it all.
+    if again != header:
         raise StoreError("its header is damaged")
     leaves = update.layout.manifest.leaves
     expected = 8 + len(header) + sum(leaf.nbytes for leaf in leaves)
@@ -351,21 +358,24 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
     memory = buffer.memoryview()
     for leaf in _file_order(update.layout.manifest):
         with memory[leaf.offset : leaf.offset + leaf.nbytes] as part:
-            file.readinto(part)  # type: ignore[attr-defined]  # cut short meanwhile, it has another checksum
+            file.readinto(part)  # type: ignore[attr-defined]  # a short read fails the checksum
     if _checksum_of(update.layout.manifest, memory) != checksum:
         raise StoreError("its tensors are damaged: the checksum differs")
     for start, end in update.layout.padding():
-        buffer.array[start:end] = 0  # no old memory of this process may travel
+        buffer.array[start:end] = 0  # the padding travels, and must not hold this process's memory
     return replace(update, buffer=buffer, saved_at=found.st_mtime)
 
 
 def _file_order(manifest: Manifest) -> list[LeafSpec]:
-    """Sort by size of the elements, so that each tensor is aligned without gaps between them."""
+    """Return the leaves by falling size of their elements.
+
+    In this order each tensor is aligned without gaps between the tensors.
+    """
     return sorted(manifest.leaves, key=lambda leaf: -_itemsize(leaf))
 
 
 def _itemsize(leaf: LeafSpec) -> int:
-    """Return a power of two that divides the size; the elements' own size if any are there."""
+    """Return the bytes of one element in the file, a power of two; 1 for a dtype stored as U8."""
     name = DTYPES.get(leaf.dtype, "U8")
     return 1 if name.startswith("F8") or name == "BOOL" else int(re.sub(r"\D", "", name)) // 8
 
@@ -382,12 +392,12 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
     """Return the header, padded so that the tensors start on a multiple of 64 bytes.
 
     Args:
-        model_id: Which model it is.
-        update: The version; its buffer is not looked at.
-        checksum: What :func:`_checksum_of` returned for its tensors.
+        model_id: Name of the model.
+        update: The version; its buffer is not read.
+        checksum: The result of :func:`_checksum_of` for its tensors.
 
     Raises:
-        ConfigError: Something in it cannot be stored.
+        ConfigError: A value of the update cannot be stored, or the header is too large.
     """
     try:
         values = pack(encode_values(update.values))
@@ -406,12 +416,14 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
     }
     if update.replaced:
         metadata["aiosync.replaced"] = " ".join(map(str, update.replaced))
-    # The checksum of the tensors says nothing about a flipped digit of the version.
+    # The header has a checksum of its own: that of the tensors would not reveal a flipped digit of
+    # the version.
     metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
     table: dict[str, Any] = {_METADATA: metadata}
     reserved = _METADATA
     names = {leaf.name for leaf in manifest.leaves}
-    while reserved in names:  # a tensor of this name needs another key in the file
+    # A tensor whose name is the key of the metadata gets another key in the file.
+    while reserved in names:
         reserved += "."
     position = 0
     for leaf in _file_order(manifest):
