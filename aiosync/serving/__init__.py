@@ -1,8 +1,9 @@
-"""Weights inside an async server: requests and updates in turn, on the server's own event loop.
+"""Weight updates in an async server: requests and updates take turns on the server's event loop.
 
 :class:`AdmissionGate` keeps a switch of weights out of running requests; :class:`WeightFeed`
-receives in the background and switches under a gate. See ``docs/topics/serving.md``. Must not
-import a web framework, nor anything of ``aiosync.integrations``.
+receives updates in the background and switches to them under a gate. See
+``docs/topics/serving.md``. Must not import a web framework, nor anything of
+``aiosync.integrations``.
 """
 
 from aiosync.serving.feed import FeedStatus, WeightFeed

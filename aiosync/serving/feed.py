@@ -1,4 +1,4 @@
-"""The weight feed: a receiver that lives in a server, and switches weights under its gate.
+"""The weight feed: receives updates in a server and switches the weights under the server's gate.
 
 Must not import a web framework, nor a concrete scheme.
 """
@@ -36,24 +36,25 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class FeedStatus:
-    """The state of a served model with respect to its source.
+    """The state of a weight feed and its link to the source.
 
     Attributes:
-        state: ``"starting"`` before the version that it joins with; ``"live"``; ``"stale"`` when
-            the source is lost, or its newest version could not be put to use; ``"failed"`` when
-            the feed itself has ended with an error; ``"closed"`` when it is not running.
-        reason: Why it is not live, as text; empty when it is.
+        state: ``"starting"`` before the feed has the version that it joins with; ``"live"``;
+            ``"stale"`` when the source is lost, or its newest version could not be put to use;
+            ``"failed"`` when the feed itself has ended with an error; ``"closed"`` when it is not
+            running.
+        reason: Text with the reason why the feed is not live; empty when it is.
         epoch: Epoch of the version that is served; ``None`` before the first.
         version: Version that requests are answered with; 0 before the first.
-        newest: Newest version that is known of, of the newest epoch.
-        connected: Whether there is a link to the source.
+        newest: Newest version of the newest epoch that the feed knows of.
+        connected: True if there is a link to the source.
         age: Seconds since :attr:`version` was put to use; ``None`` before the first.
-        stale_for: Seconds since it stopped being live; 0 when it is. A new link ends this only
-            once an update has come, or it is known that there is nothing newer.
+        stale_for: Seconds since the feed stopped being live; 0 when it is. A new link ends this
+            only once an update has come, or the feed knows that there is nothing newer.
         refused: The last version that could not be put to use, ``None`` if a newer one could.
-        reconnects: How often a lost link was restored.
-        swaps: How many versions were put to use.
-        waits_for: The version that it has to have before it answers requests; 0 once it had it.
+        reconnects: Number of times that a lost link was restored.
+        swaps: Number of versions that were put to use.
+        waits_for: Version that the feed needs before it answers requests; 0 once it had it.
     """
 
     state: Literal["starting", "live", "stale", "failed", "closed"]
@@ -70,7 +71,7 @@ class FeedStatus:
     waits_for: int
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON; the epoch in hexadecimal, as in headers."""
+        """Return all attributes as plain values for JSON; the epoch is in hexadecimal."""
         values = asdict(self)
         values["epoch"] = None if self.epoch is None else f"{self.epoch:016x}"
         for name in ("age", "stale_for"):
@@ -80,12 +81,12 @@ class FeedStatus:
 
 
 class WeightFeed:
-    """Keeps the model of a server on the newest version.
+    """Receiver for a server that keeps the server's model on the newest version.
 
-    Updates arrive in the background, on the server's own event loop, and are complete and
-    verified before anything waits for them. Then they are switched to under the gate. When the
-    source is lost, the server goes on with what it has; :attr:`status` says so, and the feed
-    looks for the source until it is found.
+    Updates arrive in the background, on the server's own event loop. Only when an update is
+    complete and verified does the feed switch to it, under the gate. When the source is lost, the
+    server goes on with the version that it has; :attr:`status` says so, and the feed dials the
+    source until it answers.
 
     ::
 
@@ -95,26 +96,27 @@ class WeightFeed:
             async with feed.request() as version:
                 answer = model(observation)
 
-    Belongs to the event loop that it was started on; not thread-safe.
+    The feed belongs to the event loop that it was started on; it is not thread-safe.
 
     Args:
-        scheme: A scheme without a role: how the source is reached. The feed works on copies of
-            it, with ``apply="manual"`` and, over streams, ``reconnect=None``.
+        scheme: A scheme without a role, which says how to reach the source. The feed works on
+            copies of it, with ``apply="manual"`` and, over streams, ``reconnect=None``.
         model: Module to keep up to date.
         weights: TensorDict or dict of tensors to keep up to date instead.
         load: Function that loads versions, instead; see
             :meth:`aiosync.WeightSyncScheme.init_on_receiver`. It runs in a thread of its own,
             while the gate keeps requests out.
-        transform: What to do with updates before that; see there.
+        transform: Function that changes updates before they are applied or loaded; see
+            :meth:`aiosync.WeightSyncScheme.init_on_receiver`.
         model_id: Name of the model, as the sender calls it.
         worker_idx: Index of this server among the workers; ``None`` lets the sender choose.
-        gate: The gate; the feed makes its own if ``None``.
-        max_pause: Seconds between two attempts to reach the source, at most.
-        min_version: The least version to begin to answer requests with, of whichever epoch;
-            ``None`` takes the newest that the source has when it is reached, so that a server that
-            joins is no further behind than those that are there. Each :meth:`start` is a beginning;
-            a source that is lost later is none. Until it is reached, a model that has a version
-            from before answers with that.
+        gate: The gate; ``None`` makes a new one.
+        max_pause: Longest time between two attempts to reach the source, in seconds.
+        min_version: The lowest version, of any epoch, that the feed has to have before it answers
+            requests. ``None`` takes the newest version that the source has when the feed first
+            reaches it, so that a new server is no further behind than the running ones. The rule
+            holds after each :meth:`start`, and not after a source that is lost later. Until the
+            source is reached, a model with a version from before answers with that version.
 
     Raises:
         ConfigError: The arguments exclude each other, or the scheme already has a role.
@@ -161,33 +163,34 @@ class WeightFeed:
             "worker_idx": worker_idx,
         }
         self._config = copy.copy(scheme)
-        # What is more than a change of pointers must not hold the loop.
+        # Only a change of pointers is quick enough to run on the event loop.
         self._in_thread = model is None or scheme.apply_copy or not scheme.strict
         self._users = 0
-        self._reset()  # says now what is wrong with the arguments
+        self._reset()  # so that wrong arguments raise here and not in start()
         self._scheme.abort()
 
     def _reset(self) -> None:
-        """What there is at the beginning of one run, from the first start() on."""
+        """Make the state of one run: a copy of the scheme, a thread and a task owner."""
         self._scheme = copy.copy(self._config)
         self._scheme.apply = "manual"
         follow(self._scheme, longest_pause=self.max_pause)
         self._scheme.init_on_receiver(**self._init, hooks=SchemeHooks(applied=self._on_flip))
-        self._swap: Swap | None = None  # under way
+        self._swap: Swap | None = None  # the switch that is under way
         self._thread = WorkerThread("aiosync-apply")
         self._tasks = TaskOwner(self._on_crash)
-        self._receiver: WeightReceiver | None = None  # over one link after the other
-        self._crash: BaseException | None = None  # what ended it, if it was not closed
-        self._activated_at: float | None = None  # when it switched the last time
+        self._receiver: WeightReceiver | None = None  # it survives the loss of a link
+        self._crash: BaseException | None = None  # the error that ended the feed, if any
+        self._activated_at: float | None = None  # time of the last switch
+        # Since when, and why, the newest version waits for the gate.
         self._blocked: tuple[float, str] | None = None
         self._started = time.monotonic()
 
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to receive in the background. Does not wait for the source.
+        """Begin to receive in the background, without waiting for the source.
 
-        Counted: each call needs its own :meth:`aclose`, and the last one ends the feed, which
+        Calls are counted: each needs its own :meth:`aclose`, and the last one ends the feed. It
         may then be started again.
         """
         self._users += 1
@@ -201,7 +204,7 @@ class WeightFeed:
     async def aclose(self) -> None:
         """Stop the feed, unless another :meth:`start` is still active.
 
-        Bounded; the model keeps its weights.
+        The call takes a bounded time; the model keeps its weights.
         """
         if self._users == 0:
             return
@@ -219,7 +222,7 @@ class WeightFeed:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -233,10 +236,10 @@ class WeightFeed:
 
     @property
     def lag(self) -> int:
-        """How far :attr:`version` is behind the newest version that the feed has heard of.
+        """Number of versions by which :attr:`version` is behind the newest known version.
 
-        If that newest version is of another epoch, all of its versions count.
-        0 while no source is reached, because no newer version is known then: see :attr:`status`.
+        If the newest version is of another epoch, all versions of that epoch count. It is 0 while
+        no source is reached, because no newer version is known then: see :attr:`status`.
         """
         if self._receiver is None:
             return 0
@@ -247,22 +250,22 @@ class WeightFeed:
 
     @property
     def ready(self) -> Ready:
-        """The condition that there is a version to answer with, to look at or to await."""
+        """Condition that the feed has a version to answer with; true or false, and awaitable."""
         return self.gate.ready
 
     def request(
         self, *, min_version: int = 0, epoch: int | None = None, timeout: float | None = None
     ) -> Admission:
-        """:meth:`AdmissionGate.request` of the feed's gate."""
+        """Make a request at the feed's gate; see :meth:`AdmissionGate.request`."""
         return self.gate.request(min_version=min_version, epoch=epoch, timeout=timeout)
 
     def batch(self, *, timeout: float | None = None) -> Admission:
-        """:meth:`AdmissionGate.batch` of the feed's gate."""
+        """Make a batch at the feed's gate; see :meth:`AdmissionGate.batch`."""
         return self.gate.batch(timeout=timeout)
 
     @property
     def status(self) -> FeedStatus:
-        """The state of the feed and its link to the source, at this moment."""
+        """State of the feed and its link to the source, at this moment."""
         now, version, receiver = time.monotonic(), self.gate.version, self._receiver
         causes = self._causes() if self._users else []
         reason = "; ".join(text for _, text in causes)
@@ -289,12 +292,12 @@ class WeightFeed:
 
     @property
     def _connected(self) -> bool:
-        """Whether there is a link to the source."""
+        """True if there is a link to the source."""
         receiver = self._receiver
         return receiver is not None and receiver.lost is None and receiver.error is None
 
     def _causes(self) -> list[tuple[float, str]]:
-        """Since when, and why, it does not follow the source."""
+        """Return the reasons why the feed does not follow the source, each with its start time."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
         link = None if self._connected else life_of(self._scheme).link
         why = None if link is None else link.why
@@ -315,14 +318,14 @@ class WeightFeed:
     # -- receiving -----------------------------------------------------------------------------
 
     def _on_crash(self, error: BaseException) -> None:
-        # A bug, or somebody cancelled a task that is not his.
+        # This is a bug, or other code has cancelled a task of the feed.
         self._crash = error
         asyncio.get_running_loop().call_exception_handler(
             {"message": "the weight feed ended with an error", "exception": error}
         )
 
     async def _run(self) -> None:
-        """Reach the source and follow it; both go on until this is closed."""
+        """Connect to the source and follow it until the feed is closed."""
         scheme = self._scheme
         try:
             await scheme.connect(timeout=math.inf, initial=False)
@@ -332,16 +335,20 @@ class WeightFeed:
             await self._follow(receiver)
         finally:
             if self._receiver is not None:
-                self._receiver.applier.leave_memory()  # copying a large model would hold the loop
+                # Otherwise the close would copy a large model, which would hold the loop.
+                self._receiver.applier.leave_memory()
                 self._receiver = None
             await scheme.aclose()
 
     def _catch_up(self, epoch: int | None = None) -> None:
-        """Have requests wait for what the source had when it was reached, unless told otherwise.
+        """Let requests wait for the version that the source had at the handshake.
+
+        Does nothing if the user gave a ``min_version``.
 
         Args:
-            epoch: Of what is about to be used. Of another one than the source had then, it is of a
-                trainer that came since, behind a weight server.
+            epoch: Epoch of the version that is about to be used; ``None`` before any. If the source
+                had another epoch at the handshake, a new trainer has come since, behind a weight
+                server: then requests wait for no version.
         """
         link = life_of(self._scheme).link
         answer = None if link is None else link.answer
@@ -350,7 +357,7 @@ class WeightFeed:
             self.gate.require(answer.version if known else 0, answer.epoch if known else None)
 
     async def _follow(self, receiver: WeightReceiver) -> None:
-        """Switch to each version that is complete."""
+        """Switch to each staged version; after a refusal or a late gate try the next one."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             await receiver.wait_until(
@@ -359,12 +366,12 @@ class WeightFeed:
             try:
                 await self._switch(receiver)
             except ApplyError:
-                self._blocked = None  # the receiver knows that it was refused
+                self._blocked = None  # the receiver itself reports the refused version
             except SwapTimeout as exc:
                 since = time.monotonic() if self._blocked is None else self._blocked[0]
                 waits = f"version {receiver.applier.staged_version} waits to be switched to"
                 self._blocked = (since, f"{waits}: {exc}")
-                # Requests must be let in for longer than they were kept waiting.
+                # The pause lets requests in for longer than the attempt kept them waiting.
                 pause = min(2 * pause, self.max_pause)
                 await asyncio.sleep(max(pause, 2 * (self.gate.swap_timeout or 0.0)))
             else:
@@ -373,27 +380,34 @@ class WeightFeed:
 
     async def _switch(self, receiver: WeightReceiver) -> None:
         async with self.gate.swap() as self._swap:
-            self._swap.version = self.gate.version  # nothing has changed so far
+            self._swap.version = self.gate.version  # the gate keeps it unless _activate() is called
             try:
                 await self._apply(receiver.applier)
             finally:
                 self._swap = None
 
     async def _apply(self, applier: Applier) -> None:
-        """Change the pointers on the loop; in a thread what is more, or has to wait for another."""
+        """Apply the staged update: on the loop if that is quick, or else in the feed's thread.
+
+        The thread also applies an update that has to wait for a forward in another thread.
+
+        Raises:
+            ApplyError: The update was refused, or a function of the user's raised.
+            SwapTimeout: A forward in another thread did not end in time.
+        """
         limit = self.gate.swap_timeout or math.inf
         if not self._in_thread and applier.is_quick:
             try:
                 applier.apply_pending()
                 return
-            except SyncTimeout:  # a forward in another thread goes on
+            except SyncTimeout:  # a forward in another thread is running: wait in the thread
                 pass
-            except BaseException as exc:  # noqa: BLE001 - goes on, or to the loop
-                applier.interrupt_loop(exc)  # and the thread does the rest
+            except BaseException as exc:  # noqa: BLE001 - interrupt_loop() raises or passes it on
+                applier.interrupt_loop(exc)  # if it returns, the thread applies the rest
         late = time.monotonic() + limit
 
         def apply() -> None:
-            while self._users:  # not once it is closed: that waits for no forward
+            while self._users:  # a feed that is being closed waits for no forward
                 try:
                     applier.apply_pending(patience=min(limit, _LOOK_SECONDS))
                     return
@@ -401,18 +415,18 @@ class WeightFeed:
                     if time.monotonic() >= late:
                         text = f"a forward pass in another thread went on for {limit:g} s"
                         raise SwapTimeout(text) from exc
-                except Exception:  # goes on to _follow()
+                except Exception:  # _follow() handles it
                     raise
-                except BaseException as exc:  # of a function of the user's: no end of this program
+                except BaseException as exc:  # a SystemExit of the user's must not end the program
                     raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
 
-        # What has begun ends: nobody may compute on weights that are half in place.
+        # An apply that has begun must end: no request may compute on weights half in place.
         await self._thread.run(apply, patience=None)
 
     def _on_flip(self, epoch: int, version: int) -> None:
-        """The model has another version. On any thread, before the trainer is told.
+        """Activate the version that the model now has at the gate. Called on any thread.
 
-        So the trainer never knows more than the gate does.
+        It is called before the trainer gets its ack, so the gate never knows less than the trainer.
         """
         if asyncio._get_running_loop() is self._loop:
             self._activate(epoch, version)
@@ -421,8 +435,8 @@ class WeightFeed:
 
     def _activate(self, epoch: int, version: int) -> None:
         if self._swap is None:
-            return  # closed, or a forward has finished what an interrupt cut short
-        if self.gate.waits_for:  # perhaps of another trainer than the one that it met first
+            return  # the feed was closed, or a forward completed an apply that was interrupted
+        if self.gate.waits_for:  # the version may be from another trainer than at the handshake
             self._catch_up(epoch)
         self._swap.activate(version, epoch)
         self._activated_at = time.monotonic()

@@ -1,7 +1,7 @@
-"""The admission gate: requests on one side, the switch to other weights on the other.
+"""The admission gate: lets requests and switches of the weights take turns.
 
-Bookkeeping and waiting only: what a switch does is its caller's business. Everything happens on
-one event loop; nothing here is thread-safe. Single forwards have a guard: ``receiver.guard``. Must
+The gate only counts and waits: its caller changes the weights. Everything happens on one event
+loop; nothing here is thread-safe. For single forwards there is a guard, in ``receiver.guard``. Must
 not import torch or transports.
 """
 
@@ -32,31 +32,31 @@ from aiosync.spans import VersionSpan
 __all__ = ["Admission", "AdmissionGate", "Mode", "Swap"]
 
 Mode: TypeAlias = Literal["between_requests", "immediate"]
-"""When weights are switched: while no request runs, or while no batch is being computed."""
+"""Mode of a gate: weights are switched while no request runs, or while no batch is computed."""
 
 _RETRY_SECONDS = 1.0
 
-# What this context is inside of, outermost first; child tasks inherit it.
+# The requests and batches that this context is inside of, outermost first; child tasks inherit it.
 _inside: ContextVar[tuple[Admission, ...]] = ContextVar("aiosync admissions", default=())
 
 
 def _around(gate: AdmissionGate) -> list[Admission]:
-    """What this context is inside of at a gate, outermost first, without what is over."""
+    """Return this context's running admissions at a gate, outermost first."""
     return [each for each in _inside.get() if each._gate is gate and each._holder.active]
 
 
 def _add(runs: list[tuple[int, int]], version: int, number: int) -> None:
-    """Lengthen the last run, or begin one."""
+    """Add ``number`` to the last run if that has this version, or else append a new run."""
     if runs and runs[-1][0] == version:
         number += runs.pop()[1]
     runs.append((version, number))
 
 
 def _limit_of(timeout: float | None, default: float | None) -> float | None:
-    """Seconds to wait: what a call says, or else the default; ``None`` for no limit.
+    """Return the seconds to wait: the call's timeout, or else the default; ``None`` for no limit.
 
     Raises:
-        ConfigError: The call says what is no number.
+        ConfigError: The call's timeout is no valid number.
     """
     validate_timeout(timeout)
     limit = default if timeout is None else timeout
@@ -64,7 +64,7 @@ def _limit_of(timeout: float | None, default: float | None) -> float | None:
 
 
 class AdmissionGate:
-    """Lets requests in, and switches of the weights between them.
+    """Gate that admits requests, and admits switches of the weights between them.
 
     ::
 
@@ -74,20 +74,20 @@ class AdmissionGate:
         async with gate.swap() as swap:       # nothing is being computed in here
             swap.version = put_in_new_weights()
 
-    In the mode ``"between_requests"`` a switch waits for the requests that are running, while
-    new ones wait for it. In the mode ``"immediate"`` it waits only for what is inside
-    ``async with gate.batch():``, so that a long request may be answered by several versions,
-    which its :attr:`Admission.versions` name; a batch still sees one.
+    In the mode ``"between_requests"`` a switch waits for the running requests, while new requests
+    wait for the switch. In the mode ``"immediate"`` a switch waits only for code inside
+    ``async with gate.batch():``. A long request may then be answered by several versions, which
+    its :attr:`Admission.versions` name; a batch still sees one version.
 
-    Belongs to one event loop at a time; not thread-safe. What a request computes in other
-    threads counts as a part of it for as long as its ``async with`` block lasts.
+    A gate belongs to one event loop at a time; it is not thread-safe. Computations of a request in
+    other threads count as a part of it for as long as its ``async with`` block lasts.
 
     Args:
         mode: ``"between_requests"`` or ``"immediate"``.
-        timeout: Seconds that a request waits to be admitted unless it says otherwise; ``None``
-            for ever.
-        swap_timeout: Seconds that a switch waits for running requests, and so the most that it
-            keeps new ones waiting; ``None`` for ever.
+        timeout: Seconds that a request waits to be admitted, unless it has a timeout of its own;
+            ``None`` for ever.
+        swap_timeout: Seconds that a switch waits for running requests, which is also the longest
+            time that it keeps new requests waiting; ``None`` for ever.
         initial_version: Version of the weights that are already loaded; ``None`` admits
             nothing before the first switch.
 
@@ -113,21 +113,22 @@ class AdmissionGate:
         self.timeout = timeout
         self.swap_timeout = swap_timeout
         self.swaps: int = 0
-        """Switches that were made."""
+        """Number of switches to another version."""
         self.on_admission: Callable[[float], object] | None = None
-        """Called with the seconds that a request or batch waited, once it is let in or given up."""
+        """Called when a request or batch ends its wait, with the seconds that it waited."""
         self._version = initial_version or 0
         self._epoch: int | None = None
         self._required: tuple[int, int | None] = (0, None)
-        self._running = 0  # what a switch has to wait for
+        self._running = 0  # admissions that a switch has to wait for
         self._waiting = 0
-        self._open: set[Admission] = set()  # requests that a switch does not wait for
-        self._swap: Swap | None = None  # the one that waits, or is under way
+        self._open: set[Admission] = set()  # running requests that a switch does not wait for
+        self._swap: Swap | None = None  # the switch that waits for requests, or is under way
         self._closed = False
-        # A version, the end of a switch, of the last request that one waits for, or of the gate.
+        # Notified at a new version, a new requirement, the end of a switch, the end of the last
+        # request that a switch waits for, and the close of the gate.
         self._changed = Notifier()
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -136,34 +137,35 @@ class AdmissionGate:
 
     @property
     def epoch(self) -> int | None:
-        """Epoch of :attr:`version`; ``None`` if none was named."""
+        """Epoch of :attr:`version`; ``None`` if no switch named one."""
         return self._epoch
 
     @property
     def running(self) -> int:
-        """Requests (mode ``"immediate"``: batches) that a switch would have to wait for."""
+        """Number of requests (mode ``"immediate"``: batches) that a switch would wait for."""
         return self._running
 
     @property
     def waiting(self) -> int:
-        """Requests and batches that wait to be admitted."""
+        """Number of requests and batches that wait to be admitted."""
         return self._waiting
 
     @property
     def waits_for(self) -> int:
-        """The least version to let requests in with, until it is there; 0 from then on."""
+        """Lowest version that admits requests, until the gate has it; 0 from then on."""
         return self._required[0] or int(self._version == 0)
 
     def require(self, version: int, epoch: int | None = None) -> None:
-        """Let nobody in until there is this version, or a newer one of its epoch.
+        """Admit nothing until the gate has this version, or a newer one of its epoch.
 
-        For a server that joins, whose weights are older than those of the others. What is inside
-        already goes on. Once there was such a version it is required no more: what comes later may
-        be of a restarted trainer, which counts from 1 again. Another call replaces it.
+        It is for a new server whose weights are older than those of the running servers. Requests
+        that are admitted already go on. Once the gate had such a version the requirement ends,
+        because a later version may be from a restarted trainer, which counts from 1 again. Another
+        call replaces the requirement.
 
         Args:
-            version: The version; 0 for none.
-            epoch: Its epoch; ``None`` for whatever epoch there is.
+            version: The version; 0 for no requirement.
+            epoch: Epoch of the version; ``None`` for any epoch.
         """
         as_version("version", version)
         self._required = (0, None) if self._satisfies(version, epoch) else (version, epoch)
@@ -171,7 +173,7 @@ class AdmissionGate:
 
     @property
     def ready(self) -> Ready:
-        """The condition that there is a complete and required version, and the gate is open."""
+        """Condition that the gate is open and has a complete version that meets the requirement."""
         return Ready(self._is_ready, self._wait_until_ready)
 
     def _is_ready(self) -> bool:
@@ -192,7 +194,13 @@ class AdmissionGate:
         limit: float | None = None,
         late: Callable[[], Exception] = TimeoutError,
     ) -> None:
-        """Wait until it holds, or the gate is closed, which raises, or ``limit`` seconds are up."""
+        """Wait until a condition holds.
+
+        Raises:
+            LocalProtocolError: The gate is closed.
+            Exception: The result of ``late()``, if the condition does not hold within ``limit``
+                seconds.
+        """
         try:
             async with asyncio.timeout(limit):
                 while self._closed or not condition():
@@ -207,14 +215,15 @@ class AdmissionGate:
     def request(
         self, *, min_version: int = 0, epoch: int | None = None, timeout: float | None = None
     ) -> Admission:
-        """``async with gate.request() as version:`` around what answers one request.
+        """Make an admission for one request: ``async with gate.request() as version:``.
 
-        Inside another request of this gate, or in a task that it
-        starts, it is part of that one: it is admitted at once, and a switch waits for both.
+        The block contains the code that answers the request. Inside another request of this gate,
+        or in a task that the other request started, the block is part of that request: it is
+        admitted at once, and a switch waits for both.
 
         Args:
-            min_version: The lowest version to be answered with.
-            epoch: Epoch that ``min_version`` belongs to; ``None`` for whatever epoch there is.
+            min_version: The lowest version that may answer the request.
+            epoch: Epoch that ``min_version`` belongs to; ``None`` for any epoch.
             timeout: Seconds to wait to be admitted; ``None`` takes the gate's, ``math.inf`` waits
                 for ever, 0 not at all.
 
@@ -223,7 +232,7 @@ class AdmissionGate:
 
         Raises:
             AdmissionTimeout: On entering: no such version arrived in time, or a switch took
-                too long. Nothing was computed, so that it may be tried again.
+                too long. Nothing was computed, so the request may be tried again.
             LocalProtocolError: On entering: the gate is closed.
 
         Cancellation:
@@ -233,10 +242,11 @@ class AdmissionGate:
         return Admission(self, self.mode == "between_requests", min_version, epoch, timeout)
 
     def batch(self, *, timeout: float | None = None) -> Admission:
-        """``async with gate.batch() as version:`` around what must see one version.
+        """Make an admission for one batch: ``async with gate.batch() as version:``.
 
-        For the mode ``"immediate"``, around each step of a longer request or of an engine. In
-        the other mode it is a part of the request around it, or a request of its own.
+        The code in the block sees one version of the weights. A batch is for the mode
+        ``"immediate"``, around each step of a longer request or of an engine. In
+        the other mode the block is a part of the request around it, or a request of its own.
 
         Args:
             timeout: As for :meth:`request`.
@@ -259,7 +269,10 @@ class AdmissionGate:
         return self._version >= min_version and epoch in (None, self._epoch)
 
     def _tell(self, seconds: float) -> None:
-        """Tell of an admission; whoever raises is told no more, and costs no request."""
+        """Call :attr:`on_admission`; if that raises, log the error and never call it again.
+
+        So an error of the callback fails no request.
+        """
         if self.on_admission is not None:
             try:
                 self.on_admission(seconds)
@@ -277,21 +290,21 @@ class AdmissionGate:
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> Swap:
-        """``async with gate.swap() as swap:`` around the switch to other weights.
+        """Make a switch to other weights: ``async with gate.swap() as swap:``.
 
-        Nothing is being computed inside. If the block raises, the version stays. Several
-        switches take turns.
+        While the block runs, no request (mode ``"immediate"``: no batch) computes. If the block
+        raises, the version stays. Several switches take turns.
 
         Args:
-            version: The version afterwards; ``None`` for the next number. The block
+            version: The version after the block; ``None`` for the next number. The block
                 may set ``swap.version`` and ``swap.epoch`` instead.
-            epoch: Its epoch; ``None`` for the same as before.
+            epoch: Epoch of that version; ``None`` for the same as before.
             timeout: Seconds to wait for running requests; ``None`` takes the gate's
                 ``swap_timeout``, ``math.inf`` waits for ever.
 
         Raises:
-            SwapTimeout: On entering: they did not end. They go on, and those that waited are
-                admitted.
+            SwapTimeout: On entering: the running requests did not end in time. They go on, and
+                the waiting requests are admitted.
             LocalProtocolError: On entering: the gate is closed, or this is inside a request,
                 which would wait for itself. On leaving: ``swap.version`` is below 1.
 
@@ -301,7 +314,7 @@ class AdmissionGate:
         return Swap(self, version, epoch, timeout)
 
     def close(self) -> None:
-        """Admit nothing any more; waiting requests get ``LocalProtocolError``. Idempotent."""
+        """Admit no more requests; waiting requests get ``LocalProtocolError``. Idempotent."""
         self._closed = True
         self._changed.notify()
 
@@ -328,11 +341,11 @@ class Admission:
     """One request or batch at a gate; see :meth:`AdmissionGate.request`. Enter it once.
 
     Attributes:
-        min_version: The lowest version that it asked for.
-        wanted_epoch: The epoch that it asked for, or ``None``.
-        version: Version with which it was admitted; 0 before.
+        min_version: The lowest version that the request asked for.
+        wanted_epoch: The epoch that the request asked for, or ``None``.
+        version: Version with which the request was admitted; 0 before.
         epoch: Epoch of that version.
-        blocks: Whether a switch waits for it.
+        blocks: True if a switch waits for this admission.
     """
 
     def __init__(
@@ -351,38 +364,43 @@ class Admission:
         self._gate = gate
         self._timeout = timeout
         self._task: asyncio.Task[object] | None = None
-        self._seen: list[tuple[int, int | None]] = []  # versions and epochs since it was let in
-        self._steps: list[tuple[int, int]] = []  # of its batches: versions, and how many
-        self._counted: list[tuple[int, int]] = []  # the same, as count() was told
-        self._parts = 0  # this and what joined it; it is over when none is left
-        self._holder: Admission = self  # the one that it is a part of
+        # Versions and epochs since this was admitted.
+        self._seen: list[tuple[int, int | None]] = []
+        # Runs of its batches: a version, and the number of batches that it computed.
+        self._steps: list[tuple[int, int]] = []
+        # Runs as count() was told: a version, and a number of tokens.
+        self._counted: list[tuple[int, int]] = []
+        # Number of blocks that run as a part of this, its own included; at 0 it has ended.
+        self._parts = 0
+        # The admission that this is a part of.
+        self._holder: Admission = self
 
     @property
     def active(self) -> bool:
-        """Whether a part of it is still running."""
+        """True if a part of this admission is still running."""
         return self._parts > 0
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions that may have contributed so far, in the order in which they came.
+        """Versions that may have contributed so far, in the order in which they came.
 
-        One, where a switch waits for the request. In the mode ``"immediate"`` those of its
-        batches, or of what was counted, or, without any, all that there were since it was
-        admitted.
+        It is one version if a switch waits for the request. In the mode ``"immediate"`` they are
+        the versions that :meth:`count` was told; without these, the versions of its batches;
+        without batches, all versions since it was admitted.
         """
         runs = self._counted or self._steps or self._seen
         return tuple(dict.fromkeys(version for version, _ in runs))
 
     @property
     def span(self) -> VersionSpan:
-        """The versions that answer this request, from when it was let in until now, or its end.
+        """Span of the versions that answer this request, from its admission until now or its end.
 
-        Its ``runs`` are what :meth:`count` was told; or else, in the mode ``"immediate"``, its
-        batches, each of which counts as 1. Where versions of several epochs followed each other
-        its ``first`` is 0: such versions cannot be compared.
+        The span's ``runs`` are those that :meth:`count` was told; or else, in the mode
+        ``"immediate"``, the batches, each of which counts as 1. If versions of several epochs
+        followed each other, its ``first`` is 0, because such versions cannot be compared.
 
         Raises:
-            LocalProtocolError: It was not let in yet.
+            LocalProtocolError: The request was not admitted yet.
         """
         if not self._seen:
             raise LocalProtocolError("a request has no versions before it is let in")
@@ -395,14 +413,14 @@ class Admission:
         return VersionSpan(min(self.versions), max(self.versions), epoch)
 
     def count(self, version: int, tokens: int = 1) -> None:
-        """Note that so many tokens, or steps, of the answer are of a version.
+        """Record that a version computed ``tokens`` tokens, or steps, of the answer.
 
-        For an engine that computes steps of many requests at a time, outside of each of them;
-        :attr:`versions` and :attr:`span` say from then on what was counted, and nothing else.
+        It is for an engine that computes steps of many requests at a time, outside of the requests'
+        blocks. From the first call on :attr:`versions` and :attr:`span` show only the counts.
 
         Args:
-            version: What ``async with gate.batch() as version:`` gave for the step.
-            tokens: How many.
+            version: Version that ``async with gate.batch() as version:`` gave for the step.
+            tokens: Number of tokens or steps.
         """
         _add(self._counted, version, tokens)
 
@@ -423,14 +441,14 @@ class Admission:
             self.version, self.epoch = gate._version, gate._epoch
             if self.blocks:
                 gate._running += 1
-                for each in _around(gate):  # none of them blocks
+                for each in _around(gate):  # requests around this batch; a switch waits for none
                     _add(each._steps, self.version, 1)
             else:
                 gate._open.add(self)
         self._holder._parts += 1
         self.version, self.epoch = self._holder.version, self._holder.epoch
         self._seen.append((self.version, self.epoch))
-        # Without those that are over: another task may have left them, as middleware does.
+        # Drop the admissions that have ended: another task may have left them, as middleware does.
         _inside.set((*(each for each in _inside.get() if each._holder.active), self))
         return self.version
 
@@ -445,7 +463,10 @@ class Admission:
             gate._tell(time.monotonic() - began)
 
     def _too_late(self, limit: float | None) -> AdmissionTimeout:
-        """The error after ``limit`` seconds; at once, in a part of another request, with none."""
+        """Return the error for an admission that waited ``limit`` seconds.
+
+        ``limit`` is ``None`` for a part of another request, which cannot wait for a version.
+        """
         gate, has = self._gate, f"this server has version {self._gate._version}"
         when = "and cannot become newer inside another request"
         if limit is not None:
@@ -485,9 +506,9 @@ class Swap:
     """One switch of the weights; see :meth:`AdmissionGate.swap`. Enter it once.
 
     Attributes:
-        version: The version afterwards; ``None`` for the next number. The version
-            that the gate has already means that nothing changed.
-        epoch: Its epoch; ``None`` for the same as before.
+        version: The version after the switch; ``None`` for the next number. The version that the
+            gate has already means that nothing changed.
+        epoch: Epoch of that version; ``None`` for the same as before.
     """
 
     def __init__(
@@ -499,9 +520,9 @@ class Swap:
         self._timeout = timeout
 
     def activate(self, version: int, epoch: int | None = None) -> None:
-        """Say inside the block that the weights are those of ``version`` from now on.
+        """Set the gate's version inside the block, as soon as the weights are those of ``version``.
 
-        For a block that may still raise afterwards; the version then is this one all the same.
+        It is for a block that may still raise afterwards: the gate keeps this version all the same.
         """
         self.version, self.epoch = version, epoch
         self._gate._activate(version, self._gate._epoch if epoch is None else epoch)
@@ -515,18 +536,18 @@ class Swap:
         try:
             async with asyncio.timeout(limit):
                 if limit != 0:
-                    await asyncio.sleep(0)  # whoever waited for the last switch goes first
+                    await asyncio.sleep(0)  # requests that waited for the last switch go first
                 while gate._swap is not None:
                     await gate._until(lambda: gate._swap is None)
                     await asyncio.sleep(0)
                 gate._swap = self
                 await gate._until(lambda: gate._running == 0)
-        except BaseException as exc:  # goes on, as SwapTimeout where it came too late
+        except BaseException as exc:  # raised again, a TimeoutError as SwapTimeout
             requests = f"{gate._running} requests that were running"
             what = requests if gate._swap is self else "another switch"
             self._over()
             if not isinstance(exc, TimeoutError):
-                raise  # cancelled, or closed
+                raise  # the task was cancelled, or the gate is closed
             text = f"{what} did not end within {limit or 0:g} s"
             raise SwapTimeout(text, running=gate._running) from exc
         return self
