@@ -1,4 +1,4 @@
-"""What weight sync costs, and how far it is: for Prometheus, OpenTelemetry and trainers' logs.
+"""Metrics of weight sync, its cost and its lag, for Prometheus, OpenTelemetry and trainers' logs.
 
 ::
 
@@ -7,7 +7,7 @@
         ...
 
 Names and labels are those of :data:`METRICS`; see ``docs/topics/metrics.md``. Needs
-``aiosync[metrics]``, but for :meth:`Metrics.as_log`.
+``aiosync[metrics]``, except for :meth:`Metrics.as_log`.
 """
 
 from aiosync.metrics.collector import METRICS, Metric, Metrics, Source

@@ -1,6 +1,6 @@
-"""The metrics, as a table, and what gathers them from schemes, weight servers and gates.
+"""The table of metrics, and the collector of their values from schemes, weight servers and gates.
 
-Prometheus' and OpenTelemetry's are both made from the table.
+The metrics of Prometheus and the instruments of OpenTelemetry are both made from the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "Metric", "Metrics", "Source", "optional"]
 
 Source: TypeAlias = WeightSyncScheme | BlockingScheme | WeightServer | AdmissionGate
-"""What there are metrics of: schemes of either API and role, weight servers, gates."""
+"""Objects with metrics: schemes of either API and role, weight servers, gates."""
 
 _Labels: TypeAlias = tuple[str, ...]
 
@@ -58,25 +58,25 @@ _SECONDS = (
     120,
     300,
 )
-_STATES = ("joining", "ready", "lagging", "lost")  # who has left is no receiver any more
+_STATES = ("joining", "ready", "lagging", "lost")  # a worker that has left is no receiver
 _DIRECTIONS = {"sender": "sent", "server": "sent", "receiver": "received"}
 _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """One metric of the table.
 
     Attributes:
-        name: As Prometheus has it.
-        kind: Its type.
-        help: What it says, in a sentence.
+        name: Name in Prometheus.
+        kind: Type of the metric.
+        help: Meaning of the metric, in a sentence.
         labels: Names of its labels. None of them is a worker or a process.
-        unit: Its base unit, which the name ends in.
+        unit: Base unit, which the name ends in; empty for none.
         buckets: Upper bounds of a histogram, without the infinite one.
-        read: Its values, by those of the labels, in what a scheme says of itself; nothing for
-            what is counted here.
-        join: What several sources with the same labels show together.
+        read: Returns the values in a scheme's statistics, by the values of the labels; nothing for
+            a metric that :class:`Metrics` counts itself.
+        join: Joins the values of two sources with the same labels into one.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Metric:
 
     @property
     def dotted(self) -> str:
-        """As OpenTelemetry has it; exporters to Prometheus make :attr:`name` of it again."""
+        """Name in OpenTelemetry; exporters to Prometheus turn it into :attr:`name` again."""
         return self.name.removesuffix("_total").replace("_", ".", 1)
 
 
@@ -234,14 +234,14 @@ _TABLE = (
 )
 
 METRICS: Final[Mapping[str, Metric]] = {metric.name: metric for metric in _TABLE}
-"""Every metric there is, by its name. See ``docs/topics/metrics.md`` for what has no source."""
+"""Every metric, by its name. ``docs/topics/metrics.md`` lists figures that have no metric."""
 
 
 def optional(module: str) -> ModuleType:
-    """Import what only the extra brings.
+    """Import a module that comes with the extra ``metrics``.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The module cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -253,26 +253,28 @@ def optional(module: str) -> ModuleType:
 
 
 class Metrics:
-    """What :data:`METRICS` show, of all sources in this process together.
+    """Values of :data:`METRICS`, of all sources in this process together.
 
-    A collector for ``prometheus_client``: give it to :func:`aiosync.metrics.serve`, or to
-    ``prometheus_client.REGISTRY.register()``. Sources are asked when somebody looks; histograms
-    are filled as things happen. Counters of several sources with the same labels add up, of gauges
-    the worst is shown. Of a scheme that was closed the counters stay, and nothing else.
+    It is a collector for ``prometheus_client``: give it to :func:`aiosync.metrics.serve`, or to
+    ``prometheus_client.REGISTRY.register()``. Counters and gauges are read from the sources at each
+    request; histograms are filled at each update, request and sample. Counters of several sources
+    with the same labels add up; of gauges the worst value is shown. A closed scheme keeps its
+    counters and loses its gauges.
 
     Args:
-        *sources: As for :meth:`add`.
+        *sources: Sources as for :meth:`add`.
 
     Threads:
-        Any thread may use it; with a weight server among the sources, only that of its loop may ask
-        for :meth:`values` and :meth:`collect`.
+        Any thread may use it. With a weight server among the sources, only the thread of the
+        server's loop may call :meth:`values` and :meth:`collect`.
     """
 
     def __init__(self, *sources: Source) -> None:
         self._sources: list[Source] = []
-        # Re-entrant: a signal's handler may send, too.
+        # The lock is re-entrant because a signal's handler may send while this thread holds it.
         self._lock = threading.RLock()
-        # Counts of each bucket, of what is beyond the last one, and the sum.
+        # For each histogram and its labels: the count of each bucket, the count of the values
+        # beyond the last bucket, and the sum of all values.
         self._histograms: dict[str, dict[_Labels, list[float]]] = {
             name: defaultdict(([0.0] * (len(metric.buckets) + 2)).copy)
             for name, metric in METRICS.items()
@@ -285,14 +287,14 @@ class Metrics:
             self.add(source)
 
     def add(self, source: Source, model: str = "policy") -> None:
-        """Take in another source, for good.
+        """Add a source; it cannot be removed.
 
         Args:
             source: A scheme, a weight server or a gate.
-            model: What the requests of a gate are for.
+            model: Name of the model that the requests at a gate are for.
 
         Raises:
-            ConfigError: A gate tells somebody else of its requests.
+            ConfigError: The gate has an ``on_admission`` callback already.
         """
         if isinstance(source, AdmissionGate):
             if source.on_admission is not None:
@@ -305,11 +307,11 @@ class Metrics:
         self._sources.append(source)
 
     def unready(self) -> list[Source]:
-        """Those that an orchestrator should wait for.
+        """Return the sources that an orchestrator should wait for.
 
-        Receivers and gates that have no weights, and senders that lack an expected worker, or a
-        worker of which lacks weights. Never a weight server: who brings weights has to reach it;
-        nor a scheme that was closed.
+        These are receivers and gates without weights, and senders with a missing expected worker or
+        a worker without weights. A weight server is never among them, because the trainer that
+        pushes to it has to reach it first; nor is a closed scheme.
         """
         return [
             source
@@ -317,16 +319,16 @@ class Metrics:
             if not isinstance(source, WeightServer) and not source.ready and not _is_closed(source)
         ]
 
-    # -- what happens --------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def on_sync(self, event: SyncEvent) -> None:
-        """Take in what a scheme tells its observers."""
+        """Record the event of an update that ended; schemes call it as an observer."""
         labels, phases = (event.model, event.role, event.transport), event.seconds
         for phase, seconds in phases.items():
             self._observe("aiosync_sync_seconds", (*labels, phase), seconds)
-        if event.outcome != "ok":  # its time is no sync's
+        if event.outcome != "ok":  # the log shows the times of completed updates only
             return
-        # A pause is a part of another phase.
+        # The pause is a part of another phase and must not count twice.
         self._log("perf/weight_sync_s", sum(phases.values()) - phases.get("pause", 0.0))
         self._log("perf/weight_sync_pause_s", phases.get("pause"))
         self._log("perf/weight_sync_transfer_s", phases.get("wire"))
@@ -337,18 +339,18 @@ class Metrics:
         span: VersionSpan | None,
         weight: Literal["sample", "token"] = "sample",
     ) -> float | None:
-        """Note how stale a sample is that a trainer got, and say it.
+        """Record the staleness of a sample that a trainer received, and return it.
 
         Args:
-            scheme: The trainer's.
-            span: The versions that the sample was computed with; ``None`` if nobody knows.
-            weight: As for :func:`aiosync.staleness`.
+            scheme: The trainer's scheme.
+            span: The versions that the sample was computed with; ``None`` if they are unknown.
+            weight: ``"sample"`` or ``"token"``, as for :func:`aiosync.staleness`.
 
         Returns:
-            Versions; ``None`` if it is unknown.
+            Staleness in versions; ``None`` if it is unknown.
 
         Raises:
-            ConfigError: There is no such weight.
+            ConfigError: ``weight`` has an illegal value.
         """
         stale, model = scheme.staleness(span, weight=weight), scheme.model_id or "policy"
         self._log("sample/staleness", stale)
@@ -360,12 +362,12 @@ class Metrics:
         return stale
 
     def as_log(self) -> dict[str, float]:
-        """What happened since the last call, under the names that trainers' loggers use.
+        """Return the measurements since the last call, under the names of trainers' loggers.
 
         Returns:
             Means, in seconds, of ``perf/weight_sync_s``, ``perf/weight_sync_pause_s`` and
             ``perf/weight_sync_transfer_s``; in versions ``sample/staleness_mean`` and
-            ``sample/staleness_max``. What was not measured is left out.
+            ``sample/staleness_max``. Names without a measurement are left out.
         """
         with self._lock:
             logged, self._logged = self._logged, {}
@@ -389,14 +391,14 @@ class Metrics:
         for listener in self._listeners:
             listener(name, labels, value)
 
-    # -- whoever asks --------------------------------------------------------------------------
+    # -- values --------------------------------------------------------------------------------
 
     def on_observe(self, listener: Callable[[str, tuple[str, ...], float], None]) -> None:
-        """Have each value of a histogram told, too: the metric's name, labels' values, value."""
+        """Call ``listener`` with each value of a histogram: name, values of the labels, value."""
         self._listeners.append(listener)
 
     def values(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """What each counter and gauge shows now, by the values of its labels."""
+        """Return the present value of each counter and gauge, by the values of its labels."""
         found: dict[str, dict[_Labels, float]] = {
             name: {} for name, metric in METRICS.items() if not metric.buckets
         }
@@ -414,7 +416,7 @@ class Metrics:
             elif not isinstance(source, AdmissionGate):
                 try:
                     everything, refused = (source.stats(),), getattr(source, "refused", {})
-                except LocalProtocolError:  # it has no role yet
+                except LocalProtocolError:  # a scheme without a role has no statistics yet
                     continue
             else:
                 continue
@@ -427,10 +429,10 @@ class Metrics:
         return found
 
     def collect(self) -> Iterator[Family]:
-        """What ``prometheus_client`` calls.
+        """Yield every metric with its values; ``prometheus_client`` calls it.
 
         Raises:
-            ConfigError: It is not installed.
+            ConfigError: ``prometheus_client`` is not installed.
         """
         client = optional("prometheus_client.core")
         values = self.values()
@@ -453,6 +455,6 @@ class Metrics:
 
 
 def _is_closed(source: Source) -> bool:
-    """Whether it is a scheme, and closed."""
+    """Return True if the source is a closed scheme."""
     scheme = core_of(source) if isinstance(source, BlockingScheme) else source
     return isinstance(scheme, WeightSyncScheme) and life_of(scheme).closed

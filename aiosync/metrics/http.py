@@ -1,4 +1,4 @@
-"""Pages on a socket of their own, such as ``/metrics``, ``/healthz`` and ``/readyz``: GET only."""
+"""A small HTTP server for pages such as ``/metrics``, ``/healthz`` and ``/readyz``: GET only."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from aiosync.transports.address import Address, bind
 __all__ = ["TEXT", "HttpServer", "Page", "serve"]
 
 Page: TypeAlias = Callable[[Sequence[str]], tuple[HTTPStatus, str, bytes] | AsyncGenerator[bytes]]
-"""Called with the header lines of a request. Returns status, content type and body (without one,
-the status as a line); or the events of a ``text/event-stream``, which ends with its reader."""
+"""Function called with the header lines of a request. Returns status, content type and body (an
+empty body becomes a line with the status); or the events of a ``text/event-stream``, which is
+closed when its reader ends."""
 
 TEXT = "text/plain; charset=utf-8"
-"""A content type."""
+"""Content type of plain text."""
 
-_MAX_NBYTES = 8192  # of a request
+_MAX_NBYTES = 8192  # longest request
 _MAX_LINKS = 32
-_SECONDS = 10.0  # that a link may be open, if nothing is streamed
+_SECONDS = 10.0  # longest time of a link, and of a reader of a stream to take one event
 _TARGET = re.compile(r"(?:https?://([^/?]+))?(/[^?]*)?(?:\?.*)?", re.IGNORECASE)
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n"
@@ -36,21 +37,23 @@ _EVENTS = (
 
 
 class HttpServer:
-    """``async with HttpServer(...) as url:`` shows pages to whoever asks.
+    """HTTP server for a few pages: ``async with HttpServer(...) as url:``.
 
-    Takes 32 connections at a time, of one request each, at most 8 KiB and 10 seconds long; events
-    are streamed for longer, to those who take each within 10 seconds. Another one ends the oldest,
-    one that has not asked if there is any.
+    Any client may ask. The server takes 32 connections at a time. Each has one request, of at most
+    8 KiB, and ends within 10 seconds. Events are streamed for longer, as long as the reader takes
+    each event within 10 seconds. One connection too many ends the oldest one that has not sent its
+    request, or else the oldest one.
 
     Args:
         listen: ``HOST:PORT``; port 0 for any free one.
-        pages: What there is, by path.
-        allow_hosts: Names under which it may be asked, beside those of this host, names without
-            a dot, and addresses. A page of another site could have any other name lead here.
+        pages: The pages, by path.
+        allow_hosts: Host names under which clients may ask, beside those of this host, names
+            without a dot, and addresses. Other names are refused, because a page of another site
+            could let its own name lead to this host.
 
     Raises:
-        ConfigError: ``allow_hosts`` is no list. On entering: the address is none, or cannot be
-            bound.
+        ConfigError: ``allow_hosts`` is no list. On entering: ``listen`` is no address, or cannot
+            be bound.
     """
 
     def __init__(
@@ -61,18 +64,20 @@ class HttpServer:
         self._listen, self._pages = listen, pages
         self._names = {_host_of(each) for each in (*allow_hosts, socket.gethostname())}
         self._has_full_name = False
-        self._links: dict[asyncio.Task[None], bool] = {}  # oldest first, and whether it has asked
+        # The task of each connection, oldest first, and True if its request has arrived.
+        self._links: dict[asyncio.Task[None], bool] = {}
 
     async def __aenter__(self) -> str:
         try:
             address = Address.parse(f"tcp://{self._listen}")
         except ConfigError as exc:
-            raise ConfigError(  # without credentials
+            raise ConfigError(  # the text leaves out credentials before an @
                 f"{self._listen.rpartition('@')[2]!r} is not HOST:PORT, such as 127.0.0.1:9464"
             ) from exc
         self._names.add(_host_of(address.host))
         sock, address = bind(address)
-        # Nothing suspends this before it is known what to close.
+        # With start_serving=False this call does not suspend, so no cancellation can come between
+        # the bind and the assignment of the server that has to be closed.
         self._server: asyncio.Server = await asyncio.start_server(
             self._serve, sock=sock, limit=_MAX_NBYTES, start_serving=False
         )
@@ -89,20 +94,21 @@ class HttpServer:
             await asyncio.sleep(0)
 
     def abort(self) -> None:
-        """Have every socket closed. On the loop that it runs on."""
+        """Close the listening socket and cancel every connection. Call it on the server's loop."""
         self._server.close()
         for link in self._links:
             link.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
+        """Answer the one request of a connection."""
         link = asyncio.current_task()
         assert link is not None
         loop, hanging_up = asyncio.get_running_loop(), None
         try:
-            if not self._server.is_serving():  # it was closed since this link was accepted
+            if not self._server.is_serving():  # the server was closed after it accepted this link
                 return
-            if len(self._links) == _MAX_LINKS:  # a probe asks at once: whoever did not goes first
+            # A probe asks at once, so a link without a request is closed before the others.
+            if len(self._links) == _MAX_LINKS:
                 oldest = min(self._links, key=self._links.__getitem__)
                 del self._links[oldest]
                 oldest.cancel()
@@ -117,7 +123,7 @@ class HttpServer:
                 if isinstance(answer, bytes):
                     writer.write(answer)
                     writer.close()
-                    await writer.wait_closed()  # once that has been taken
+                    await writer.wait_closed()  # returns when the client has taken the answer
                     return
                 deadline.reschedule(None)
                 hanging_up = loop.create_task(_end_with(reader, link))
@@ -128,7 +134,7 @@ class HttpServer:
                         deadline.reschedule(loop.time() + _SECONDS)
                         await writer.drain()
                         deadline.reschedule(None)
-        except (asyncio.CancelledError, EOFError, OSError):  # whoever asked is gone, or too slow
+        except (asyncio.CancelledError, EOFError, OSError):  # the client has gone or is too slow
             return
         finally:
             writer.transport.abort()
@@ -137,12 +143,13 @@ class HttpServer:
                 hanging_up.cancel()
 
     async def _is_name_of_this(self, host: str) -> bool:
-        """Return whether a name is one that no other site can have chosen."""
+        """Return True if no other site can have chosen the name for its own pages."""
         if "." not in host or host in self._names or host.endswith(".localhost"):
             return True
         with contextlib.suppress(ValueError):
             return bool(ipaddress.ip_address(host))
-        if not self._has_full_name:  # it may take seconds, and most who ask use an address
+        # The look-up may take seconds and is made only when needed: most clients use an address.
+        if not self._has_full_name:
             self._has_full_name = True
             loop = asyncio.get_running_loop()
             self._names.add(_host_of(await loop.run_in_executor(None, socket.getfqdn)))
@@ -155,7 +162,7 @@ class HttpServer:
         target = _TARGET.fullmatch(words[1]) if len(words) == 3 and words[1] else None
         hosts = [each[5:] for each in fields if each.lower().startswith("host:")]
         if target is not None and target[1]:
-            hosts = [target[1]]  # which counts instead of the field
+            hosts = [target[1]]  # the host of an absolute URL counts instead of the Host field
         path = "" if target is None else target[2] or "/"
         if not (ended and path and words[2].startswith("HTTP/1.") and len(hosts) <= 1):
             status = HTTPStatus.BAD_REQUEST
@@ -180,13 +187,13 @@ class HttpServer:
 
 
 def _host_of(authority: str) -> str:
-    """Return the host of ``host:port``, without brackets, in small letters."""
+    """Return the host of ``host:port`` without brackets, in small letters."""
     host = authority.strip().lower()
     return host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].rstrip(".")
 
 
 async def _end_with(reader: asyncio.StreamReader, link: asyncio.Task[None]) -> None:
-    """Cancel a link whose other end is closed; what that says meanwhile is dropped."""
+    """Cancel a link when its other end is closed; drop everything that the client sends."""
     with contextlib.suppress(OSError):
         while await reader.read(_MAX_NBYTES):
             pass
@@ -194,28 +201,29 @@ async def _end_with(reader: asyncio.StreamReader, link: asyncio.Task[None]) -> N
 
 
 class serve(HttpServer):
-    """``async with aiosync.metrics.serve(metrics) as url:`` answers what an orchestrator asks.
+    """HTTP server for metrics and probes: ``async with aiosync.metrics.serve(metrics) as url:``.
 
-    In blocking code ``with``: it then runs on the thread of :mod:`aiosync.sync`.
+    Blocking code uses ``with``: the server then runs on the thread of :mod:`aiosync.sync`.
 
     - ``GET /metrics``: all metrics, in the text format of Prometheus or as OpenMetrics.
     - ``GET /healthz``: 200, as long as the event loop runs.
     - ``GET /readyz``: 200, or 503 with a line for each of :meth:`Metrics.unready`.
 
-    Nobody has to prove anything. Nothing that is said is a secret, but it names models and
-    versions, so it listens on this host only unless told otherwise. Takes 32 connections at a time,
-    of one request each, at most 8 KiB and 10 seconds long; another one ends the oldest, one that
-    has not asked if there is any.
+    Clients need no token. The answers hold no secret, but they name models and versions, so the
+    server listens on this host only unless told otherwise. It takes 32 connections at a time, of
+    one request each, at most 8 KiB and 10 seconds long. One connection too many ends the oldest one
+    that has not sent its request, or else the oldest one.
 
     Args:
-        metrics: What to show.
+        metrics: The metrics to show.
         listen: ``HOST:PORT``; port 0 for any free one.
-        allow_hosts: Names under which it may be asked, beside those of this host, names without
-            a dot, and addresses. A page of another site could have any other name lead here.
+        allow_hosts: Host names under which clients may ask, beside those of this host, names
+            without a dot, and addresses. Other names are refused, because a page of another site
+            could let its own name lead to this host.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed, or ``allow_hosts`` is no list. On
-            entering: the address is none or cannot be bound.
+            entering: ``listen`` is no address, or cannot be bound.
         LocalProtocolError: On entering with ``with``: an event loop runs in this thread.
     """
 
@@ -255,14 +263,14 @@ class serve(HttpServer):
                 self._lease.release()
 
     def forgotten(self) -> None:
-        """The program ends inside of ``with``: no mistake."""
+        """Do nothing: a program may end inside the ``with`` block, which is no mistake."""
 
     def _exposed(self, fields: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
         accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
         try:
             encode, kind = self._exposition.choose_encoder(",".join(accepts))
             return HTTPStatus.OK, kind, encode(self._metrics)
-        except Exception as exc:  # noqa: BLE001 - who asks is told, and asks again
+        except Exception as exc:  # noqa: BLE001 - the client gets the error, and asks later
             text = f"{type(exc).__name__}: {exc}\n".encode()
             return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text
 

@@ -1,4 +1,4 @@
-"""The same for OpenTelemetry: instruments made from the table, and spans made from events."""
+"""OpenTelemetry: instruments made from the table of metrics, and spans made from sync events."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["Tracing", "instrument"]
 
 _UNITS = {"seconds": "s", "bytes": "By", "versions": "{version}", "": "1"}
-_PHASES = ("snapshot", "wire", "stage", "apply")  # in the order in which they come
+_PHASES = ("snapshot", "wire", "stage", "apply")  # in the order of time
 _MOST_OPEN = 1024
 
 
 def instrument(metrics: Metrics, meter_provider: MeterProvider | None = None) -> None:
-    """Make an OpenTelemetry instrument of each metric; they are called :attr:`Metric.dotted`.
+    """Make an OpenTelemetry instrument of each metric, named :attr:`Metric.dotted`.
 
     Args:
-        metrics: What they show.
-        meter_provider: Whose; ``None`` for that of the program.
+        metrics: The values that the instruments show.
+        meter_provider: Provider of the instruments; ``None`` for the program's own.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -58,17 +58,17 @@ def instrument(metrics: Metrics, meter_provider: MeterProvider | None = None) ->
 
 
 class Tracing:
-    """An observer that makes spans: give it to the ``add_observer()`` of schemes on both sides.
+    """Observer that makes spans: give it to the ``add_observer()`` of schemes on both sides.
 
     A trainer's send is a span ``aiosync.send`` within the span that is current where ``send()`` is
     called, with the children ``aiosync.snapshot`` and ``aiosync.wire``. Its context travels with
     the update, so that it is the parent of each worker's span ``aiosync.receive``, whose children
     are ``aiosync.stage`` and ``aiosync.apply``. Spans have the attributes ``aiosync.model``,
     ``aiosync.transport``, ``aiosync.weight.version``, ``aiosync.weight.epoch`` and
-    ``aiosync.outcome``, and ``aiosync.pause`` in seconds where that was measured.
+    ``aiosync.outcome``, and ``aiosync.pause`` in seconds if it was measured.
 
     Args:
-        tracer_provider: Whose; ``None`` for that of the program.
+        tracer_provider: Provider of the spans; ``None`` for the program's own.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
@@ -79,22 +79,23 @@ class Tracing:
         context = optional("opentelemetry.trace.propagation.tracecontext")
         self._propagator = context.TraceContextTextMapPropagator()
         self._tracer = self._api.get_tracer("aiosync", __version__, tracer_provider)
-        self._open: dict[str, Span] = {}  # of sends that are under way, by what travels
+        self._open: dict[str, Span] = {}  # spans of sends that are under way, by traceparent
 
     def traceparent(self, started_at: float) -> str | None:
-        """Begin the span of a send, and say what travels with it."""
+        """Begin the span of a send; return the traceparent that travels with the update."""
         span = self._tracer.start_span("aiosync.send", start_time=_nanoseconds(started_at))
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._api.set_span_in_context(span))
         trace = carrier.get("traceparent")
         if trace is not None:
             self._open[trace] = span
-            if len(self._open) > _MOST_OPEN:  # of sends that nobody was told the end of
+            # Sends whose end no event reported would keep their spans for ever.
+            if len(self._open) > _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).end()
         return trace
 
     def on_sync(self, event: SyncEvent) -> None:
-        """End the span of a send, or make that of an update that came."""
+        """End the span of a send, or make the span of an update that a worker received."""
         at = event.started_at
         sent = event.role == "sender"
         span = self._open.pop(event.trace or "", None) if sent else None
