@@ -3,7 +3,7 @@
 - :data:`CONFORMANCE_CHECKS` and :func:`check_transport`: the suite that every transport passes.
 - :class:`FaultProxy`: a proxy that cuts, resets, stalls, slows or changes streams of bytes.
 - :func:`cancel_at_every_await`: cancels an operation at each of its await points.
-- :class:`assert_no_leaks`: finds what a block of code leaves behind.
+- :class:`assert_no_leaks`: finds resources that a block of code does not release.
 
 This package must never import pytest, torch or schemes.
 """

@@ -1,4 +1,4 @@
-"""What the conformance checks are written with: links, expectations, bounded waits, payloads.
+"""Tools of the conformance checks: links, expectations, bounded waits, payloads.
 
 This module must never import pytest or torch.
 """
@@ -30,7 +30,7 @@ EPOCH = 0x5EED
 KIB = 1024
 MIB = 1024 * KIB
 ENDED = (PeerClosed, TransportBroken)
-"""What tells that a link is over, where either will do."""
+"""Errors that report the end of a link, for checks that allow either."""
 
 CLOG_NBYTES = 2 * MIB
 """Size of the payloads that :func:`clog` sends: more than a kernel buffer usually takes."""
@@ -40,7 +40,7 @@ _patience = ContextVar("patience", default=5.0)
 
 
 class ConformanceError(AssertionError):
-    """A transport does not do what the contract says."""
+    """Error for a transport that breaks the contract."""
 
 
 def require(condition: bool, text: str) -> None:
@@ -49,14 +49,14 @@ def require(condition: bool, text: str) -> None:
         raise ConformanceError(text)
 
 
-# -- what a transport's author hands to the suite, and what a check gets ---------------------------
+# -- the author's side of the suite, and the tools of a check --------------------------------------
 
 
 class TransportFactory(Protocol):
-    """Makes one link: ``async with factory() as (sender, receiver)``.
+    """Factory of one link: ``async with factory() as (sender, receiver)``.
 
-    Both ends live on the running loop. Leaving the context must close both, whatever state the
-    check left them in, and everything that was opened to make them.
+    Both ends live on the running loop. The end of the context must close both ends, whatever state
+    the check left them in, and everything that was opened to make them.
     """
 
     def __call__(self) -> AbstractAsyncContextManager[Pair]: ...
@@ -64,12 +64,12 @@ class TransportFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What a transport's author can offer beyond the factory; checks that lack theirs are skipped.
+    """Optional functions of a transport's author; a check is skipped if its hooks are missing.
 
     Attributes:
         cut: Severs the raw link beneath one end at once, from outside, as the death of that
-            end's process would: nothing is flushed and no farewell is said.
-        limited: Makes a link whose ends have these limits (sender's, receiver's).
+            end's process would: nothing is flushed, and the transport sends no farewell.
+        limited: Makes a link whose ends have the given limits (sender's, receiver's).
     """
 
     cut: Callable[[Transport], None] | None = None
@@ -78,11 +78,11 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What :func:`check_transport` found.
+    """Result of :func:`check_transport`.
 
     Attributes:
-        passed: Names of the checks that hold.
-        skipped: For each check that was not run, why.
+        passed: Names of the checks that passed.
+        skipped: The reason for each check that was not run, by its name.
     """
 
     passed: tuple[str, ...] = ()
@@ -90,13 +90,13 @@ class ConformanceReport:
 
 
 class Tasks(AbstractAsyncContextManager["Tasks"]):
-    """Background tasks of one check; cancels and awaits what is left of them at its end."""
+    """Background tasks of one check; the end of the context cancels and awaits them."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Future[Any]] = []
 
     def start(self, awaitable: Coroutine[Any, Any, _T] | asyncio.Future[_T]) -> asyncio.Future[_T]:
-        """Start a coroutine in the background."""
+        """Start a coroutine in the background; return its task."""
         task = asyncio.ensure_future(awaitable)
         self._tasks.append(task)
         return task
@@ -104,7 +104,7 @@ class Tasks(AbstractAsyncContextManager["Tasks"]):
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        # Takes their errors, too: the check has looked at those that matter.
+        # The errors of the tasks are dropped: the check itself has raised those that matter.
         ended = asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.wait({ended}, timeout=_patience.get())
 
@@ -115,11 +115,11 @@ Link: TypeAlias = tuple[Transport, Transport, Tasks]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a check works with.
+    """The links and hooks that a check works with.
 
     Attributes:
         pair: Makes a link.
-        hooks: What else the author offers; a check uses those that it says it needs.
+        hooks: The author's hooks; a check uses only those that it declares.
     """
 
     pair: TransportFactory
@@ -129,7 +129,12 @@ class Bench:
     async def link(
         self, limits: tuple[Limits, Limits] | None = None, *, flipped: bool = False
     ) -> AsyncGenerator[Link, None]:
-        """Make a link, with these limits (sender's, receiver's) or the other way round."""
+        """Make a link with its background tasks.
+
+        Args:
+            limits: Limits of the sender and of the receiver; ``None`` for the transport's own.
+            flipped: Yield the two ends in the other order.
+        """
         limited = self.hooks.limited
         made = self.pair() if limits is None or limited is None else limited(*limits)
         async with made as (left, right), Tasks() as tasks:
@@ -146,10 +151,10 @@ class Check:
     """One statement of the transport contract, as a test.
 
     Attributes:
-        name: Stable name; what ``Capabilities.exceptions`` refers to.
+        name: Stable name, which ``Capabilities.exceptions`` refers to.
         description: The statement, in one sentence.
-        needs: Names of the :class:`Hooks` that it uses.
-        body: The coroutine function.
+        needs: Names of the :class:`Hooks` that the check uses.
+        body: The coroutine function of the check.
     """
 
     name: str
@@ -160,7 +165,7 @@ class Check:
     def skip_reason(
         self, hooks: Hooks | None = None, capabilities: Capabilities | None = None
     ) -> str | None:
-        """Why this check cannot or need not run, or ``None`` when it must."""
+        """Return the reason why this check cannot or need not run; ``None`` if it has to run."""
         declared = {} if capabilities is None else capabilities.exceptions
         if exception := declared.get(self.name) or declared.get("*"):
             return f"declared exception: {exception}"
@@ -179,18 +184,18 @@ class Check:
 
         Args:
             pair_factory: Makes a link for the check.
-            hooks: What else the author offers.
+            hooks: The author's hooks.
             leaks: Kinds of leaks to look for after the check; see
                 :data:`aiosync.testing.LEAK_KINDS`.
-            patience: Seconds after which something that should happen at once counts as hung.
+            patience: Seconds after which an operation that should end at once counts as hung.
 
         Raises:
             ConformanceError: The statement does not hold, or the check hangs.
-            LeakError: The statement holds, and something was left behind.
+            LeakError: The statement holds, but the check left something behind.
         """
 
         async def body() -> None:
-            _patience.set(patience)  # of the task that within() makes
+            _patience.set(patience)  # within() runs this in a task of its own, so only there
             await self.body(Bench(pair_factory, hooks or Hooks()))
 
         try:
@@ -202,10 +207,12 @@ class Check:
 
 
 def check(*needs: str) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Check]:
-    """Make a check of a ``check_*`` coroutine function; its docstring is the statement.
+    """Return a decorator that makes a check of a ``check_*`` coroutine function.
+
+    The first line of the function's docstring becomes the statement.
 
     Args:
-        needs: Names of the hooks that it uses.
+        needs: Names of the hooks that the check uses.
     """
 
     def make(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> Check:
@@ -216,7 +223,7 @@ def check(*needs: str) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]
 
 
 def link_check(body: Callable[[Transport, Transport, Tasks], Coroutine[Any, Any, None]]) -> Check:
-    """Make a check of a function that works with one link, which needs no hook."""
+    """Make a check, without hooks, of a coroutine function that works with one link."""
 
     @functools.wraps(body)
     async def check_link(bench: Bench) -> None:
@@ -230,7 +237,7 @@ def link_check(body: Callable[[Transport, Transport, Tasks], Coroutine[Any, Any,
 
 
 async def settle(turns: int = 10) -> None:
-    """Let the loop run ``turns`` times, so that what is ready happens."""
+    """Let the loop run ``turns`` times, so that ready callbacks and tasks proceed."""
     for _ in range(turns):
         await asyncio.sleep(0)
 
@@ -240,7 +247,11 @@ async def within(
     what: str,
     seconds: float | None = None,
 ) -> _T:
-    """Await something that should happen at once; a hang is a :class:`ConformanceError`."""
+    """Await an operation that should end at once; return its result.
+
+    Raises:
+        ConformanceError: The operation did not end in time, or was cancelled.
+    """
     limit = _patience.get() if seconds is None else seconds
     async with Tasks() as tasks:
         task = tasks.start(awaitable)
@@ -255,12 +266,16 @@ async def expect(
     awaitable: Coroutine[Any, Any, Any] | asyncio.Future[Any],
     what: str,
 ) -> _E:
-    """Await something that should raise one of ``kinds``; returns the exception."""
+    """Await an operation that should raise one of ``kinds``; return the exception.
+
+    Raises:
+        ConformanceError: The operation returned, raised another exception, or hung.
+    """
     try:
         result = await within(awaitable, what)
     except kinds as exc:
         return exc
-    except Exception as exc:  # reported to the caller as the wrong exception
+    except Exception as exc:  # the caller gets it as the cause: it is the wrong exception
         raise ConformanceError(f"{what}: expected {kinds}, got {exc!r}") from exc
     raise ConformanceError(f"{what}: expected {kinds}, but it returned {type(result).__name__}")
 
@@ -268,7 +283,7 @@ async def expect(
 async def ends_soon(operation: Callable[[], Coroutine[Any, Any, Any]], what: str) -> None:
     """Repeat an operation until it raises ``PeerClosed`` or ``TransportBroken``.
 
-    The kernel may take some data before it tells that the peer has gone.
+    The kernel may accept some data before it reports the end of the peer.
     """
 
     async def repeat() -> None:
@@ -279,14 +294,14 @@ async def ends_soon(operation: Callable[[], Coroutine[Any, Any, Any]], what: str
 
 
 async def is_blocked(task: asyncio.Future[Any], seconds: float = 0.03) -> bool:
-    """Whether a task still waits after the loop had every chance to move it on."""
+    """Return True if a task still waits after the loop had time to move it on."""
     await settle(20)
     await asyncio.wait({task}, timeout=seconds)
     return not task.done()
 
 
 async def cancel(task: asyncio.Future[Any], what: str) -> None:
-    """Cancel a task and check that it ends so."""
+    """Cancel a task and check that it ends with ``CancelledError``."""
     task.cancel()
     await asyncio.wait({task}, timeout=_patience.get())
     require(task.cancelled(), f"{what} ignores or swallows its cancellation")
@@ -297,21 +312,21 @@ async def cancel(task: asyncio.Future[Any], what: str) -> None:
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:
     """Make ``nbytes`` bytes that differ between seeds and between positions."""
-    shift = seed % 251  # a prime, so that a shift by any power of two shows
+    shift = seed % 251  # the period is a prime, so that a shift by any power of two is seen
     return (bytes(range(251)) * (nbytes // 251 + 2))[shift : shift + nbytes]
 
 
 def update(version: int) -> Update:
-    """Make a message that carries a payload in real use."""
+    """Make the update message ``version``, a message that may carry a payload."""
     return Update(epoch=EPOCH, version=version, digest=version.to_bytes(16, "little"))
 
 
 class Lending:
-    """A lender of these buffers, or of new memory, that notes its calls.
+    """Lender that records its calls.
 
     Args:
-        buffers: What to lend for a payload that is not empty.
-        first: What to do before.
+        buffers: Buffers to lend for a payload that is not empty; without any, new memory.
+        first: Function to call before the buffers are lent.
     """
 
     def __init__(self, *buffers: bytearray, first: Callable[[], object] = bool) -> None:
@@ -320,7 +335,7 @@ class Lending:
         self._first = first
 
     def __call__(self, message: Message, nbytes: int) -> Sequence[Buffer]:
-        """Lend; a :data:`~aiosync.transports.base.Lender`."""
+        """Lend the buffers; a :data:`~aiosync.transports.base.Lender`."""
         self.calls.append((message, nbytes))
         self._first()
         return (self._buffers or [bytearray(nbytes)]) if nbytes else []
@@ -329,7 +344,7 @@ class Lending:
 async def send(
     transport: Transport, version: int, *payload: Buffer, timeout: float | None = None
 ) -> None:
-    """Send the update ``version``."""
+    """Send the update ``version`` with a payload."""
     await transport.send(update(version), payload, timeout=timeout)
 
 
@@ -349,7 +364,7 @@ async def arrives(
     version: int,
     *payload: Buffer,
 ) -> Received:
-    """Await a ``recv()``, and check that it gets the update ``version``."""
+    """Await a ``recv()``, and check that it returns the update ``version`` with this payload."""
     received = await within(receiving, f"recv() of update {version}")
     verify(received, version, *payload)
     return received
@@ -372,7 +387,7 @@ async def deliver(
 
 
 async def send_all(sender: Transport, payloads: Iterable[bytes], pause: float = 0.0) -> None:
-    """Send the updates 1, 2, ... with these payloads, and so many seconds after each."""
+    """Send the updates 1, 2, ... with these payloads; wait ``pause`` seconds after each."""
     for version, payload in enumerate(payloads, 1):
         await send(sender, version, payload)
         await asyncio.sleep(pause)
@@ -385,7 +400,7 @@ async def receive_all(receiver: Transport, payloads: Iterable[bytes]) -> None:
 
 
 async def gets(transport: Transport, *messages: Message) -> None:
-    """Check that these messages come, without payload, and none between or before them."""
+    """Check that the next messages are exactly these, each without payload."""
     for message in messages:
         received = await within(transport.recv(), f"recv() of {message!r:.200}")
         require(
@@ -403,7 +418,10 @@ async def clog(
     """Send updates 1, 2, ... of ``nbytes`` bytes until one blocks or fails.
 
     Returns:
-        The version that blocks, and its task.
+        The version that blocked or failed, and the task that sends it.
+
+    Raises:
+        ConformanceError: The link took 64 MiB that the receiver did not read.
     """
     for version in range(1, _CLOG_LIMIT_NBYTES // nbytes):
         task = tasks.start(send(sender, version, pattern(nbytes, version), timeout=timeout))
@@ -421,7 +439,7 @@ async def drain(receiver: Transport, last: int = 10**6, *, nbytes: int = CLOG_NB
 
 
 async def stays_broken(transport: Transport, what: str) -> None:
-    """Check that a broken link stays so for every operation, until this side closes it."""
+    """Check that a broken link stays broken for every operation until this side closes it."""
     for timeout in (None, 0):
         await expect(TransportBroken, transport.recv(timeout=timeout), f"recv() after {what}")
         await expect(TransportBroken, send(transport, 999), f"send() after {what}")
@@ -430,10 +448,10 @@ async def stays_broken(transport: Transport, what: str) -> None:
 
 
 async def intact_or_cut(link: Link, version: int, what: str) -> bool:
-    """Check what follows a send() of :func:`clog` that failed; whether the link is intact.
+    """Check the link after a failed send() of :func:`clog`; return True if it is intact.
 
-    Either nothing of the message was written and the link works, or it is broken for good and the
-    peer gets whole messages until it is told so.
+    Either no byte of the message was written and the link works, or the link is broken for good and
+    the peer gets only whole messages before its error.
     """
     sender, receiver, tasks = link
     after = tasks.start(send(sender, version, pattern(CLOG_NBYTES, version)))

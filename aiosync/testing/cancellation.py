@@ -1,8 +1,8 @@
 """Cancel an operation at each of its await points, one after the other.
 
 An operation that is correct when cancelled "somewhere" is often wrong at one particular await.
-:func:`cancel_at_every_await` runs it again and again, cancels it at its first suspension, then at
-its second, and so on, and lets the test look at the state left behind after each.
+:func:`cancel_at_every_await` runs the operation repeatedly, cancels it at its first suspension,
+then at its second, and so on, and lets the test check the state after each run.
 
 This module must never import pytest, torch or the rest of aiosync.
 """
@@ -24,17 +24,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class CancelOutcome(Generic[_T]):
-    """What one run of the operation did.
+    """Result of one run of the operation.
 
     Attributes:
         point: Number of the await point, from 1.
-        late: When the cancellation arrived there. Early is as the operation is suspended: what it
-            waits for has not happened. Late is when that has happened, but the operation has not
-            run again yet; this is where messages get lost: the result is there and nobody takes it.
-        delivered: The cancellation was requested. False in the last run of each series, in which
-            the operation finished before it came to this point.
-        result: What it returned, or ``None``.
-        error: What it raised, or ``None``; usually ``asyncio.CancelledError``.
+        late: Moment of the cancellation at that point. Early (False) is when the operation is
+            suspended, before the event that it waits for. Late (True) is after that event, but
+            before the operation runs on. Operations lose messages there, because the result
+            exists and the operation never takes it.
+        delivered: True if the cancellation was requested. False in the last run of each series, in
+            which the operation finished before it came to this point.
+        result: Result of the operation, or ``None``.
+        error: Exception of the operation, or ``None``; usually ``asyncio.CancelledError``.
     """
 
     point: int
@@ -45,19 +46,20 @@ class CancelOutcome(Generic[_T]):
 
     @property
     def finished(self) -> bool:
-        """The operation returned normally."""
+        """True if the operation returned normally."""
         return self.error is None
 
     @property
     def cancelled(self) -> bool:
-        """The operation ended with ``CancelledError``."""
+        """True if the operation ended with ``CancelledError``."""
         return isinstance(self.error, asyncio.CancelledError)
 
 
 async def _run_once(
     operation: Callable[[], Coroutine[Any, Any, _T]], point: int, late: bool
 ) -> CancelOutcome[_T]:
-    outcomes: list[CancelOutcome[_T]] = []  # not the task's: one that cancels itself has none
+    # The outcome is not the task's result, because a task that cancels itself has no result.
+    outcomes: list[CancelOutcome[_T]] = []
     delivered = False
 
     def cancel(_: object = None) -> None:
@@ -73,14 +75,14 @@ async def _run_once(
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
             if number == point and late and asyncio.isfuture(waiter):
-                # Added before the task adds its own wake-up, so it runs just before that.
+                # The task adds its own wake-up later, so this callback runs just before that.
                 waiter.add_done_callback(cancel)
             elif number == point:
                 cancel()
             try:
                 yield waiter
                 thrown = None
-            except BaseException as exc:  # noqa: BLE001  # handed on to the coroutine, whole
+            except BaseException as exc:  # noqa: BLE001  # thrown into the coroutine unchanged
                 thrown = exc
         raise AssertionError
 
@@ -88,7 +90,7 @@ async def _run_once(
         try:
             result = await stepwise(operation())
             outcomes.append(CancelOutcome(point, late, delivered, result))
-        except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # for the check
+        except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001  # the check gets it
             outcomes.append(CancelOutcome(point, late, delivered, error=exc))
 
     task = asyncio.ensure_future(body())
@@ -107,19 +109,20 @@ async def cancel_at_every_await(
     max_points: int = 1000,
     may_not_wait: bool = False,
 ) -> int:
-    """Cancel an operation at its 1st, 2nd, ... n-th await point, early and late, and check each.
+    """Cancel an operation at its 1st, 2nd, ... n-th await point, early and late; check each run.
 
-    An await point is one suspension up to the event loop. Each series ends with the run that
-    finished before its point came; ``check`` sees that run too, with ``delivered`` false.
+    An await point is one suspension up to the event loop. There is a series of early and one of
+    late cancellations. A series ends with the run that finished before its point; ``check`` gets
+    that run, too, with ``delivered`` false.
 
     Args:
         operation: Makes the coroutine; called once for each run.
         check: Awaited after each run, inside ``around``; raises when the state is wrong.
             Without it, every error other than ``CancelledError`` is raised.
-        around: Makes a context that is entered before each run and left after its check: the
-            place for set-up and clean-up.
-        max_points: Stop a series after this many points, for operations that wait very often.
-        may_not_wait: An operation without any await point is in order.
+        around: Makes a context that is entered before each run and left after its check, for
+            set-up and clean-up.
+        max_points: Largest number of points in a series, for operations that wait very often.
+        may_not_wait: Accept an operation without any await point.
 
     Returns:
         The largest number of await points at which the operation was cancelled.

@@ -1,8 +1,9 @@
-"""The published conformance suite: what every transport must do, as a list of checks.
+"""The published conformance suite: the duties of every transport, as a list of checks.
 
-Works with any test-runner. With pytest, parametrize a test over :data:`CONFORMANCE_CHECKS` and
-await ``check.run(factory)``; without one, await :func:`check_transport`, which runs them all.
-The checks open real links, use no mocks, and wait for conditions rather than for time.
+The suite works with any test-runner. With pytest, parametrize a test over
+:data:`CONFORMANCE_CHECKS` and await ``check.run(factory)``; without a runner, await
+:func:`check_transport`, which runs all checks. The checks open real links, use no mocks, and wait
+for conditions rather than for time. The docstring of a check is the statement that it tests.
 
 This module must never import pytest or torch. The contract is
 :class:`aiosync.transports.base.Transport`; see ``docs/topics/transports.md``.
@@ -91,7 +92,7 @@ __all__ = [
 
 @link_check
 async def check_payloads(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """No payload, single bytes, and many buffers of any type and size arrive, in both ways."""
+    """Messages without payload, of one byte, and of many buffers of any type arrive, both ways."""
     data = pattern(8 * MIB + 13)
     table = memoryview(data[:4096]).cast("B", shape=[32, 128])
     floats = memoryview(data[:4096]).cast("f")
@@ -118,7 +119,7 @@ async def check_full_duplex(left: Transport, right: Transport, tasks: Tasks) -> 
 
 @link_check
 async def check_messages_intact(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """All of a message and of an ack arrives; of the error of a NACK a long text is clipped."""
+    """Messages and acks arrive with all their fields; only a NACK's long error text is clipped."""
     message = Update(
         epoch=2**63 - 1,
         version=2**40,
@@ -153,7 +154,7 @@ async def check_messages_intact(sender: Transport, receiver: Transport, _: Tasks
 
 @link_check
 async def check_lent_buffers(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """The lender is called once, with message and size; the payload lands in what it lent."""
+    """The lender is called once, with message and size; the payload lands in the lent memory."""
     payload = pattern(300 * KIB)
     for version, cuts in enumerate(((0,), (1,), (5, 100_000), (5, 5, 299 * KIB)), 1):
         edges = pairwise([0, *cuts, len(payload)])
@@ -191,7 +192,7 @@ async def check_lender_refuses(bench: Bench) -> None:
 
 @link_check
 async def check_payload_stays(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """Without a lender the payload stays as it is, also after the next one and after aclose()."""
+    """Without a lender a payload stays unchanged after the next recv() and after aclose()."""
     first, second = pattern(64 * KIB, 1), pattern(64 * KIB, 2)
     await within(send(sender, 1, first), "send() of the first")
     kept = await arrives(receiver.recv(), 1, first)
@@ -204,7 +205,7 @@ async def check_payload_stays(sender: Transport, receiver: Transport, _: Tasks) 
 
 @check()
 async def check_buffers_given_back(bench: Bench) -> None:
-    """What send() and recv() were given is the caller's again, to change, once they returned."""
+    """The buffers given to send() and recv() are the caller's to change once the calls returned."""
 
     async def send_and_clear(sender: Transport, buffer: bytearray) -> None:
         await send(sender, 1, buffer)
@@ -214,11 +215,11 @@ async def check_buffers_given_back(bench: Bench) -> None:
         async with bench.link() as (sender, receiver, tasks):
             sent, lent = bytearray(pattern(nbytes)), bytearray(nbytes)
             sending = tasks.start(send_and_clear(sender, sent))
-            await is_blocked(sending, 0.01)  # give it the chance to return before anybody reads
+            await is_blocked(sending, 0.01)  # send() may return before the receiver reads
             await arrives(receiver.recv(into=Lending(lent) if lends else None), 1, pattern(nbytes))
             await within(sending, "send()")
-            gc.collect(1)  # of what is young
-            sent.append(0)  # a BufferError here means that something still refers to the memory
+            gc.collect(1)  # reference cycles of the young generations may hold the buffers
+            sent.append(0)  # a BufferError here means that a view of the memory is still alive
             lent.append(0)
 
 
@@ -227,7 +228,7 @@ async def check_buffers_given_back(bench: Bench) -> None:
 
 @check()
 async def check_backpressure(bench: Bench) -> None:
-    """A peer that does not read makes send() wait; the other direction works; reading frees it."""
+    """send() waits for a peer that does not read, until it reads; the other direction works."""
     for nbytes in (CLOG_NBYTES, 64 * KIB):
         async with bench.link() as (sender, receiver, tasks):
             last, blocked = await clog(tasks, sender, nbytes=nbytes)
@@ -241,7 +242,7 @@ async def check_backpressure(bench: Bench) -> None:
 
 @link_check
 async def check_checkpoints(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """send(), recv() and ack() let other tasks run at least once, even when all is ready."""
+    """send(), recv() and ack() let other tasks run at least once, even if they need not wait."""
     for version in range(1, 4):
         payload = [pattern(64)] if version == 2 else []
         for what, operation in (
@@ -290,7 +291,7 @@ async def check_recv_timeout_loses_nothing(
 
 @check()
 async def check_send_timeout(bench: Bench) -> None:
-    """send(timeout=0) delivers on a free link; SendTimeout on a full one tears nothing."""
+    """send(timeout=0) delivers on a free link; SendTimeout on a full link tears no message."""
     for timeout in (0.02, 0.0):
         async with bench.link() as link:
             sender, receiver, tasks = link
@@ -311,14 +312,14 @@ async def check_oversize_header_refused(sender: Transport, receiver: Transport, 
     await deliver(sender, receiver, 2, b"after")
 
 
-# -- the ways that do not wait keep the promises of those that do ----------------------------------
+# -- calls that do not wait ------------------------------------------------------------------------
 
 
 @link_check
 async def check_send_nowait(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
-    """What send_nowait() took arrives once and in order; what it did not take left no trace."""
+    """Messages that send_nowait() took arrive once and in order; refused ones leave no trace."""
     payloads = {version: pattern(64 * KIB, version) for version in range(1, 1025)}
-    payloads |= dict.fromkeys(range(5001, 5004), b"")  # there may be room for these
+    payloads |= dict.fromkeys(range(5001, 5004), b"")  # a full link may have room for these
     taken = [
         version
         for version, payload in payloads.items()
@@ -335,7 +336,7 @@ async def check_send_nowait(sender: Transport, receiver: Transport, tasks: Tasks
 
 @link_check
 async def check_batch_nowait(sender: Transport, receiver: Transport, _: Tasks) -> None:
-    """A batch that the link took arrives whole and in order; of a refused one nothing does."""
+    """A batch that the link took arrives whole and in order; a refused batch leaves no trace."""
     *batch, last = [Ack(EPOCH, version, AckStatus.RECEIVED) for version in (1, 2, 3, 4)]
     taken = receiver.send_batch_nowait(batch)
     await within(receiver.send(last), "send() after send_batch_nowait()")
@@ -344,7 +345,7 @@ async def check_batch_nowait(sender: Transport, receiver: Transport, _: Tasks) -
 
 @link_check
 async def check_subscribe(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
-    """With a handler every message comes once and in order, to it or out of recv()."""
+    """With a handler every message comes once and in order, to the handler or out of recv()."""
     sent = [Ack(EPOCH, version, AckStatus.RECEIVED) for version in range(1, 21)]
     seen: list[Message] = []
 
@@ -362,7 +363,7 @@ async def check_subscribe(sender: Transport, receiver: Transport, tasks: Tasks) 
     for _ in range(500):
         if len(seen) < len(sent):
             await asyncio.sleep(0.01)
-    require(  # and nothing comes twice
+    require(  # the wait makes sure that no message comes twice
         await is_blocked(pulling, 0.05) and seen == sent,
         f"sent {len(sent)} acks, got {seen}, {pulling}",
     )
@@ -384,7 +385,7 @@ async def check_limits_of_sender(bench: Bench) -> None:
 
 @check("limited")
 async def check_limits_of_receiver(bench: Bench) -> None:
-    """A payload or header over the receiver's limit is FrameTooLarge before memory is asked for."""
+    """A payload or header over the receiver's limit is FrameTooLarge; no lender is called."""
     header = Update(1, 1, bytes(16), values={"text": "x" * 5000})
     limits = Limits(max_payload_nbytes=1000, max_header_nbytes=4096)
     for message, nbytes in ((update(2), 1001), (update(2), 100 * KIB), (header, 0)):
@@ -409,7 +410,7 @@ async def check_unlent_memory_is_bounded(bench: Bench) -> None:
         await deliver(sender, receiver, 1, payload, into=Lending())
         tasks.start(send(sender, 2, payload))
         if receiver.capabilities.zero_copy_recv:
-            # Memory that the sender wrote is not allocated by recv().
+            # The payload may pass: it lies in the sender's memory, so recv() allocates none.
             with suppress(ProtocolError):
                 await arrives(receiver.recv(), 2, payload)
         else:
@@ -421,7 +422,7 @@ async def check_unlent_memory_is_bounded(bench: Bench) -> None:
 
 @link_check
 async def check_second_call_is_busy(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
-    """A second recv(), send(), ack() or send_nowait() is TransportBusy; the first one goes on."""
+    """A second recv(), send(), ack() or send_nowait() is TransportBusy; the first call goes on."""
     ack = Ack(EPOCH, 1, AckStatus.APPLIED)
     last, sending = await clog(tasks, sender)
     receiving = tasks.start(gets(sender, ack))
@@ -465,7 +466,7 @@ _MORE: Mapping[str, _Close] = {"the context": _leave, "two aclose() at once": _c
 
 @check()
 async def check_use_after_close(bench: Bench) -> None:
-    """aclose(), abort() and leaving the context, again or at once: then all is TransportClosed."""
+    """After aclose(), abort() or leaving the context, also twice, every call is TransportClosed."""
     for how, close in {**_CLOSES, **_MORE}.items():
         async with bench.link() as (sender, receiver, _):
             for end in (sender, receiver):
@@ -492,7 +493,10 @@ async def _wakes(
     own: bool = False,
     closes: Mapping[str, _Close] = _CLOSES,
 ) -> None:
-    """Check how a blocked operation ends when one of the sides ends, and what comes after it."""
+    """Check the error of a blocked operation when one side ends, and the operations after it.
+
+    ``own`` ends the side with the blocked operation, and not its peer; ``sending`` blocks a send().
+    """
     for how, close in closes.items():
         for flipped in (False, True):
             async with bench.link(flipped=flipped) as (mine, peer, tasks):
@@ -518,7 +522,7 @@ async def check_close_wakes(bench: Bench) -> None:
 
 @check()
 async def check_peer_close_wakes(bench: Bench) -> None:
-    """When the peer goes a blocked recv() ends with PeerClosed, send() with that or a break."""
+    """When the peer ends, a blocked recv() is PeerClosed, send() is that or TransportBroken."""
     await _wakes(bench, PeerClosed)
     await _wakes(bench, ENDED, sending=True)
 
@@ -535,7 +539,7 @@ async def check_cut_between_messages(bench: Bench) -> None:
 
 @check()
 async def check_peer_close_ends_both_ways(bench: Bench) -> None:
-    """After aclose() of a peer recv() gives what it sent, then PeerClosed; send() fails, too."""
+    """After the peer's aclose(), recv() gives all it sent, then PeerClosed; send() fails, too."""
     payloads = [pattern(100 * version, version) for version in range(3)]
     for flipped, reads in product((False, True), (False, True)):
         async with bench.link(flipped=flipped) as (peer, mine, _):
@@ -552,7 +556,7 @@ async def check_peer_close_ends_both_ways(bench: Bench) -> None:
 
 @check("cut")
 async def check_cut_mid_message(bench: Bench) -> None:
-    """A link cut in the middle of a payload is TransportBroken, and stays so."""
+    """A link that is cut in the middle of a payload is TransportBroken, and stays so."""
     payload = pattern(16 * MIB)
     async with bench.link() as (sender, receiver, tasks):
         tasks.start(send(sender, 1, payload))
@@ -560,13 +564,13 @@ async def check_cut_mid_message(bench: Bench) -> None:
             await arrives(receiver.recv(into=Lending(first=partial(bench.cut, sender))), 1, payload)
         except TransportBroken:
             await stays_broken(receiver, "a cut in mid-message")
-        else:  # the whole of it was there before the cut
+        else:  # the whole payload had arrived before the cut
             await expect(ENDED, receiver.recv(), "recv() after the cut")
 
 
 @link_check
 async def check_repr(sender: Transport, receiver: Transport, tasks: Tasks) -> None:
-    """repr() says something while a payload is under way and after the end, but not the payload."""
+    """repr() works while a payload is under way and after the end, and never shows the payload."""
     await is_blocked(tasks.start(send(sender, 1, b"SECRET" * 10**6)))
     shown = [repr(sender), repr(receiver)]
     await within(sender.aclose(), "aclose()")
@@ -592,8 +596,8 @@ async def _cancel_everywhere(
 ) -> None:
     """Cancel an operation at each of its await points, each time on a new link.
 
-    ``beside`` runs in the background and gets ``ahead`` turns of the loop before; ``look`` looks
-    at the outcome, the link, and that task.
+    ``beside`` runs in the background and gets ``ahead`` turns of the loop before the operation
+    starts; ``look`` checks the outcome, the link, and the task of ``beside``.
     """
     now: list[tuple[Link, asyncio.Future[Any]]] = []
 
@@ -668,7 +672,7 @@ async def _cancel_recv(bench: Bench, nbytes: int, *, ready: bool, lends: bool) -
 
 @check()
 async def check_cancel_recv_loses_nothing(bench: Bench) -> None:
-    """A recv() that is cancelled as a message arrives, or while one is ready, does not lose it."""
+    """A recv() that is cancelled when a message arrives or is ready does not lose the message."""
     for nbytes, ready in product((0, 100), (True, False)):
         await _cancel_recv(bench, nbytes, ready=ready, lends=False)
 
@@ -693,7 +697,7 @@ async def check_cancel_blocked_send(bench: Bench) -> None:
 
 async def _cancel_send(bench: Bench, payload: bytes) -> None:
     async def collect(link: Link) -> tuple[tuple[int, ...], AiosyncError | None]:
-        """Versions that come until the second one or the end of the link, and the error."""
+        """Return the versions up to version 2 or the end of the link, and the error if it ended."""
         versions: tuple[int, ...] = ()
         try:
             while 2 not in versions:
@@ -717,7 +721,8 @@ async def _cancel_send(bench: Bench, payload: bytes) -> None:
             _may_break(sender.capabilities.send_cancellation, what)
             require(not outcome.finished and payload != b"", f"{what} broke the link")
             await stays_broken(sender, what)
-            # All bytes may have been written before the cancellation came.
+            # The receiver may have all of update 1: its bytes may have been written before the
+            # cancellation came.
             allowed = {(): TransportBroken, (1,): PeerClosed}
         versions, error = await within(collecting, f"the receiver after {what}")
         require(
@@ -738,7 +743,7 @@ async def check_cancel_send(bench: Bench) -> None:
 CONFORMANCE_CHECKS: tuple[Check, ...] = tuple(
     each for each in tuple(globals().values()) if isinstance(each, Check)
 )
-"""Every check of the suite, in the order in which to read it."""
+"""Every check of the suite, in reading order."""
 
 
 async def check_transport(
@@ -752,13 +757,13 @@ async def check_transport(
 
     Args:
         pair_factory: Makes a link; see :class:`TransportFactory`. Called many times.
-        capabilities: Checks named in its ``exceptions`` are skipped; the transport's own when
-            omitted.
-        hooks: What else the suite may use; checks whose hooks are missing are skipped.
-        checks: Which checks to run.
+        capabilities: Checks named in its ``exceptions`` are skipped; ``None`` takes the
+            transport's own capabilities.
+        hooks: Further abilities of the transport's author; checks without their hooks are skipped.
+        checks: The checks to run.
 
     Returns:
-        What was checked and what was not.
+        The checks that passed and those that were skipped.
 
     Raises:
         ConformanceError: Some checks fail; the text names them all, with their reasons. The

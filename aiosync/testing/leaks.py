@@ -1,7 +1,7 @@
-"""Find what a block of code leaves behind: tasks, descriptors, threads, processes, memory.
+"""Find leaks of a block of code: tasks, descriptors, threads, processes, memory.
 
-:func:`assert_no_leaks` compares what the process holds before and after a block. What the
-platform cannot list (``/proc`` and ``/dev/shm`` are Linux) is not compared.
+:func:`assert_no_leaks` compares the resources of the process before and after a block. Kinds that
+the platform cannot list are not compared: ``/proc`` and ``/dev/shm`` exist on Linux only.
 
 This module must never import pytest, torch or the rest of aiosync.
 """
@@ -23,13 +23,13 @@ __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
 
 
 def _read(path: str | Path) -> str:
-    with suppress(OSError):  # that thread or process has ended, or is not ours
+    with suppress(OSError):  # the thread or process has ended, or belongs to another user
         return Path(path).read_text(errors="replace")
     return ""
 
 
 def _kept(*names: str) -> set[int | None]:
-    """What multiprocessing keeps for its helper processes until the interpreter exits."""
+    """Return descriptors or pids that multiprocessing keeps for its helpers until the exit."""
     helpers = (resource_tracker._resource_tracker, forkserver._forkserver)
     return {getattr(helper, name, None) for helper in helpers for name in names}
 
@@ -44,22 +44,22 @@ def _fds() -> dict[object, str]:
     found: dict[object, str] = {}
     kept = _kept("_fd", "_forkserver_alive_fd", "_forkserver_authkey_fd")
     for path in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # the descriptor that listed the folder is gone again
+        with suppress(OSError):  # the descriptor that listed the directory is closed already
             target = os.readlink(path)
-            # The driver of the GPU keeps what it has opened.
+            # The GPU's driver keeps its descriptors open until the process ends.
             if int(path.name) not in kept and not target.startswith("/dev/nvidia"):
                 found[path.name, target] = f"{path.name} -> {target}"
     return found
 
 
 def _threads() -> dict[object, str]:
-    # "Dummy": a native thread that ran Python once.
+    # A "Dummy-" thread is a native thread that ran Python once; Python cannot tell its end.
     threads = threading.enumerate()
     return {thread: thread.name for thread in threads if not thread.name.startswith("Dummy-")}
 
 
 def _processes() -> dict[object, str]:
-    """Child processes; those that nobody has waited for count, too."""
+    """Return the child processes, those included that have ended and were not waited for."""
     children = map(_read, Path("/proc/self/task").glob("*/children"))
     pids = {int(pid) for text in children for pid in text.split()}
     pids.difference_update(_kept("_pid", "_forkserver_pid"))
@@ -72,14 +72,18 @@ def _shm() -> dict[object, str]:
         with suppress(OSError):
             status = path.lstat()
             major, minor = os.major(status.st_dev), os.minor(status.st_dev)
-            # Names of semaphores are multiprocessing's, which removes them.
+            # Semaphores with these names are multiprocessing's, which removes them itself.
             if status.st_uid == os.getuid() and not path.name.startswith("sem.mp-"):
                 found[f"{major:02x}:{minor:02x}", str(status.st_ino)] = path.name
     return found
 
 
 def _mappings(process: str = "self") -> dict[object, str]:
-    """Mapped memory, by device and inode: neighbouring mappings of one file merge and split."""
+    """Return the mapped memory files of a process, by device and inode.
+
+    The addresses do not identify a mapping, because neighbouring mappings of one file merge and
+    split.
+    """
     lines = _read(f"/proc/{process}/maps").splitlines()
     mapped = (line.split(maxsplit=5) for line in lines if "/memfd:" in line or "/dev/shm/" in line)
     return {(device, inode): name for _, _, _, device, inode, name in mapped}
@@ -104,7 +108,7 @@ _LISTERS = {
 }
 
 LEAK_KINDS: Final = ("tasks", "fds", "threads", "processes", "shm", "mappings")
-"""What can be compared.
+"""Kinds of resources that can be compared.
 
 ``tasks`` of the running loop; ``fds``, open file descriptors; ``threads``; ``processes``, child
 processes; ``shm``, entries of ``/dev/shm`` that belong to this user and that no other process has
@@ -113,10 +117,10 @@ mapped; ``mappings``, mapped anonymous files and files of ``/dev/shm``.
 
 
 class LeakError(AssertionError):
-    """Something was left behind.
+    """Error for a block of code that left resources behind.
 
     Attributes:
-        leaks: For each kind of which something is left, descriptions of the things.
+        leaks: Descriptions of the resources that are left, by kind.
     """
 
     def __init__(self, leaks: Mapping[str, tuple[str, ...]]) -> None:
@@ -127,16 +131,16 @@ class LeakError(AssertionError):
         )
 
 
-class assert_no_leaks:  # reads as the verb that it is
+class assert_no_leaks:  # in small letters, because it reads as a verb
     """Context manager that raises :class:`LeakError` when the block leaves something behind.
 
     Use ``async with`` on a running loop, so that handles which close at the next turn of the loop
     may do so; ``with`` otherwise. A block that raises is not checked: its own error matters more.
 
     Args:
-        kinds: What to compare, out of :data:`LEAK_KINDS`.
-        grace: Seconds in which things may still go away by themselves. Not waited for when there
-            is nothing left, which is the normal case.
+        kinds: Kinds to compare, out of :data:`LEAK_KINDS`.
+        grace: Seconds in which resources may still disappear by themselves. If nothing is left,
+            which is the normal case, there is no wait.
     """
 
     def __init__(self, *, kinds: tuple[str, ...] = LEAK_KINDS, grace: float = 1.0) -> None:
@@ -168,11 +172,16 @@ class assert_no_leaks:  # reads as the verb that it is
             await asyncio.sleep(pause)
 
     def _pauses(self) -> Iterator[float]:
-        """Seconds to wait before another look; ends when nothing is left."""
+        """Yield the seconds to wait before the next comparison; end when nothing is left.
+
+        Raises:
+            LeakError: Something is left after the time of grace.
+        """
         give_up = time.monotonic() + self._grace
         turns = 0
         while leaks := self._leaks():
-            if turns > 5 and time.monotonic() >= give_up:  # never before garbage was collected
+            # Garbage has to be collected at least once before anything counts as a leak.
+            if turns > 5 and time.monotonic() >= give_up:
                 raise LeakError(leaks)
             turns += 1
             if turns > 5:

@@ -1,8 +1,8 @@
-"""A stream proxy that harms connections on cue: for fault tests over real sockets.
+"""A stream proxy that damages connections on demand, for fault tests over real sockets.
 
-:class:`FaultProxy` stands between dialers and the address of a listener, both TCP or Unix, and
-does to the bytes of each connection what its :class:`Plan` says, exact to the byte. Nothing is
-random, and nothing is known of what the bytes mean.
+:class:`FaultProxy` stands between dialers and the address of a listener, both TCP or Unix. It
+applies the faults of a :class:`Plan` to the bytes of each connection, exact to the byte. Nothing is
+random, and the proxy does not know the meaning of the bytes.
 
 This module must never import pytest or torch.
 """
@@ -26,33 +26,33 @@ from aiosync.transports.address import Address, bind
 __all__ = ["FaultProxy", "Faults", "Plan", "PlanSource"]
 
 _BLOCK_NBYTES = 2**16
-_KERNEL_NBYTES = 2**17  # asked for; Linux grants twice as much, for its own overhead
-_LINGER_SECONDS = 5.0  # in which the kernel of a peer has to take what it was sent
-_LINGER_0 = struct.pack("ii", 1, 0)  # closing sends a reset
-_TCP_CLOSE = 7  # the kernel's state number of a connection that is gone
+_KERNEL_NBYTES = 2**17  # buffer size to ask for; Linux grants twice as much, for its own overhead
+_LINGER_SECONDS = 5.0  # longest wait until the peer's kernel has taken all bytes
+_LINGER_0 = struct.pack("ii", 1, 0)  # with this option close() sends a reset
+_TCP_CLOSE = 7  # the kernel's state number of a closed connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What happens to one direction of a connection.
+    """Faults of one direction of a connection.
 
-    Offsets count the bytes that the source sends in this direction, from 0, and a fault "after n
-    bytes" happens once the first n were handed to the kernel of the destination, without waiting
-    for another byte; after 0 bytes is when the connection is made. At one offset a stall comes
-    first, then a reset. A stream that ends earlier has none of its faults.
+    Offsets count the bytes that the source sends in this direction, from 0. A fault "after n
+    bytes" happens once the first n bytes were handed to the kernel of the destination, without
+    waiting for another byte; a fault after 0 bytes happens when the connection is made. At one
+    offset a stall comes first, then a reset. A fault beyond the end of the stream never happens.
 
     Attributes:
-        cut_at: After this many bytes both sides are closed in order: each peer reads what was
-            delivered to it and then the end of the stream.
+        cut_at: After this many bytes both sides are closed in order: each peer reads the bytes
+            that were delivered to it and then the end of the stream.
         reset_at: After this many bytes both sides are reset (RST). The bytes before it arrive,
             unless the destination's kernel does not take them within 5 s. A Unix socket has no
-            RST; its peers see the end of the stream, or ``ECONNRESET`` if bytes of theirs were not
-            read.
+            RST; its peers see the end of the stream, or ``ECONNRESET`` if the proxy has not read
+            all of their bytes.
         corrupt_at: The byte at this offset is changed.
-        corrupt_mask: Its bits that flip, 1 to 255.
+        corrupt_mask: Bits of that byte that flip, 1 to 255.
         delay: Seconds that each block of at most 64 KiB waits, one block after the other.
         stall_at: After this many bytes this direction stalls until
-            :meth:`FaultProxy.resume`. It reads no more either, so that the source is held up.
+            :meth:`FaultProxy.resume`. The proxy does not read it either, so the source is held up.
     """
 
     cut_at: int | None = None
@@ -65,7 +65,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What happens to one connection.
+    """Faults of one connection.
 
     Attributes:
         forward: Faults of the bytes from the dialer to the upstream.
@@ -77,29 +77,30 @@ class Plan:
 
 
 PlanSource: TypeAlias = "Plan | Callable[[int], Plan | None] | None"
-"""A plan for every connection, or what gives one by the connection's number from 0, or no fault."""
+"""One plan for every connection, or a function of the connection's number from 0, or no plan."""
 
 
 class FaultProxy:
-    """Relays connections between dialers and an upstream, and harms them as told.
+    """Proxy that relays connections between dialers and an upstream, with planned faults.
 
-    Use it with ``async with``, or with :meth:`start` and :meth:`aclose`; all of it on one loop.
-    Without a plan it is transparent: a half-close, and a reset over TCP, arrive on the other side.
-    A dialer whose upstream cannot be reached is reset. It holds at most 64 KiB per direction,
-    beside the kernel's buffers, whose size is fixed for TCP so that backpressure comes soon.
+    Use it with ``async with``, or with :meth:`start` and :meth:`aclose`; all calls on one loop.
+    Without a plan the proxy is transparent: a half-close, and a reset over TCP, arrive on the other
+    side. A dialer whose upstream cannot be reached is reset. The proxy holds at most 64 KiB per
+    direction, beside the kernel's buffers, whose size is fixed for TCP so that backpressure comes
+    soon.
 
     Args:
-        upstream: ``tcp://host:port`` or ``unix:///path`` to relay to. Nobody needs to listen there
-            before a dialer comes.
+        upstream: ``tcp://host:port`` or ``unix:///path`` to relay to. The upstream need not listen
+            before a dialer connects.
 
     Attributes:
         url: The address for dialers, of the upstream's kind: a free port of the loopback
-            interface, or a socket in a new folder. Empty before :meth:`start`; stays the same
+            interface, or a socket in a new directory. Empty before :meth:`start`; stays the same
             until and after :meth:`aclose`.
-        plan: What happens to connections that are accepted from now on. A function that raises
-            ends its connection, and the loop reports the error.
-        upstream: Where connections that are accepted from now on go.
-        connections: Connections that were accepted so far.
+        plan: Plan of the connections that are accepted from now on. A function that raises ends
+            its connection, and the loop reports the error.
+        upstream: Upstream of the connections that are accepted from now on.
+        connections: Number of connections accepted so far.
         bytes_forward: Bytes written to upstreams so far.
         bytes_back: Bytes written to dialers so far.
     """
@@ -115,7 +116,11 @@ class FaultProxy:
         self._live: dict[asyncio.Task[None], _Connection] = {}
 
     async def start(self) -> None:
-        """Listen. Raises ``ConfigError`` if it cannot, or if ``upstream`` has another form."""
+        """Listen for dialers.
+
+        Raises:
+            ConfigError: The proxy cannot listen, or ``upstream`` is no address.
+        """
         upstream = Address.parse(self.upstream)
         if upstream.scheme == "unix":
             folder = tempfile.TemporaryDirectory(prefix="aiosync-proxy-")
@@ -132,7 +137,7 @@ class FaultProxy:
     async def aclose(self) -> None:
         """Stop listening and close every connection; bytes under way are dropped. Idempotent.
 
-        Waits for no peer.
+        The call waits for no peer.
 
         Cancellation:
             Everything closes all the same.
@@ -150,10 +155,10 @@ class FaultProxy:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    # -- what happens to live connections now --------------------------------------------------
+    # -- faults of live connections ------------------------------------------------------------
 
     def cut(self) -> None:
-        """Close both sides of every live connection in order; bytes held here are dropped."""
+        """Close both sides of every live connection in order; bytes in the proxy are dropped."""
         for each in self._live.values():
             each.end(reset=False)
 
@@ -163,32 +168,36 @@ class FaultProxy:
             each.end(reset=True)
 
     def stall(self) -> None:
-        """Let nothing move on any live connection until :meth:`resume`; they stay open."""
+        """Relay no byte of any live connection until :meth:`resume`; the connections stay open."""
         for each in self._live.values():
             each.forward.clear()
             each.back.clear()
 
     def resume(self) -> None:
-        """Let everything that :meth:`stall` or a ``stall_at`` holds up now move again."""
+        """Resume every direction that :meth:`stall` or a ``stall_at`` holds up now."""
         for each in self._live.values():
             each.forward.set()
             each.back.set()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the dialer has gone
+        with contextlib.suppress(OSError):  # the dialer has closed its socket already
             connection = _Connection(self, listener.accept()[0])
             task = asyncio.create_task(connection.serve(self.connections))
             self.connections += 1
             self._live[task] = connection
-            # Also when it is cancelled before its first step.
+            # A callback closes the sockets even if the task is cancelled before its first step.
             task.add_done_callback(lambda task: self._live.pop(task).close())
 
 
 class _Connection:
-    """Two sockets and the streams between them. Ends by a fault, by order, or by itself."""
+    """Two sockets and the streams between them.
+
+    It ends by a fault, by a call of :meth:`end`, or when both streams have ended.
+    """
 
     def __init__(self, proxy: FaultProxy, dialer: socket.socket) -> None:
-        self.forward, self.back = asyncio.Event(), asyncio.Event()  # not set: that way is stalled
+        # A direction is stalled while its event is not set.
+        self.forward, self.back = asyncio.Event(), asyncio.Event()
         self.forward.set()
         self.back.set()
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -196,20 +205,20 @@ class _Connection:
         self._socks = [_prepare(dialer)]
 
     def end(self, *, reset: bool) -> None:
-        """Close both sides, in order or by a reset."""
+        """End the connection: let both sides be closed, in order or by a reset."""
         if not self._ended.done():
             self._ended.set_result(reset)
 
     async def serve(self, number: int) -> None:
-        """Relay until something ends the connection."""
+        """Relay until the connection ends; close it in order unless it has to be reset."""
         relaying = asyncio.ensure_future(self._relay(number))
         both: set[asyncio.Future[Any]] = {relaying, self._ended}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             relaying.cancel()
-            await asyncio.wait({relaying})  # nothing watches the sockets after this
-        self.end(reset=True)  # unless it has ended in another way
+            await asyncio.wait({relaying})  # afterwards the loop no longer watches the sockets
+        self.end(reset=True)  # has no effect if the connection has ended in another way
         if not self._ended.result():
             await asyncio.gather(*map(_close_in_order, self._socks))
 
@@ -221,7 +230,7 @@ class _Connection:
         server = _prepare(socket.socket(socket.AF_UNIX if address.path else tcp))
         self._socks.append(server)
         target = address.path or (address.host, address.port)
-        with contextlib.suppress(OSError):  # the upstream is not there
+        with contextlib.suppress(OSError):  # the upstream cannot be reached
             await asyncio.get_running_loop().sock_connect(server, target)
             both = await asyncio.gather(
                 self._stream(plan.forward, self.forward, dialer, server, "bytes_forward"),
@@ -237,7 +246,7 @@ class _Connection:
         destination: socket.socket,
         counter: str,
     ) -> bool:
-        """Relay one direction; whether it came to its end rather than broke."""
+        """Relay one direction; return True if it came to its end, False if it broke."""
         loop = asyncio.get_running_loop()
         offsets = ((faults.stall_at, 0), (faults.reset_at, 1), (faults.cut_at, 2), (math.inf, 3))
         at = 0
@@ -262,7 +271,8 @@ class _Connection:
                         return True
                     await loop.sock_sendall(destination, block)
                 except OSError:
-                    # What the destination sent before it broke is for the other direction to relay.
+                    # The other direction still has to relay the bytes that the destination sent
+                    # before it broke, so the connection is not reset here.
                     return False
                 at += len(block)
                 setattr(self._proxy, counter, getattr(self._proxy, counter) + len(block))
@@ -289,18 +299,19 @@ def _prepare(sock: socket.socket) -> socket.socket:
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Fixed: the kernel would let the buffers of a stalled connection grow to many MiB.
+        # Without a fixed size the kernel lets the buffers of a stalled connection grow to many MiB.
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _KERNEL_NBYTES)
     return sock
 
 
 async def _close_in_order(sock: socket.socket) -> None:
-    """Have the peer read all that it was sent and the end, whatever it has sent meanwhile.
+    """Close a socket so that its peer reads all bytes and the end of the stream.
 
-    Closing a socket with unread bytes makes the kernel report a reset to the peer, which may come
-    before the end of the stream. Over TCP the end is therefore waited for until the peer's kernel
-    has it; over Unix nothing more arrives after the shutdown, so that it can be emptied.
+    The peer may send bytes meanwhile. If a socket is closed with unread bytes the kernel reports a
+    reset to the peer, which may come before the end of the stream. Over TCP this function therefore
+    waits until the peer's kernel has the end. Over Unix no more bytes arrive after the shutdown, so
+    the socket can be emptied.
     """
     with contextlib.suppress(OSError):
         if sock.family == socket.AF_UNIX:
@@ -314,12 +325,12 @@ async def _close_in_order(sock: socket.socket) -> None:
 
 
 async def _delivered(sock: socket.socket) -> None:
-    """Wait until the peer's kernel has all that was sent, for 5 s at most, or is gone."""
+    """Wait until the peer's kernel has all bytes or the connection is closed, for 5 s at most."""
     if sock.family == socket.AF_UNIX:
-        return  # what was sent lies with the peer already
+        return  # the bytes lie in the peer's buffer already
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(_LINGER_SECONDS):
             while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _TCP_CLOSE:
                 if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) == bytes(4):
                     break
-                await asyncio.sleep(0.001)  # the kernel tells nobody
+                await asyncio.sleep(0.001)  # the kernel has no notification for this, so poll
