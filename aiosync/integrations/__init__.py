@@ -1,4 +1,4 @@
-"""What other libraries need so that aiosync works with them; loaded when they are in use."""
+"""Integrations that let other libraries work with aiosync; each is loaded when it is in use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights in an ASGI server: versions of requests and responses, readiness, start and end.
+"""ASGI middleware for a weight feed: versions of requests and responses, readiness, start and end.
 
-:class:`WeightsMiddleware` goes around any ASGI 3 application, Starlette's and FastAPI's among
-them; see ``docs/topics/serving.md``. Must not import a web framework.
+:class:`WeightsMiddleware` wraps any ASGI 3 application, those of Starlette and FastAPI included;
+see ``docs/topics/serving.md``. Must not import a web framework.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _VERSIONS: Final = b"x-weight-versions"
 _EPOCH: Final = b"x-weight-epoch"
 _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
-_LARGEST: Final = 2**63 - 1  # no version is larger
+_LARGEST: Final = 2**63 - 1  # the largest version
 _RETRY: Final = (b"retry-after", b"1")
-# A message of one byte takes some hundred bytes of memory, so the bytes alone are no bound.
+# A message of one byte takes some hundred bytes of memory, so a limit on the bytes is not enough.
 _MOST_MESSAGES: Final = 4096
 _NOT_RUNNING: Final = (
     "the feed is not running: start it with `async with feed`, lifespan(feed), or a server that "
@@ -53,7 +53,7 @@ _NOT_RUNNING: Final = (
 
 
 class WeightsMiddleware:
-    """Answers each HTTP request with one version of the weights, and says with which.
+    """Middleware that answers each HTTP request with one version of the weights and names it.
 
     ::
 
@@ -61,40 +61,41 @@ class WeightsMiddleware:
         app = WeightsMiddleware(Starlette(routes=[...]), feed)
         # or app.add_middleware(WeightsMiddleware, feed=feed)
 
-    A request is admitted by the feed's gate before the application sees it, and has left when its
-    response is complete, so that background tasks of Starlette do not delay a switch. Its body has
-    arrived before it is admitted, so that clients that upload slowly do not either. One that
-    disconnects meanwhile is not served, and gets no answer. The application finds its
-    :class:`~aiosync.serving.Admission` in ``scope["aiosync.admission"]``.
+    The feed's gate admits a request before the application sees it. The request leaves the gate
+    when its response is complete, so that background tasks of Starlette do not delay a switch. The
+    body arrives before the request is admitted, so that a slow upload does not delay a switch
+    either. A client that disconnects meanwhile gets no answer, and the application does not see its
+    request. The application finds the :class:`~aiosync.serving.Admission` in
+    ``scope["aiosync.admission"]``.
 
-    - Responses say ``x-weight-version``, the oldest version that may have contributed up to
-      their start, ``x-weight-versions`` (``3-5``) if there were several, and
-      ``x-weight-epoch``. An application that sets one of these itself is left alone. Where weights
-      may change under a request, the whole of what a stream came from is known at its end only:
-      its last part may hold the ``span`` of the admission.
-    - Requests may say ``x-min-weight-version`` and ``x-weight-epoch``. If no such
+    - Responses have the headers ``x-weight-version``, the oldest version that may have contributed
+      up to the start of the response, ``x-weight-versions`` (``3-5``) if there were several, and
+      ``x-weight-epoch``. If an application sets one of these itself, the middleware adds none.
+      Where weights may change during a request, all versions of a stream are known only at its
+      end: its last part may hold the ``span`` of the admission.
+    - Requests may have the headers ``x-min-weight-version`` and ``x-weight-epoch``. If no such
       version arrives in time, or none that the feed may begin with, the answer is 503 with
       ``Retry-After``, and nothing was computed; 400 if the header is invalid.
-    - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON: ``version`` is what it has,
-      and ``waits_for`` what it waits for.
+    - ``GET /readyz`` answers 200 or 503 with the feed's status as JSON: ``version`` is the feed's
+      version, and ``waits_for`` the version that it still needs.
     - The feed is started before the application starts up, and closed after it has shut down.
 
-    WebSockets and ``OPTIONS`` pass untouched: a socket would hold up switches for as long as it
-    is open, so its messages are to be admitted one by one, with ``feed.request()``.
+    WebSockets and ``OPTIONS`` pass untouched. A socket would delay switches for as long as it is
+    open, so the application admits its messages one by one, with ``feed.request()``.
 
     Args:
         app: The application.
-        feed: Where the weights come from.
+        feed: The source of the weights.
         readyz: Path of the probe, below the ``root_path`` of the application; ``None`` for none.
         max_staleness: Seconds for which the probe stays healthy after the source was lost;
-            ``None`` for ever, as the last complete version is still there.
-        exempt: Paths that have nothing to do with the weights; one that ends in
-            ``/`` covers all below it.
+            ``None`` for ever, because the last complete version is still there.
+        exempt: Paths whose requests do not use the weights; a path that ends in ``/`` covers all
+            paths below it.
         timeout: Seconds that a request waits to be admitted, from the arrival of its body; ``None``
             takes the gate's.
         max_early_body: Bytes of a body that are received before the request is admitted, and kept
             until the application takes them; the rest of a longer body comes afterwards. 0 for
-            none, which applications need that answer while their clients still send.
+            none, for applications that answer while their clients still send.
 
     Raises:
         ConfigError: An option has an illegal value, or ``app`` and ``feed`` are swapped.
@@ -132,7 +133,7 @@ class WeightsMiddleware:
         self.max_early_body = max_early_body
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """One call of the server, as ASGI has it."""
+        """Handle one connection of the server; an ASGI 3 application."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
         elif scope["type"] != "http":
@@ -157,10 +158,10 @@ class WeightsMiddleware:
         except ValueError as exc:
             await self._answer(scope, send, 400, {"error": "bad_header", "detail": str(exc)})
             return
-        # A client that uploads slowly would hold up every switch if it were admitted first.
+        # A slow upload would delay every switch if the request were admitted before its body.
         early = await _receive_early(receive, self.max_early_body)
         if early is None:
-            return  # nobody is there to be answered
+            return  # the client has disconnected
         admission = self.feed.request(min_version=min_version, epoch=epoch, timeout=self.timeout)
         async with contextlib.AsyncExitStack() as inside:
             try:
@@ -179,11 +180,13 @@ class WeightsMiddleware:
                         headers += _labels(admission.versions, epoch)
                     message = {**message, "headers": headers}
                 elif kind == "http.response.pathsend" or not message.get("more_body", False):
-                    # Before it is sent: a client that reads slowly holds nothing up.
+                    # The request leaves the gate before its last part is sent, so that a client
+                    # that reads slowly delays no switch.
                     await inside.aclose()
                 await send(message)
 
-            # In place, as frameworks do it: middleware outside looks for what routers put there.
+            # The scope is changed in place, as frameworks do it: outer middleware reads the entries
+            # that routers add to it.
             scope["aiosync.admission"] = admission
             await self.app(scope, early, forward)
 
@@ -201,7 +204,7 @@ class WeightsMiddleware:
             if late and status["state"] == "closed"
             else str(error),
             "min_version": min_version,
-            # But no reason, as that may name the trainer's address.
+            # The status's reason is left out, because it may name the trainer's address.
             **{name: status[name] for name in ("version", "epoch", "waits_for", "state")},
         }
         await self._answer(scope, send, 503, body, _RETRY)
@@ -218,7 +221,7 @@ class WeightsMiddleware:
             status.state == "stale"
             and (self.max_staleness is None or status.stale_for <= self.max_staleness)
         )
-        ready = ready and bool(self.feed.ready)  # the gate may have been closed
+        ready = ready and bool(self.feed.ready)  # a closed gate admits no request
         later = () if ready else (_RETRY,)
         said = {"ready": ready, **status.as_dict()}
         await self._answer(scope, send, 200 if ready else 503, said, *later)
@@ -242,12 +245,16 @@ class WeightsMiddleware:
     # -- start and end -------------------------------------------------------------------------
 
     async def _live(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """The feed starts before the application, and is closed before the server hears the end.
+        """Handle the lifespan: run the feed around the application's start-up and shutdown.
 
-        What an application that knows nothing of lifespans does not say is said from here.
+        The feed starts before the application, and is closed before the server gets the end of the
+        shutdown. This method sends the messages that an application without lifespans does not
+        send.
         """
-        heard = told = 0  # of the two: start and end
-        stray = False  # it took the call for one of another protocol
+        # Number of events (of two: start-up and shutdown) that the application received, and that
+        # the server was told the end of.
+        heard = told = 0
+        stray = False  # the application answered as for another protocol
 
         async def hear() -> _Message:
             nonlocal heard
@@ -270,7 +277,7 @@ class WeightsMiddleware:
             await live.enter_async_context(self.feed)
             try:
                 await self.app(scope, hear, say)
-            except Exception:  # raised again, but of applications that know no lifespans
+            except Exception:  # an application without lifespans may raise; others' errors go on
                 if told or (heard and not stray):
                     raise
             while told < 2:
@@ -282,11 +289,11 @@ class WeightsMiddleware:
 def lifespan(
     feed: WeightFeed,
 ) -> Callable[[Any], contextlib.AbstractAsyncContextManager[None]]:
-    """A lifespan for ``Starlette(lifespan=...)`` or FastAPI that starts and closes ``feed``.
+    """Return a lifespan for ``Starlette(lifespan=...)`` or FastAPI that starts and closes ``feed``.
 
-    :class:`WeightsMiddleware` does it by itself where the server's lifespan messages pass
-    through it; both together are fine, as the feed counts. An application with a lifespan of its
-    own writes ``async with feed:`` there.
+    :class:`WeightsMiddleware` starts and closes the feed itself if the server's lifespan messages
+    pass through it. Both together are allowed, because the feed counts its starts. An application
+    with a lifespan of its own writes ``async with feed:`` there.
 
     Args:
         feed: The feed to start.
@@ -301,19 +308,21 @@ def lifespan(
 
 
 def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
-    """The versions that a response says it was computed with, for a client that keeps them.
+    """Return the versions that a response was computed with, according to its headers.
 
-    Of a stream over which weights may change, only what there was when it began: see its last part.
+    The headers of a stream name only the versions up to its start. If weights may change during
+    the stream, its last part has to name the others.
 
     Args:
-        headers: Of the response; with names in lower case, or looked up whatever their case.
+        headers: Headers of the response, with names in lower case, or in a mapping that ignores
+            case.
 
     Returns:
-        The span, without counts; its ``first`` is 0 where the response names no epoch, since its
-        versions may be of several. ``None`` if it names no version.
+        The span, without counts. Its ``first`` is 0 if the response names no epoch, because its
+        versions may be of several epochs. ``None`` if the response names no version.
 
     Raises:
-        ValueError: What it says is no version.
+        ValueError: A header holds no valid version.
     """
     version, epoch = headers.get("x-weight-version"), headers.get("x-weight-epoch")
     if version is None:
@@ -326,19 +335,23 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
 
 
 def _path_of(scope: _Scope) -> str:
-    """The path as the application knows it; some servers leave ``root_path`` out of it."""
+    """Return the path below ``root_path``; some servers have left that out already."""
     path: str = scope["path"]
     rest = path.removeprefix((scope.get("root_path") or "").rstrip("/"))
     return rest if rest.startswith("/") else path if rest else "/"
 
 
 def _asked_for(headers: Any) -> tuple[int, int | None]:
-    """The least version and the epoch that a request asks for."""
+    """Return the lowest version and the epoch that a request asks for.
+
+    Raises:
+        ValueError: A header is invalid.
+    """
     found = {name: value.strip() for name, value in headers if name in (_MIN_VERSION, _EPOCH)}
     if not found:
         return 0, None
     min_version, epoch = found.get(_MIN_VERSION, b"0"), found.get(_EPOCH)
-    # Digits of ASCII only; int() would take signs, underscores and thousands of digits, too.
+    # Only ASCII digits are valid; int() would also take signs, underscores and thousands of digits.
     if not re.fullmatch(rb"[0-9]{1,19}", min_version) or int(min_version) > _LARGEST:
         raise ValueError(f"x-min-weight-version must be a whole number from 0 to {_LARGEST}")
     if epoch is None:
@@ -358,9 +371,13 @@ def _labels(versions: Sequence[int], epoch: int | None) -> list[_Header]:
 
 
 async def _receive_early(receive: _Receive, limit: int) -> _Receive | None:
-    """A ``receive`` whose body is here, or its first ``limit`` bytes; ``None`` if the client left.
+    """Receive the body of a request, or its first ``limit`` bytes.
 
-    The message that reaches the bound is kept as a whole.
+    The message that reaches the limit is kept as a whole.
+
+    Returns:
+        A ``receive`` that returns the kept messages and then those that follow; ``None`` if the
+        client has disconnected.
     """
     messages: deque[_Message] = deque()
     size, more = 0, True

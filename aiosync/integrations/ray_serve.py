@@ -1,9 +1,9 @@
 """Ray Serve: each replica of a deployment keeps its model on the newest version.
 
 :class:`WeightsMixin` gives a deployment a :class:`~aiosync.serving.WeightFeed` on the event loop
-on which Serve runs its code; :func:`admitted` makes a method answer with the version that it
-computed with; :class:`ReplicaWeightsMiddleware` does the same for an ingress. See
-``docs/topics/ray-serve.md``. Needs ``ray[serve]``. Must not be imported by the rest of aiosync.
+on which Serve runs its code; :func:`admitted` makes a method return its version with its result;
+:class:`ReplicaWeightsMiddleware` does the same for an ingress. See ``docs/topics/ray-serve.md``.
+Needs ``ray[serve]``. Must not be imported by the rest of aiosync.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from aiosync.tensors.apply import Loader
 __all__ = ["TOKEN_VARIABLE", "Answer", "ReplicaWeightsMiddleware", "WeightsMixin", "admitted"]
 
 TOKEN_VARIABLE = "AIOSYNC_TOKEN"
-"""Variable of a replica's environment with the token for a source that is given as an address."""
+"""Environment variable of a replica with the token for a source that is given as an address."""
 
 _logger = logging.getLogger(__name__)
 
 
 class WeightsMixin:
-    """Base of a Ray Serve deployment whose model follows a source of weights.
+    """Base class of a Ray Serve deployment whose model follows a source of weights.
 
     ::
 
@@ -58,9 +58,10 @@ class WeightsMixin:
         answer = await handle.act.remote(observation, min_version=7)
         answer.value, answer.version
 
-    A replica that is started, or started again after a crash, takes requests once
-    :meth:`follow_weights` has returned. When the source is lost it answers with the version that
-    it has; :meth:`weight_status` says so. The feed ends when Serve shuts the replica down.
+    A replica that is started, or restarted after a crash, takes requests once
+    :meth:`follow_weights` has returned. When the source is lost, the replica answers with the
+    version that it has; :meth:`weight_status` says so. The feed ends when Serve shuts the replica
+    down.
     """
 
     _weight_feed: WeightFeed | None = None
@@ -83,8 +84,8 @@ class WeightsMixin:
     ) -> int:
         """Start to follow the source, and wait until there is a complete version.
 
-        To be awaited in the deployment's ``async def __init__``, which Serve calls on the loop
-        of the replica's code: no request arrives before it is over. If it raises, Serve starts
+        Await it in the deployment's ``async def __init__``, which Serve calls on the loop of the
+        replica's code: no request arrives before ``__init__`` has ended. If it raises, Serve starts
         the replica again after a pause, up to its ``max_constructor_retry_count``.
 
         Args:
@@ -94,27 +95,27 @@ class WeightsMixin:
             model: Module to keep up to date.
             weights: TensorDict or dict of tensors to keep up to date instead.
             load: Function that loads versions, instead.
-            transform: What to do with updates before. All four as for
-                :class:`~aiosync.serving.WeightFeed`.
+            transform: Function that changes updates before they are applied or loaded. These four
+                are as for :class:`~aiosync.serving.WeightFeed`.
             model_id: Name of the model, as the sender calls it.
-            gate: The gate; the feed makes its own if ``None``.
-            min_version: The least version to take requests with; ``None`` takes the newest that
-                the source has when it is reached.
-            timeout: Seconds to wait for it; ``None`` for ever.
+            gate: The gate; ``None`` makes a new one.
+            min_version: The lowest version to take requests with; ``None`` takes the newest version
+                that the source has when it is reached.
+            timeout: Seconds to wait for that version; ``None`` for ever.
             max_staleness: Seconds without a source after which the replica is unhealthy, so that
-                Serve replaces it; ``None`` for never. What replaces it has to find the source.
+                Serve replaces it; ``None`` for never. The new replica has to reach the source.
 
         Returns:
             The version that the model has.
 
         Raises:
-            RecvTimeout: There was no such version in time; the text says what the feed says.
+            RecvTimeout: There was no such version in time; the text holds the feed's reason.
             ConfigError: The arguments exclude each other, an option has an illegal value, or the
                 scheme already has a role.
-            LocalProtocolError: It was called before.
+            LocalProtocolError: The replica follows a source already.
 
         Cancellation:
-            Ends the feed; nothing is followed.
+            Ends the feed; the replica follows nothing.
         """
         if self._weight_feed is not None:
             raise LocalProtocolError("a replica follows only one source, and this one already does")
@@ -146,7 +147,7 @@ class WeightsMixin:
                 f"{limit:g} s: it has version {status.version} and needs {status.waits_for}; "
                 f"{status.reason or 'the source has nothing newer'}"
             ) from exc
-        except BaseException:  # cancelled: raised again
+        except BaseException:  # a cancellation ends the feed and is raised again
             await feed.aclose()
             raise
         self._weight_feed = feed
@@ -155,8 +156,8 @@ class WeightsMixin:
         return version
 
     def _close_with_the_replica(self) -> None:
-        # Serve looks `__del__` up on the instance, and awaits it on the loop of the feed. One of
-        # the class would be called by the garbage collector, too, where nothing can be awaited.
+        # Serve looks `__del__` up on the instance, and awaits it on the loop of the feed. The
+        # garbage collector would also call a `__del__` of the class, and cannot await it.
         inner: Any = getattr(type(self), "__del__", None)
 
         async def close() -> None:
@@ -173,29 +174,33 @@ class WeightsMixin:
 
     @property
     def weight_feed(self) -> WeightFeed:
-        """The feed of this replica: its ``request()``, ``batch()``, ``version`` and ``gate``.
+        """Feed of this replica, with its ``request()``, ``batch()``, ``version`` and ``gate``.
 
-        Only for coroutines of the deployment: it belongs to their event loop.
+        It is only for coroutines of the deployment, because it belongs to their event loop.
+
+        Raises:
+            LocalProtocolError: The replica follows no source yet.
         """
         if self._weight_feed is None:
             raise LocalProtocolError("await follow_weights() in __init__ first")
         return self._weight_feed
 
     async def weight_status(self) -> dict[str, Any]:
-        """How the replica that answers stands with its source, as plain values, and its name.
+        """Return the name of this replica and the status of its feed, as plain values.
 
-        Through a handle: ``await handle.weight_status.remote()``; see
+        Call it through a handle: ``await handle.weight_status.remote()``; see
         :class:`~aiosync.serving.FeedStatus`.
         """
         return {"replica": _replica_name(), **self.weight_feed.status.as_dict()}
 
     async def check_health(self) -> None:
-        """What Serve asks every ``health_check_period_s``; extend it with ``super()``.
+        """Raise if the replica is unhealthy; Serve calls it every ``health_check_period_s``.
 
-        A replica whose source is lost is healthy, unless ``max_staleness`` says otherwise.
+        A replica whose source is lost is healthy, unless ``max_staleness`` says otherwise. A
+        subclass that has a check of its own also calls this one with ``super()``.
 
         Raises:
-            RecvTimeout: It is stale for longer than ``max_staleness``.
+            RecvTimeout: The weights are stale for longer than ``max_staleness``.
             LocalProtocolError: The feed itself has ended with an error.
         """
         if self._weight_feed is None:
@@ -224,7 +229,7 @@ class WeightsMixin:
 def _replica_name() -> str:
     try:
         replica = serve.get_replica_context()
-    except RayServeException:  # not in a replica, as in a test of the deployment's class
+    except RayServeException:  # outside a replica, as in a test of the deployment's class
         return f"process {os.getpid()}"
     return f"replica {replica.replica_tag} of {replica.app_name}#{replica.deployment}"
 
@@ -239,16 +244,17 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[_T_co]):
-    """What an :func:`admitted` method returns.
+    """Result of an :func:`admitted` method, with its versions.
 
     Attributes:
-        value: What the method returned, or one of the things that it yielded.
+        value: The method's result, or one of the items that it yielded.
         version: Version of the weights; the oldest that may have contributed, if several did.
         epoch: Epoch of that version, if the source has any.
-        versions: All that may have contributed, in the order in which they came. One, unless
-            the gate's mode is ``"immediate"``.
-        span: The same, with how many batches, or what the method counted, were of each; of an item
-            that was yielded, up to that item. See :attr:`aiosync.serving.Admission.span`.
+        versions: All versions that may have contributed, in the order in which they came. It is one
+            version, unless the gate's mode is ``"immediate"``.
+        span: The versions with the number of batches of each, or with the counts of the method; for
+            an item that was yielded, up to that item. See
+            :attr:`aiosync.serving.Admission.span`.
     """
 
     value: _T_co
@@ -265,7 +271,7 @@ def admitted(
 
 
 @overload
-def admitted(  # type: ignore[overload-overlap]  # what gives an iterator is a function, too
+def admitted(  # type: ignore[overload-overlap]  # the last overload takes these methods, too
     method: Callable[..., AsyncIterator[_R]], /
 ) -> Callable[..., AsyncIterator[Answer[_R]]]: ...
 
@@ -281,28 +287,28 @@ def admitted(*, timeout: float | None) -> Callable[[Callable[..., Any]], Callabl
 def admitted(
     method: Callable[..., Any] | None = None, /, *, timeout: float | None = None
 ) -> Callable[..., Any]:
-    """Make a method of a deployment a request at the gate, and tell the version with its result.
+    """Make calls of a method requests at the gate; return each result with its version.
 
-    For ``async def`` methods and asynchronous generators, whose items are wrapped one by one
-    while the admission lasts until the last of them. A method without ``async`` runs in a
-    thread, as Serve does it, and is a part of the admission until the thread is done, also when
+    The method is an ``async def`` method or an asynchronous generator. A generator's items are
+    wrapped one by one, and its admission lasts until the last item. A method without ``async`` runs
+    in a thread, as Serve does it. It is a part of the admission until the thread is done, even if
     the caller has given up.
 
     Callers may add the keywords ``min_version`` and ``epoch``, as for
     :meth:`aiosync.serving.AdmissionGate.request`; the method does not see them. Callers get
-    ``AdmissionTimeout`` if no such version arrives in time: they may try again.
+    ``AdmissionTimeout`` if no such version arrives in time, and may try again.
 
     Args:
-        method: The method, of a :class:`WeightsMixin`. One with ``@serve.batch`` is called from
-            it: the requests of a batch are inside together, so that it sees one version.
+        method: A method of a :class:`WeightsMixin`. It may call a method with ``@serve.batch``:
+            the requests of a batch are admitted together, so that the batch sees one version.
         timeout: Seconds that a request waits to be admitted; ``None`` takes the gate's.
 
     Returns:
         A coroutine function, or an asynchronous generator function, of :class:`Answer`.
 
     Raises:
-        ConfigError: It is a generator without ``async``, has ``@serve.batch``, or a parameter of
-            these names.
+        ConfigError: The method is a generator without ``async``, has ``@serve.batch``, or has a
+            parameter named ``min_version`` or ``epoch``.
     """
     if method is None:
         return partial(admitted, timeout=timeout)
@@ -355,18 +361,18 @@ def _answer(value: _R, admission: Admission) -> Answer[_R]:
 
 def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
     async def call(*args: Any, **kwargs: Any) -> Any:
-        # anyio's threads are those that Serve runs methods without `async` in: as many as
-        # max_ongoing_requests, with the context of the request.
+        # Serve runs methods without `async` in anyio's threads, too: there are as many of them as
+        # max_ongoing_requests, and they have the context of the request.
         working = asyncio.ensure_future(to_thread.run_sync(partial(function, *args, **kwargs)))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            # The thread goes on: no switch may come before it has ended.
+            # The thread cannot be stopped, and no switch may happen before it has ended.
             while not working.done():
                 with suppress(asyncio.CancelledError):  # raised again below
                     await asyncio.wait([working])
             if not working.cancelled():
-                working.exception()  # nobody waits for it any more
+                working.exception()  # so that asyncio does not log it as never retrieved
             raise
 
     return call
@@ -376,7 +382,7 @@ def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
 
 
 class ReplicaWeightsMiddleware:
-    """:class:`aiosync.integrations.asgi.WeightsMiddleware` for ``@serve.ingress(app)``.
+    """Form of :class:`aiosync.integrations.asgi.WeightsMiddleware` for ``@serve.ingress(app)``.
 
     ::
 
@@ -387,8 +393,8 @@ class ReplicaWeightsMiddleware:
         @serve.ingress(app)
         class Policy(WeightsMixin): ...
 
-    The app is made, and pickled, before there is a replica; so this finds the feed of its
-    replica by itself when the first request comes.
+    The app is made, and pickled, before there is a replica. The middleware therefore finds the feed
+    of its replica when the first request comes.
 
     Args:
         app: The application inside.
@@ -406,8 +412,8 @@ class ReplicaWeightsMiddleware:
         receive: Callable[..., Any],
         send: Callable[..., Any],
     ) -> None:
-        """Serve one connection; ASGI 3."""
-        if scope["type"] == "lifespan":  # the feed is that of the replica, and started by it
+        """Handle one connection of the server; an ASGI 3 application."""
+        if scope["type"] == "lifespan":  # the replica starts and ends the feed itself
             await self._app(scope, receive, send)
             return
         if self._inner is None:

@@ -1,10 +1,10 @@
-"""TorchRL's collectors and servers take the schemes of :mod:`aiosync.sync` as they are.
+"""TorchRL integration: collectors and servers take the schemes of :mod:`aiosync.sync` as they are.
 
-There is one thing to write, ``weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}`` with
-the class of :mod:`aiosync.sync`: this module is loaded by itself when such a scheme meets
-TorchRL. It makes the schemes virtual subclasses of TorchRL's ``WeightSyncScheme``, and knows how
-its collectors and its ``InferenceServer`` call them. Import it to have the names for TorchRL's
-``WeightSyncScheme.from_backend()`` registered, ``"aiosync-shared"`` for example.
+A program writes only ``weight_sync_schemes={"policy": SharedMemWeightSyncScheme()}`` with the class
+of :mod:`aiosync.sync`; this module is loaded when TorchRL uses such a scheme. It makes the schemes
+virtual subclasses of TorchRL's ``WeightSyncScheme``, and adapts the calls of TorchRL's collectors
+and its ``InferenceServer``. Import it to register the names for TorchRL's
+``WeightSyncScheme.from_backend()``, ``"aiosync-shared"`` for example.
 
 Written for TorchRL 0.14. See ``docs/topics/torchrl.md``. Nothing else in aiosync imports TorchRL.
 """
@@ -31,14 +31,14 @@ _OWNERS = (
 
 
 def register() -> None:
-    """Register the schemes. Idempotent.
+    """Register the schemes with TorchRL. Idempotent.
 
-    Every scheme of :mod:`aiosync.sync` is a virtual subclass of TorchRL's ``WeightSyncScheme``
-    then, and known to its ``from_backend()`` as ``"aiosync-<name>"`` for each of
-    :func:`aiosync.schemes.backend_names`; ``"aiosync"`` alone means shared memory.
+    Afterwards every scheme of :mod:`aiosync.sync` is a virtual subclass of TorchRL's
+    ``WeightSyncScheme``. Its ``from_backend()`` knows the schemes as ``"aiosync-<name>"`` for each
+    of :func:`aiosync.schemes.backend_names`; ``"aiosync"`` alone means shared memory.
     """
     weight_sync_schemes.WeightSyncScheme.register(WeightSyncScheme)
-    # TorchRL before 0.14 makes no schemes by name, so that nobody there could ask for these.
+    # TorchRL before 0.14 makes no schemes by name, so the names are of no use there.
     register_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
     if register_name is not None:
         for name in backend_names():
@@ -49,9 +49,9 @@ def register() -> None:
 
 
 def owner_of(context: Any, scheme: WeightSyncScheme) -> CollectorOwner | ServerOwner | None:
-    """The owner for a collector or an inference server; ``None`` for anything else of TorchRL."""
+    """Return the owner for a collector or an inference server; ``None`` for any other object."""
     for module, name, owner in _OWNERS:
-        # Its class was imported, or there would be no such object.
+        # An object of the class exists only if the class's module was imported.
         cls = getattr(sys.modules.get(module), name, None)
         if cls is not None and isinstance(context, cls):
             return owner(context, scheme)

@@ -1,7 +1,8 @@
-"""How TorchRL calls a scheme: its collectors, in the trainer and in workers, and its servers.
+"""Owners: adapters for the calls that TorchRL's collectors and servers make to a scheme.
 
-An owner stands between such an object and its scheme, and does what is special about some of the
-calls; all others go on to the scheme as they are.
+An owner stands between an object of TorchRL's (a collector in the trainer or in a worker, or a
+server) and the scheme that it calls. It handles the calls that need more than the scheme does, and
+passes all others on unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ from aiosync.tensors import lacks_memory
 
 __all__ = ["CollectorOwner", "ServerOwner"]
 
-# Their workers find the sender by a name in the cluster, of which nobody sees that it is taken.
+# Workers of these schemes find the sender by a name in the cluster, and nothing reports that
+# another sender has the name already.
 _MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
 _LAST_WORDS_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 2.0
@@ -69,16 +71,16 @@ _Handler: TypeAlias = Callable[
 
 
 class TorchRLOwner:
-    """Between an object of TorchRL's and the scheme that it calls.
+    """Base class of the adapters between an object of TorchRL's and the scheme that it calls.
 
     Args:
-        owned: The object; referred to weakly.
-        scheme: The scheme that it calls; referred to weakly.
+        owned: The object of TorchRL's; referred to weakly.
+        scheme: The scheme that the object calls; referred to weakly.
     """
 
     blocks_loops: ClassVar[bool]
     _handlers: ClassVar[dict[str, tuple[_Handler, tuple[str, ...]]]]
-    """What is special: for names of methods, and which arguments may come without theirs."""
+    """Handlers by the name of the method, with the names of its positional arguments."""
 
     def __init__(self, owned: Any, scheme: WeightSyncScheme) -> None:
         self._owned = weakref.ref(owned)
@@ -105,11 +107,14 @@ class TorchRLOwner:
         return self._owned() is context
 
     def is_over(self, owned: Any) -> bool:
-        """Whether the object was shut down."""
+        """Return True if the object was shut down."""
         return getattr(owned, "closed", False)
 
     def close_when_over(self, pause: float = 0.1) -> None:
-        """Close the scheme once the object is shut down, unless it has workers yet. On the loop."""
+        """Close the scheme once its object is shut down, unless it still has workers.
+
+        Call it on the loop. It calls itself later, after ``pause`` seconds at first, until then.
+        """
         scheme, owned = self._scheme(), self._owned()
         if scheme is None or life_of(core_of(scheme)).closed or scheme.worker_versions:
             return
@@ -121,24 +126,26 @@ class TorchRLOwner:
 
 
 class CollectorOwner(TorchRLOwner):
-    """Between a collector and a scheme: the trainer's collector, or that of a worker.
+    """Adapter between a scheme and a collector, that of the trainer or that of a worker.
 
     Args:
         collector: The collector.
         scheme: The scheme that it calls.
     """
 
-    blocks_loops = True  # as its iterator does: a notebook runs a loop, and calls it all the same
+    # A collector's iterator blocks a running loop, too: a notebook runs a loop and calls it anyway.
+    blocks_loops = True
 
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         super().__init__(collector, scheme)
         self._connecting: threading.Thread | None = None
-        self._stamps = True  # who gets the data takes more than what it finds without a scheme
-        self._made = False  # by factories: what the workers began with
-        self._counted = scheme.version  # what the trainer's tracker stands for
+        # False if the receiver of the frames accepts no keys beside those without a scheme.
+        self._stamps = True
+        self._made = False  # True if factories made the weights that the workers began with
+        self._counted = scheme.version  # version that the trainer's tracker stands for
         self._lock = threading.Lock()
         if scheme.initialized_on_receiver:
-            self._attach(scheme, collector)  # it had begun before there was a collector
+            self._attach(scheme, collector)  # the scheme got its role before the collector
 
     # -- the trainer ---------------------------------------------------------------------------
 
@@ -163,8 +170,9 @@ class CollectorOwner(TorchRLOwner):
                 refuse_no_module(model)
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
-        # Nested collectors: each of them has a copy of one scheme for workers of its own, which
-        # get theirs later. But RPCCollector has given its workers theirs already.
+        # Nested collectors each have a copy of one scheme for workers of their own. Those workers
+        # get their copies later, so the copy may have a meeting point of its own. RPCCollector has
+        # given its workers their copies already.
         may_separate = not hasattr(collector, "collector_rrefs")
         if may_separate and is_copy(scheme) and isinstance(scheme, _MET_ELSEWHERE):
             separate(core_of(scheme))
@@ -173,7 +181,7 @@ class CollectorOwner(TorchRLOwner):
         except ConfigError:
             if not may_separate or scheme.initialized_on_sender:
                 raise
-            separate(core_of(scheme))  # another copy listens already
+            separate(core_of(scheme))  # another copy listens at the meeting point already
             proceed(**given)
         finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
         finalizer.atexit = False
@@ -203,7 +211,8 @@ class CollectorOwner(TorchRLOwner):
         elif not rpc_runs() or lacks_memory(scheme.model):
             proceed(**given)
         else:
-            # RPCCollector's trainer waits for this call before it begins to connect.
+            # The trainer's RPCCollector waits for this call before it begins to connect, so the
+            # worker has to connect in a thread.
             connect = functools.partial(_connect, proceed, given)
             name = "aiosync-connect"
             self._connecting = threading.Thread(target=connect, name=name, daemon=True)
@@ -224,7 +233,8 @@ class CollectorOwner(TorchRLOwner):
             refuse_missing_buffers(scheme, collector)
         acts = acts_itself(scheme, collector)
         if acts and of_policy and core.guard == "forward":
-            # Collector.start() collects in a thread of its own, and the trainer updates in another.
+            # Collector.start() collects in a thread of its own while the trainer's thread updates
+            # the policy.
             guard_policy(life_of(core).guard, collector)
             if is_stamped(collector):
                 stamp(collector)
@@ -245,7 +255,8 @@ class CollectorOwner(TorchRLOwner):
             if sender is not None:
                 sender.workers.on_empty = self.close_when_over
                 if acts and scheme.synchronized_on_sender and loop is not None:
-                    loop.call_soon_threadsafe(self.close_when_over)  # it may have none to lose
+                    # Without workers on_empty never happens.
+                    loop.call_soon_threadsafe(self.close_when_over)
 
     def _send(
         self,
@@ -261,16 +272,16 @@ class CollectorOwner(TorchRLOwner):
         finally:
             self._count(scheme, collector)
         if self._made and not isinstance(given.get("weights"), str | None):
-            # Where nothing is given, what was given last is sent, not what the factories made.
+            # A later send without weights has to send these, and not those of the factories.
             sources = life_of(core_of(scheme)).given.sources
             sources.follow(given["weights"], given.get("worker_ids"))
         return result
 
     def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
-        """Have the trainer's collector say the version that its workers label their data with.
+        """Advance the version of the trainer's collector to that on the workers' data.
 
-        TorchRL's collectors of local processes never change theirs; the others have none, or
-        count by themselves.
+        TorchRL's collectors of local processes never change their version; other collectors have
+        none, or count by themselves.
         """
         tracker: Any = getattr(collector, "policy_version_tracker", None)
         if not hasattr(collector, "procs") or (scheme.model_id or "policy") != "policy":
@@ -293,12 +304,14 @@ class CollectorOwner(TorchRLOwner):
     ) -> None:
         rank = given.get("worker_idx")
         if rank and _own_idx(collector) is None:
-            given["worker_idx"] = rank - 1  # a collector without an index: this is a rank, from 1
+            # The collector has no index of its own, so this number is a rank, from 1.
+            given["worker_idx"] = rank - 1
             self._stamps = False
         model_id = given.get("model_id") or "policy"
         if model_id == "policy" and has_workers(collector) and given.get("model") is None:
             if find_model(collector, model_id) is None:
-                # The workers make theirs; this one is only what they are sent.
+                # The workers make policies of their own; this one only holds the weights to pass
+                # on.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
         if isinstance(scheme, RayWeightSyncScheme):
@@ -334,17 +347,17 @@ def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
     try:
         proceed(**given)
     except TransportClosed:
-        return  # shut down: the collector registers another copy of the scheme
-    except AiosyncError as exc:  # the trainer, who waits for this worker, says who is missing
+        return  # the scheme was shut down, because the collector registers another copy of it
+    except AiosyncError as exc:  # the trainer waits for this worker and reports it as missing
         warnings.warn(f"this worker gets no weights: {exc}", RuntimeWarning, stacklevel=1)
 
 
 async def _connect_to_actors(
     core: aio.WeightSyncScheme, actors: Sequence[Any], given: dict[str, Any]
 ) -> None:
-    """Connect the sender, and name an actor that ends before it has connected.
+    """Connect the sender; fail at once if an actor ends before it has connected.
 
-    An actor of a ``RayCollector`` ends with the first error in it.
+    An actor of a ``RayCollector`` ends with its first error, which the failure names.
     """
 
     def fail(idx: int, ready: asyncio.Future[Any]) -> None:
@@ -358,7 +371,8 @@ async def _connect_to_actors(
             workers.record(idx).fail(error, reported=False)
             workers.changed.notify()
 
-    # An actor answers in order: this after its own connect(), which RayCollector called before.
+    # An actor answers in order, so it answers this after its own connect(), which RayCollector
+    # called before.
     asked = [asyncio.wrap_future(actor.__ray_ready__.remote().future()) for actor in actors]
     for idx, ready in enumerate(asked):
         ready.add_done_callback(functools.partial(fail, idx))
@@ -370,9 +384,10 @@ async def _connect_to_actors(
 
 
 def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
-    """Whether the collector looks after the workers that failed, and raises what ended them.
+    """Return True if the collector itself will raise the errors of the failed workers.
 
-    A worker of its own that fails while it is set up ends, and has told the collector why.
+    A worker of the collector that fails during its set-up sends the error through the collector's
+    pipe, and ends.
     """
     pipes = getattr(collector, "pipes", None)
     if pipes is None or not hasattr(collector, "procs"):
@@ -384,7 +399,7 @@ def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
 
 
 def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
-    """The collector is gone, and with it what the scheme was for."""
+    """Abort the scheme of a collector that was garbage-collected."""
     found = scheme()
     if found is not None:
         found.abort()
@@ -394,12 +409,16 @@ def _own_idx(collector: Any) -> int | None:
     try:
         idx: int | None = collector.worker_idx
     except RuntimeError:
-        return None  # it was given none
+        return None  # TorchRL raises for a collector without an index
     return idx
 
 
 def _refuse_path(model_id: str) -> None:
-    """Raise if a ``RayCollector`` would not find the scheme of a model in its actors."""
+    """Raise if a ``RayCollector`` would not find the scheme of a model in its actors.
+
+    Raises:
+        ConfigError: The model's id is a path and not a plain name.
+    """
     if "." in model_id or "[" in model_id:
         raise ConfigError(
             f"a RayCollector knows models by plain names only, and {model_id!r} is a path: give "
@@ -409,7 +428,11 @@ def _refuse_path(model_id: str) -> None:
 
 
 def _refuse_ranks(collector: Any) -> None:
-    """Raise if a ``DistributedCollector`` would name workers by their ranks, from 1."""
+    """Raise if a ``DistributedCollector`` would name workers by their ranks, from 1.
+
+    Raises:
+        ConfigError: The collector's options make it update its workers by itself.
+    """
     if all(cls.__name__ != "DistributedCollector" for cls in type(collector).__mro__):
         return
     each = collector.update_after_each_batch and not collector._sync
@@ -421,11 +444,11 @@ def _refuse_ranks(collector: Any) -> None:
         )
 
 
-# -- policies, and those that factories make ----------------------------------------------------
+# -- policies and policy factories --------------------------------------------------------------
 
 
 def find_model(collector: Any, model_id: str) -> Any:
-    """The model of that id, or ``None`` where the collector has none."""
+    """Return the collector's model of this id; ``None`` if it has none."""
     try:
         return resolve_model(collector, model_id)
     except (AttributeError, TypeError, ValueError):
@@ -433,14 +456,14 @@ def find_model(collector: Any, model_id: str) -> Any:
 
 
 class _NotAModule(ConfigError, TypeError):
-    """A policy has no weights that could be sent."""
+    """Error for a policy that is not a module and has no weights to send."""
 
 
 def refuse_no_module(policy: Any) -> None:
     """Raise if a policy is not a module.
 
     Raises:
-        ConfigError: It is not (a ``TypeError``, too).
+        ConfigError: The policy is not a module (also a ``TypeError``).
     """
     if not isinstance(policy, nn.Module):
         raise _NotAModule(
@@ -451,13 +474,14 @@ def refuse_no_module(policy: Any) -> None:
 
 
 def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
-    """Raise if workers would wait for buffers that nothing brings them.
+    """Raise if workers would wait for buffers that the scheme does not send.
 
-    TorchRL's collectors of processes send their workers the policy on the meta device, and leave
-    the rest to the scheme.
+    TorchRL's collectors of processes give their workers the policy on the meta device; the scheme
+    has to send all of its tensors.
 
     Raises:
-        ConfigError: The policy has buffers that are in no state dict, and the strategy sends that.
+        ConfigError: The policy has buffers outside its state dict, and the strategy sends only the
+            state dict.
     """
     if scheme.strategy_str != "state_dict" or isinstance(scheme, NoWeightSyncScheme):
         return
@@ -474,21 +498,21 @@ def refuse_missing_buffers(scheme: WeightSyncScheme, collector: Any) -> None:
 
 
 def factories_of(collector: Any) -> list[Callable[[], Any]]:
-    """The policy factory of each worker; empty where there is none."""
+    """Return the policy factory of each worker; an empty list if there is none."""
     found = getattr(collector, "policy_factory", None)
     listed = list(found) if isinstance(found, Sequence) else [found]
     return [factory for factory in listed if factory is not None]
 
 
 def from_factories(collector: Any, num_workers: int | None) -> nn.Module | dict[int, Any] | None:
-    """What the workers shall begin with where only factories are given.
+    """Make the policies that the workers begin with, if the collector has only factories.
 
     Returns:
-        One module for all workers where they share a factory; otherwise one for each; ``None``
-        without factories, or where what they make has no parameters.
+        One module if all workers share a factory; otherwise one module for each worker, by its
+        index. ``None`` without factories, or if a policy has no parameters.
 
     Raises:
-        ConfigError: One makes something that is not a module (a ``TypeError``, too).
+        ConfigError: A factory makes something that is not a module (also a ``TypeError``).
     """
     factories = factories_of(collector)
     if not factories:
@@ -509,21 +533,22 @@ def _has_parameters(policy: nn.Module) -> bool:
 
 
 def acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
-    """Whether this is the scheme of a collector that steps its environments itself."""
+    """Return True if the collector steps its environments itself, and the scheme sends weights."""
     torchrl: Any = sys.modules["torchrl.collectors"]
     return isinstance(collector, torchrl.Collector) and not isinstance(scheme, NoWeightSyncScheme)
 
 
 def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, Any]) -> None:
-    """Apply what is to be sent to the collector's own policy, all of it or nothing.
+    """Apply the weights to be sent to the collector's own policy, all of them or none.
 
     Raises:
-        ConfigError: Another index than 0, the collector's, is named, or none; or there are weights
-            by index.
+        ConfigError: ``worker_ids`` names an index other than 0, which is the collector, or is
+            empty; or the weights are given by index.
+        LocalProtocolError: The call comes from inside a forward pass or a ``reading()`` block.
         SyncTimeout: A forward pass of the policy did not end in time.
     """
     core, weights, timeout = core_of(scheme), given.get("weights"), given.get("timeout")
-    life_of(core).check_here()  # before anything changes
+    life_of(core).check_here()  # has to raise before anything changes
     worker_ids = given.pop("worker_ids", None)
     named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
     if not named:
@@ -537,20 +562,21 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
     guard, model = life_of(core).guard, find_model(collector, scheme.model_id or "policy")
     coming = scheme.epoch, scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
-        guard.held = coming  # the model is the source
+        guard.held = coming  # the model has these weights already
         return
     if not isinstance(model, nn.Module):
         return
-    if guard.reading_here:  # which exclusively() does not wait for
+    if guard.reading_here:  # exclusively() does not wait for the reads of this thread
         raise LocalProtocolError(
             "update_policy_weights_() was called inside a forward pass of the policy or a "
             "reading() block; call it between two of them"
         )
-    extracted = core.strategy.extract_weights(weights)  # the older generation's is a name
+    # This takes the strategy from the core, because the legacy API's `strategy` is a name.
+    extracted = core.strategy.extract_weights(weights)
 
     def apply() -> None:
         core.strategy.apply_weights(model, extracted, strict=scheme.strict and "warn")
-        guard.held = coming  # it may be about to be drawn
+        guard.held = coming  # inside the exclusive section: a read that follows needs the version
 
     limit = scheme.timeout if timeout is None else timeout
     if not guard.exclusively(apply, timeout=math.inf if limit is None else limit):
@@ -561,39 +587,42 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
         )
 
 
-# -- an inference server: it polls, under the lock of its model ----------------------------------
+# -- an inference server, which polls for updates under the lock of its model ---------------------
 
 
 class ServerOwner(TorchRLOwner):
-    """Between an ``InferenceServer`` and the scheme that receives its weights.
+    """Adapter between an ``InferenceServer`` and the scheme that receives its weights.
 
-    Updates wait until the server asks, between two batches and under its lock, so that every
-    answer is computed by one version and labelled with it. A trainer that goes away, and an
-    update that does not fit, are warnings: the server goes on serving what it has, and the
-    trainer is told of the misfit.
+    Updates wait until the server asks for them, between two batches and under its lock, so that
+    every answer is computed by one version and labelled with it. The end of the trainer, and an
+    update that does not fit, are warnings: the server goes on with the version that it has, and the
+    trainer gets the error of the update that does not fit.
 
     Args:
         server: The server.
         scheme: The scheme that it calls.
     """
 
-    blocks_loops = False  # it calls the scheme in a thread of its own
+    blocks_loops = False  # the server calls the scheme in a thread of its own
 
     def __init__(self, server: Any, scheme: WeightSyncScheme) -> None:
         super().__init__(server, scheme)
         self._known = (0, 0)  # epoch and version of the newest label
         self._ended = False
-        # Whoever gave the scheme its role, the server's lock is the right time.
+        # Updates have to be applied under the server's lock, whoever gave the scheme its role.
         scheme.apply = "manual"
         if getattr(server, "static_batch_size", None) is not None:
-            scheme.apply_copy = True  # a CUDA graph knows addresses
+            scheme.apply_copy = True  # a CUDA graph reads the weights at fixed addresses
         receiver = life_of(core_of(scheme)).receiver
         if receiver is not None:
             receiver.applier.apply_by_hand()
             self._note(scheme)
 
     def is_over(self, owned: Any) -> bool:
-        """Nobody takes its updates, and the trainer would wait for each until its deadline."""
+        """Return True if the server was shut down.
+
+        It applies no updates then, so the trainer would wait for each until its deadline.
+        """
         return bool(owned._shutdown_event.is_set())
 
     def _init(
@@ -616,11 +645,11 @@ class ServerOwner(TorchRLOwner):
         self._note(scheme)
         loop = life_of(core_of(scheme)).loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 loop.call_soon_threadsafe(self.close_when_over)
 
     def _note(self, scheme: WeightSyncScheme) -> int:
-        """How many versions have come since the last time."""
+        """Return the number of versions that have come since the last call; 1 for a new epoch."""
         receiver = life_of(core_of(scheme)).receiver
         if receiver is None:
             return 0
@@ -637,7 +666,8 @@ class ServerOwner(TorchRLOwner):
     ) -> Any:
         receiver = life_of(core_of(scheme)).receiver
         if given.get("timeout") == 0 and receiver is not None:
-            # The server asks before every batch: look before going to the other thread.
+            # The server asks before every batch, so return without a call to the other thread if
+            # there is nothing to apply.
             if not receiver.applier.has_staged and (receiver.error is None or self._ended):
                 return None
         try:
@@ -645,7 +675,7 @@ class ServerOwner(TorchRLOwner):
         except ApplyError as exc:
             warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
             return None
-        except AiosyncError as exc:  # anything that is raised here would end the server
+        except AiosyncError as exc:  # an error raised from here would end the server
             self._ended = True
             warnings.warn(
                 f"the trainer is gone; the server continues with version {scheme.version}: {exc}",

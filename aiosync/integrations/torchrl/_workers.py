@@ -1,8 +1,8 @@
-"""A worker's collector: the versions that it stamps on data, and workers of its own.
+"""A worker's collector: the versions on its frames, and the workers of nested collectors.
 
-TorchRL stamps data with the version that computed the action. A collector asks its tracker for it
-at each step of the environment, some time after the forward pass that computed the action. An
-update that comes in between must not change the answer, so the tracker learns of it when the next
+TorchRL labels data with the version that computed the action. A collector asks its tracker for the
+version at each step of the environment, some time after the forward pass that computed the action.
+An update that comes in between must not change the answer, so the tracker grows when the next
 forward begins. Must not import collectors.
 """
 
@@ -27,25 +27,27 @@ from aiosync.sync._schemes import core_of
 
 __all__ = ["Cascade", "Labels", "guard_policy", "has_workers", "is_stamped", "stamp"]
 
-_KEY = ("collector", "policy_version")  # 0: a random action, or weights without a version
+# Key of the version in a frame; 0 stands for a random action, or for weights without a version.
+_KEY = ("collector", "policy_version")
 
-# What collects. Of an LLMCollector `rollout` is a property, and one of the others what it returns.
+# The methods that collect. An LLMCollector's `rollout` is a property that returns one of the
+# others.
 _ROLLOUTS = ("rollout", "_rollout_all", "_rollout_yield_trajs", "_rollout_yield_trajs_async")
 
 
 class Labels:
-    """Keeps the tracker of a collector at the version of its policy.
+    """Labels of a collector's data: keeps its tracker at the version of its policy.
 
-    The tracker starts where it is; it grows by one with every version that the trainer sends
-    after the initial weights, whether or not this worker got all of them.
+    The tracker keeps its present value at first. It grows by one with every version that the
+    trainer sends after the initial weights, whether or not this worker got all of them.
 
     Args:
-        collector: Has ``policy_version_tracker``; referred to weakly.
-        guard: Of the scheme; knows when forward passes begin.
+        collector: The collector, which has ``policy_version_tracker``; referred to weakly.
+        guard: The scheme's guard, which knows when forward passes begin.
         version: Version that the policy has already; 0 if the initial weights are to come.
-        sees_forwards: Whether forward passes are reads of the guard. If not, the tracker grows at
+        sees_forwards: True if forward passes are reads of the guard. If not, the tracker grows at
             once, and an action's label may be newer than the action.
-        stamps: Whether frames get the scheme's version, too, as far as forward passes are seen.
+        stamps: True if frames also get the scheme's version, as far as forward passes are seen.
     """
 
     def __init__(
@@ -55,19 +57,19 @@ class Labels:
         self._guard = guard
         self._epoch: int | None = None
         self._version = version
-        self._grown = 0  # by how much the tracker is behind
+        self._grown = 0  # number of versions by which the tracker is behind
         self._stamps = stamps
         self._lock = threading.Lock()
-        self._rollouts = 0  # under way, in any thread
+        self._rollouts = 0  # number of rollouts under way, in any thread
         if sees_forwards:
             self._watch(collector)
 
     def flipped(self, epoch: int, version: int) -> None:
-        """The policy has another version now. Called under the guard, on any thread.
+        """Record the version that the policy has now. Called under the guard, on any thread.
 
         Args:
-            epoch: Of the trainer.
-            version: What the policy has. The first one is what it begins with.
+            epoch: Epoch of the trainer.
+            version: Version of the policy. The first one is that of the initial weights.
         """
         collector = self._collector()
         tracker = getattr(collector, "policy_version_tracker", None)
@@ -94,18 +96,19 @@ class Labels:
             return
         tracker = collector.policy_version_tracker
         if isinstance(getattr(tracker, "version", None), int):
-            # Not increment_version(): it keeps a history that grows for ever.
+            # increment_version() would keep a history that grows for ever.
             tracker.version += grown
         else:
-            tracker.increment_version()  # names of versions, which cannot be counted
+            tracker.increment_version()  # this tracker's versions are names, which have no sum
 
-    # -- whether it collects -------------------------------------------------------------------
+    # -- rollouts ------------------------------------------------------------------------------
 
     def _watch(self, collector: Any) -> None:
-        """Know when the collector is in ``rollout()``, where an action may wait for its label.
+        """Wrap the collector's rollouts, in which an action may wait for its label.
 
-        Not from the frames of other threads: whoever looks at those keeps their variables, and
-        may be the one who destroys them. Some of torch's must end in the thread they began in.
+        The frames of other threads would also show whether a rollout runs. But code that looks at
+        them keeps their variables alive, and may destroy them in its own thread. Some of torch's
+        must end in the thread that they began in.
         """
         for name in _ROLLOUTS:
             rollout = getattr(type(collector), name, None)
@@ -113,7 +116,8 @@ class Labels:
                 setattr(collector, name, self._watched(rollout))
 
     def _watched(self, rollout: Any) -> Callable[..., Any]:
-        stamps = self._stamps and rollout.__name__ == "rollout"  # others call the policy themselves
+        # The other rollouts call the policy themselves.
+        stamps = self._stamps and rollout.__name__ == "rollout"
 
         @functools.wraps(rollout)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +126,8 @@ class Labels:
                 self._rollouts += 1
             try:
                 if stamps and is_stamped(collector):
-                    guard_policy(self._guard, collector)  # it may be compiled by now
+                    # The collector may have compiled its policy since the last rollout.
+                    guard_policy(self._guard, collector)
                     stamp(collector)
                 return rollout(collector, *args, **kwargs)
             finally:
@@ -139,10 +144,10 @@ class Labels:
 
 
 def guard_policy(guard: Guard, collector: Any) -> None:
-    """Have the collector call its policy inside of a read; idempotent.
+    """Make the collector call its policy inside a read of the guard; idempotent.
 
-    The policy itself gets no hooks: where there are no workers it is the trainer's, who may
-    compile, export or script it.
+    The policy itself gets no hooks. In a collector without workers it is the trainer's own policy,
+    and the trainer may compile, export or script it.
     """
     policy = getattr(collector, "_wrapped_policy", None)
     called = getattr(collector, "_wrapped_policy_maybe_compiled", None)
@@ -151,7 +156,7 @@ def guard_policy(guard: Guard, collector: Any) -> None:
 
 
 def is_stamped(collector: Any) -> bool:
-    """Whether frames get versions: where TorchRL labels them, too."""
+    """Return True if the collector's frames get versions: if TorchRL labels them, too."""
     tracks = getattr(collector, "policy_version_tracker", None) is not None
     return tracks and getattr(collector, "track_traj_ids", False)
 
@@ -161,13 +166,13 @@ def stamp(collector: Any, version: int = 0) -> None:
     carrier, buffers = collector._carrier, getattr(collector, "_final_rollout", None)
     device = collector.storing_device
     carrier.set(_KEY, torch.full(carrier.batch_size, version, device=device))
-    if buffers is not None and not version:  # those of a rollout that is cut short keep it
+    if buffers is not None and not version:  # frames of a rollout that is cut short keep the zero
         zeros = torch.zeros(buffers.batch_size, dtype=torch.int64, device=device)
         buffers.update_({_KEY: zeros}) if _KEY in buffers.keys(True) else buffers.set(_KEY, zeros)
 
 
 class _Guarded:
-    """A policy as its collector calls it."""
+    """Wrapper of a policy: calls it inside a read of the guard and stamps its version on frames."""
 
     def __init__(self, policy: Any, guard: Guard, collector: Any) -> None:
         self._policy, self._guard = policy, guard
@@ -176,7 +181,8 @@ class _Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         guard, collector = self._guard, self._collector()
         frame = sys._getframe()
-        guard.enter(frame)  # known by its frame, should Ctrl-C come before leave()
+        # The guard knows the read by its frame, in case Ctrl-C comes before leave().
+        guard.enter(frame)
         version = guard.held[1]
         try:
             return self._policy(*args, **kwargs)
@@ -186,7 +192,8 @@ class _Guarded:
                 stamp(collector, version)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_policy" not in self.__dict__:  # a copy asks before it is set
+        # copy and pickle look up names before `_policy` is set.
+        if name.startswith("__") or "_policy" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._policy, name)
 
@@ -202,40 +209,41 @@ def _itself(policy: Any) -> Any:
 
 
 def has_workers(collector: Any) -> bool:
-    """Whether a collector sends weights on to others."""
+    """Return True if a collector passes weights on to workers of its own."""
     return bool(getattr(collector, "_weight_sync_schemes", None)) or hasattr(collector, "procs")
 
 
 class Cascade:
-    """Passes what a collector receives on to its own workers, by its own scheme.
+    """Relay of the updates that a nested collector receives to its own workers.
 
-    The trainer's ``send()`` returns when they, too, have it; what goes wrong there is raised
-    there.
+    The trainer's ``send()`` returns when these workers have the update, too, and raises their
+    errors.
 
     Args:
-        collector: The collector in between; referred to weakly.
-        scheme: The scheme by which it receives.
+        collector: The collector between the trainer and the workers; referred to weakly.
+        scheme: The scheme that the collector receives with; referred to weakly.
     """
 
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         self._collector = weakref.ref(collector)
         self._scheme = weakref.ref(scheme)
-        # What its workers have, as long as that is of interest. They began with these weights;
-        # what the trainer begins with is mostly the same, and so is what RayCollector sends
-        # right after that. Passing on the same again would count as one version more.
+        # The weights that the workers have, during the first updates. The workers began with these
+        # weights. The trainer mostly begins with the same weights, and RayCollector sends them once
+        # more. If they were passed on, they would count as one version more.
         self._known: dict[str, torch.Tensor] | None = _copy_of(scheme.model)
         self._looks = 2
 
     async def pass_on(self, epoch: int, version: int) -> None:
         """Update the collector's workers, in a thread of its own, and wait for them."""
         del epoch, version
-        await in_thread(self._update)  # it blocks, and its scheme may use this very loop
+        # The update blocks, and the collector's own scheme may need this loop meanwhile.
+        await in_thread(self._update)
 
     def _update(self) -> None:
         collector, scheme = self._collector(), self._scheme()
         if collector is None or scheme is None:
             return
-        with scheme.reading():  # nothing newer may come in between
+        with scheme.reading():  # no newer version may be applied before this one is passed on
             now = _copy_of(scheme.model) if self._looks else None
             before, self._known = self._known, None
             self._looks = max(0, self._looks - 1)
@@ -245,17 +253,18 @@ class Cascade:
                 and before.keys() == now.keys()
                 and all(torch.equal(tensor, now[name]) for name, tensor in before.items())
             ):
-                self._looks = 0  # what comes next is an update
+                self._looks = 0  # the next version differs, so compare no more
                 return
             below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
             sender = life_of(core_of(below)).sender if isinstance(below, WeightSyncScheme) else None
-            if sender is not None:  # the version that comes below is that of here, as frames show
+            # The workers below get the version number of this collector, because frames show it.
+            if sender is not None:
                 sender.workers.version = max(sender.version, scheme.version - 1)
             collector.update_policy_weights_(
                 policy_or_weights=scheme.weights, model_id=scheme.model_id
             )
             if self._looks:
-                self._known = now  # not before: it may have failed
+                self._known = now  # set only now, because the update may have failed
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:

@@ -1,9 +1,10 @@
-"""vLLM takes weights through aiosync under the name ``aiosync``.
+"""vLLM plug-in: a weight transfer back-end with the name ``aiosync``.
 
-A plug-in of vLLM: its entry point calls :func:`register` in every process of an engine, and
-``WeightTransferConfig(backend="aiosync")`` chooses it. In a trainer, importing this package does
-the same for vLLM's ``WeightTransferTrainerFactory``. The engine's side stages updates while the
-engine generates; the trainer's side, :class:`AiosyncTrainerEngine`, pauses it only to switch.
+The plug-in's entry point calls :func:`register` in every process of an engine, and
+``WeightTransferConfig(backend="aiosync")`` chooses the back-end. In a trainer, the import of this
+package registers it with vLLM's ``WeightTransferTrainerFactory``. The engine's side stages updates
+while the engine generates; the trainer's side, :class:`AiosyncTrainerEngine`, pauses the engine
+only for the switch.
 
 The trainer's side works without vLLM. Written for vLLM 0.32; nothing else in aiosync imports it.
 See ``docs/topics/vllm.md``.
@@ -49,9 +50,9 @@ _done = False
 
 
 def register() -> None:
-    """Register the engine's and the trainer's side as ``"aiosync"``. Idempotent.
+    """Register the engine's and the trainer's side with vLLM as ``"aiosync"``. Idempotent.
 
-    Does nothing where there is no vLLM.
+    Does nothing if vLLM is not installed.
     """
     global _done
     if _done or find_spec("vllm") is None:

@@ -1,7 +1,7 @@
-"""Talking to an engine: clients for vLLM's server, and for engines in the trainer's own process.
+"""Clients that control an engine: vLLM's server, or an engine in the trainer's own process.
 
-vLLM's own HTTP and Ray clients do as well. Its client protocol has four methods and no word for
-pausing; how to pause follows from what kind of client it is. Must not import vLLM.
+vLLM's own HTTP and Ray clients can be used instead. vLLM's client protocol has four methods and
+none to pause an engine; the kind of the client decides how to pause. Must not import vLLM.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _TEXT_LIMIT = 2000
 
 
 class VLLMWeightSyncClient(Protocol):
-    """How a trainer talks to an engine: a client of vLLM's, one of this package, or your own."""
+    """Protocol of a trainer's client of an engine: one of vLLM's, of this package, or your own."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engine reach the trainer."""
+        """Let the engine's workers connect to the trainer."""
 
     def start_weight_update(self) -> None:
         """Begin an update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load weights."""
+        """Let the engine's workers load a version of the weights."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update, and name the version."""
+        """End an update, and set the label of the engine's weights."""
 
 
 class HTTPClient:
-    """Drives a vLLM server. For trainers without vLLM.
+    """Client of a vLLM server, for trainers without vLLM.
 
     Args:
         base_url: ``http://host:port`` of a server with ``VLLM_SERVER_DEV_MODE=1``.
         timeout: Seconds for each request.
-        headers: Sent with each request, for a proxy in between that asks for credentials.
+        headers: Headers to send with each request, for a proxy that asks for credentials.
 
     Raises:
         ConfigError: The URL is not an HTTP URL.
@@ -68,7 +68,7 @@ class HTTPClient:
         self._headers = dict(headers or {})
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engine reach the trainer."""
+        """Let the engine's workers connect to the trainer."""
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -76,20 +76,20 @@ class HTTPClient:
         self._post("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load weights."""
+        """Let the engine's workers load a version of the weights."""
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update, and name the version."""
+        """End an update, and set the label of the engine's weights."""
         body = None if weight_version is None else {"weight_version": weight_version}
         self._post("finish_weight_update", body)
 
     def pause_generation(self, mode: str) -> None:
-        """Stop generation, and forget what was computed by the old weights."""
+        """Pause generation, and drop the caches that the old weights computed."""
         self._post(f"pause?{urllib.parse.urlencode({'mode': mode, 'clear_cache': 'true'})}")
 
     def resume_generation(self) -> None:
-        """Go on with generation."""
+        """Resume generation."""
         self._post("resume")
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -107,12 +107,12 @@ class HTTPClient:
             with exc:
                 reason = exc.read(_MAX_REASON_NBYTES).decode(errors="replace")
             raise ApplyError(f"{request.full_url}: HTTP {exc.code}: {reason}") from exc
-        except OSError as exc:  # no connection, or not in time
+        except OSError as exc:  # the server was not reached, or did not answer in time
             raise ConnectError(f"{request.full_url}: {exc}") from exc
 
 
 class LLMClient:
-    """Drives a ``vllm.LLM``, which generates only inside its own calls.
+    """Client of a ``vllm.LLM``, which generates only inside its own calls.
 
     Use it from the thread that calls ``generate()``, between two calls.
 
@@ -124,10 +124,10 @@ class LLMClient:
         self._engine = llm
 
     def _wait(self, result: Any) -> None:
-        """Wait until the engine has done what it was asked; here it has when the call returns."""
+        """Wait for the result of a call to the engine; a ``vllm.LLM`` is done when it returns."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have the engine reach the trainer."""
+        """Let the engine's workers connect to the trainer."""
         self._have_workers("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
@@ -135,31 +135,31 @@ class LLMClient:
         self._wait(self._engine.start_weight_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load weights."""
+        """Let the engine's workers load a version of the weights."""
         self._have_workers("update_weights", update_info=update_info)
 
     def _have_workers(self, method: str, **arguments: Any) -> None:
         self._wait(self._engine.collective_rpc(method, kwargs=arguments))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End an update, and name the version."""
+        """End an update, and set the label of the engine's weights."""
         self._wait(self._engine.finish_weight_update(weight_version))
 
     def pause_generation(self, mode: str) -> None:
-        """Forget cached prefixes, which belong to the old weights; there is nothing to pause."""
+        """Drop cached prefixes, which belong to the old weights; the engine is idle already."""
         del mode
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def resume_generation(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the engine was not paused."""
 
 
 class AsyncLLMClient(LLMClient):
-    """Drives a ``vllm.v1.engine.async_llm.AsyncLLM`` from a thread other than that of its loop.
+    """Client of a ``vllm.v1.engine.async_llm.AsyncLLM``, for threads other than that of its loop.
 
     Args:
         engine: The engine.
-        loop: The loop that it runs on. It must go on running meanwhile.
+        loop: The loop that the engine runs on. It must run during each call.
     """
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -170,38 +170,38 @@ class AsyncLLMClient(LLMClient):
         asyncio.run_coroutine_threadsafe(result, self._loop).result()
 
     def pause_generation(self, mode: str) -> None:
-        """Stop generation, and forget what was computed by the old weights."""
+        """Pause generation, and drop the caches that the old weights computed."""
         self._wait(self._engine.pause_generation(mode=mode, clear_cache=True))
 
     def resume_generation(self) -> None:
-        """Go on with generation."""
+        """Resume generation."""
         self._wait(self._engine.resume_generation())
 
 
-# -- any client, with deadlines and reasons ----------------------------------------------------
+# -- deadlines, pauses and error texts for any client -------------------------------------------
 
 
 class _RayActors:
-    """Pauses engines in Ray actors, for which vLLM's client of them has no method."""
+    """Client that pauses engines in Ray actors, because vLLM's Ray client has no method for it."""
 
     def __init__(self, handles: Any, timeout: float) -> None:
         self._handles = handles
         self._timeout = timeout
 
     def pause_generation(self, mode: str) -> None:
-        """Stop generation, and forget what was computed by the old weights."""
+        """Pause generation, and drop the caches that the old weights computed."""
         import ray
 
         waits = []
         for handle in self._handles:
             if hasattr(handle, "pause_generation"):
                 waits.append(handle.pause_generation.remote(mode=mode, clear_cache=True))
-            else:  # an actor of LLM: it generates in one call at a time, so this one waits for it
+            else:  # an actor of LLM makes one call at a time, so this call waits for generation
                 waits.append(handle.reset_prefix_cache.remote(reset_running_requests=True))
         ray.get(waits, timeout=self._timeout)
 
     def resume_generation(self) -> None:
-        """Go on with generation."""
+        """Resume generation."""
         import ray
 
         able = [each for each in self._handles if hasattr(each, "resume_generation")]
@@ -209,14 +209,16 @@ class _RayActors:
 
 
 def pausing(client: Any, timeout: float) -> Any:
-    """What has ``pause_generation(mode)`` and ``resume_generation()`` for the engine of a client.
+    """Return an object that pauses and resumes the engine of a client.
+
+    It has the methods ``pause_generation(mode)`` and ``resume_generation()``.
 
     Args:
-        client: vLLM's HTTP or Ray client; or anything with these two methods.
+        client: vLLM's HTTP or Ray client; or an object with these two methods, which is returned.
         timeout: Seconds for each call.
 
     Raises:
-        ConfigError: The client knows no way to pause.
+        ConfigError: There is no way to pause the engine of this client.
     """
     if hasattr(client, "pause_generation") and hasattr(client, "resume_generation"):
         return client
@@ -237,18 +239,21 @@ def ask(
     timeout: float,
     refused: type[ApplyError] | type[ConnectError] = ApplyError,
 ) -> None:
-    """Call an engine in a thread, as clients wait for ever, and translate what they raise.
+    """Call an engine through a client, with a deadline; translate the client's errors.
+
+    The call runs in a thread, because clients may wait for ever.
 
     Args:
-        what: The name of the call, for errors.
+        what: Name of the call, for error texts.
         call: A method of a client.
-        *args: Its arguments.
-        timeout: Seconds that it may take.
-        refused: The error where the engine has answered with one.
+        *args: Arguments of the method.
+        timeout: Longest time for the call, in seconds.
+        refused: Type of the error if the engine answered with an error.
 
     Raises:
-        SyncTimeout: It took longer.
+        SyncTimeout: The call took longer.
         ConnectError: The engine was not reached.
+        ApplyError: The engine answered with an error, unless ``refused`` is another type.
     """
     errors: list[BaseException] = []
 
@@ -269,7 +274,7 @@ def ask(
     if not isinstance(error, Exception):
         raise error
     reason = str(error) if isinstance(error, AiosyncError) else f"{type(error).__name__}: {error}"
-    response = getattr(error, "response", None)  # of an HTTP error: it has what the engine said
+    response = getattr(error, "response", None)  # an HTTP error has the engine's answer here
     if isinstance(error, ConnectError | OSError) and response is None:
         raise ConnectError(f"{what!r} did not reach the engine: {reason[:_TEXT_LIMIT]}") from error
     if said := getattr(response, "text", ""):

@@ -1,7 +1,7 @@
-"""What an engine is told: where its trainer is, and which version to load.
+"""Messages to an engine: the address of its trainer, and the version to load.
 
-Everything that goes to an engine is JSON and holds no secret: it says where a token is, never
-what it is. Must not import vLLM, nor the engine's or the trainer's side.
+Every message to an engine is JSON and holds no secret: it names the place of a token, never the
+token. Must not import vLLM, nor the engine's or the trainer's side.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from aiosync.transports.credentials import TLS, read_token
 __all__ = ["SHARED", "AiosyncInitInfo", "AiosyncUpdateInfo"]
 
 SHARED = "shm"
-"""Of addresses: shared memory with engines of the trainer's host."""
+"""Scheme of the addresses of shared memory, for engines on the trainer's host."""
 
 
 @dataclass
 class AiosyncInitInfo:
-    """What each worker of an engine is told when a trainer connects. JSON, without secrets.
+    """Information for each worker of an engine when a trainer connects. JSON, without secrets.
 
     The trainer's side makes it; write one yourself for a trainer without vLLM.
 
     Attributes:
-        address: Where the trainer listens: ``tcp://host:port``, ``unix:///path``, or the
+        address: Address that the trainer listens at: ``tcp://host:port``, ``unix:///path``, or the
             ``shm://`` address of a trainer on this host.
         model_id: Name of the model, the same on both sides.
-        first_worker: Index of the first worker of this engine, where several engines have one
+        first_worker: Index of the first worker of this engine, if several engines have one
             trainer. Rank ``r`` of the engine is worker ``first_worker + r``.
         timeout: Seconds to reach the trainer. The engine generates nothing meanwhile.
         token_file: File with the shared token on the engine's host; without it, the variable
             ``AIOSYNC_TOKEN`` of the engine's environment is used.
         tls: Arguments of :class:`aiosync.TLS` for the engine's end, such as ``{"ca": "ca.pem"}``.
-        check: What the names, shapes and dtypes of an update have to be equal to:
-            ``"checkpoint"``, that which the engine was started from, or the first update where
-            its files cannot be read; ``"first"``, the first update; ``"none"`` leaves it to
-            vLLM's loaders.
-        rollback: Keep a copy of the weights in host memory, and put it back when an update
-            fails halfway. Without it such a failure leaves the engine unusable.
+        check: Reference for the names, shapes and dtypes of an update. ``"checkpoint"`` is the
+            checkpoint that the engine was started from, or the first update if its files cannot be
+            read; ``"first"`` is the first update; ``"none"`` leaves the check to vLLM's loaders.
+        rollback: Keep a copy of the weights in host memory, and restore it when an update fails
+            halfway. Without it such a failure leaves the engine unusable.
     """
 
     address: str
@@ -63,7 +62,7 @@ class AiosyncInitInfo:
             raise ValueError(f"first_worker must not be negative, got {self.first_worker!r}")
 
     def receiving_scheme(self) -> WeightSyncScheme:
-        """The scheme of a worker of the engine, without a role; its weights are staged.
+        """Make the scheme of a worker of the engine, without a role; updates will be staged.
 
         Raises:
             ConfigError: The address or the token file cannot be used.
@@ -75,7 +74,7 @@ class AiosyncInitInfo:
                 "state_dict",
                 token=read_token(self.token_file, "token_file"),
                 tls=None if self.tls is None else TLS(**self.tls),
-                reconnect=None,  # the engine outlives trainers, and goes on with what it has
+                reconnect=None,  # the engine outlives trainers, and goes on with its weights
                 **options,
             )
         scheme = SharedMemWeightSyncScheme("state_dict", **options)
@@ -88,12 +87,12 @@ class AiosyncInitInfo:
 
 @dataclass
 class AiosyncUpdateInfo:
-    """What each worker of an engine is told with an update.
+    """Information for each worker of an engine about an update to load.
 
     Attributes:
-        version: The version to load; usually it is already staged.
-        timeout: Seconds to wait for it if it is not.
-        undo: Instead, restore the weights from before this version.
+        version: Version to load; usually it is already staged.
+        timeout: Seconds to wait until the version is staged.
+        undo: Restore the weights from before this version, instead of loading it.
     """
 
     version: int

@@ -1,8 +1,8 @@
-"""The names of ``torchrl.weight_update.llm`` for vLLM, over :class:`AiosyncTrainerEngine`.
+"""Replacements for ``torchrl.weight_update.llm`` with vLLM, over :class:`AiosyncTrainerEngine`.
 
-Programs that were written for TorchRL's sender and receiver of a vLLM engine change their import
-line, and start the engine with ``WeightTransferConfig(backend="aiosync")``. Must not import vLLM
-or TorchRL.
+The names are the same. A program for TorchRL's sender and receiver of a vLLM engine changes its
+import line, and starts the engine with ``WeightTransferConfig(backend="aiosync")``. Must not import
+vLLM or TorchRL.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def get_model_metadata(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, t
     """Return the dtype and the shape of each tensor of ``model.state_dict()``, by name.
 
     Args:
-        model: A module with the names of vLLM's checkpoint. One with ``merge_and_unload()``, as of
-            PEFT, is copied as a whole, and its adapters are merged in the copy.
+        model: A module with the names of vLLM's checkpoint. A module with ``merge_and_unload()``,
+            such as PEFT's, is copied as a whole, and its adapters are merged in the copy.
     """
     return {
         name: (tensor.dtype, tensor.shape)
@@ -50,24 +50,24 @@ def _weights_of(source: Any) -> Mapping[str, Any]:
 
 
 class VLLMWeightSyncScheme:
-    """The link between a trainer and the vLLM engines that it updates.
+    """Configuration of the link between a trainer and the vLLM engines that it updates.
 
-    The trainer calls :meth:`create_sender`. It is no :class:`aiosync.sync.WeightSyncScheme`, and
-    no collector takes it.
+    The trainer calls :meth:`create_sender`. The class is no
+    :class:`aiosync.sync.WeightSyncScheme`, and no collector takes it.
 
     Attributes:
-        init_info: What the trainer's side is made of.
+        init_info: Init info of the trainer's side.
 
     Args:
-        master_address: The host's name or address where the trainer listens and engines dial;
+        master_address: Name or address of the host that the trainer listens at and engines dial;
             ``"localhost"`` by default.
-        master_port: The port there; by default the system chooses one.
+        master_port: Port that the trainer listens at; by default the system chooses one.
         gpus_per_replica: Workers of one engine: tensor, pipeline and data parallel ranks.
         num_replicas: Number of engines.
         strategy: ``"tensordict"`` or ``"state_dict"``. Either sends the tensors that are named in
             the metadata.
-        device: Kept for the signature: weights travel through the memory of the hosts.
-        options: Fields of :class:`AiosyncTrainerInitInfo`, which count more than the others:
+        device: Ignored, and kept for the signature: weights travel through the hosts' memory.
+        options: Fields of :class:`AiosyncTrainerInitInfo`, which override the other arguments:
             ``token=``, ``pause=`` or ``address="shm"``.
 
     Raises:
@@ -98,17 +98,18 @@ class VLLMWeightSyncScheme:
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Return a receiver, which has nothing to do, for the process of the engine."""
+        """Return a receiver, which does nothing, for the process of the engine."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
 class VLLMWeightSender:
-    """Updates vLLM engines with the weights of a model. Close it with :meth:`shutdown`.
+    """Sender that updates vLLM engines with the weights of a model.
 
-    May be used from any thread that runs no event loop; one update at a time.
+    Any thread that runs no event loop may use it; updates run one at a time. Close it with
+    :meth:`shutdown`.
 
     Args:
-        scheme: Where to listen, and how.
+        scheme: Configuration of the link.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
@@ -119,11 +120,11 @@ class VLLMWeightSender:
         self._engine: AiosyncTrainerEngine | None = None
 
     def register_model(self, model: Any) -> None:
-        """Send the weights of this model where :meth:`update_weights` is given none."""
+        """Set the model whose weights :meth:`update_weights` sends if it is given none."""
         self._model = model
 
     def register_collector(self, collector: Any) -> None:
-        """Call ``collector.increment_version()`` after each update that succeeded."""
+        """Add a collector; each successful update calls its ``increment_version()``."""
         self._collectors.append(collector)
 
     def init_all_workers_group(
@@ -131,17 +132,18 @@ class VLLMWeightSender:
         model_metadata: Mapping[str, tuple[torch.dtype, torch.Size]],
         vllm_engine: Any = None,
     ) -> None:
-        """Listen, have the engines' workers connect, and wait for them. Bounded by ``timeout``.
+        """Listen, let the engines' workers connect, and wait for them. Bounded by ``timeout``.
 
         Args:
-            model_metadata: What :func:`get_model_metadata` returns. Its names are what is sent.
+            model_metadata: Result of :func:`get_model_metadata`. The tensors with its names are
+                sent.
             vllm_engine: A ``vllm.LLM`` of this process, the URL of a vLLM server, or a client as
                 for :meth:`AiosyncTrainerEngine.trainer_init`.
 
         Raises:
-            ConfigError: ``vllm_engine`` is something else (a ``ValueError``).
+            ConfigError: ``vllm_engine`` is another object (a ``ValueError``).
             LocalProtocolError: The workers are connected already (a ``RuntimeError``).
-            AiosyncError: As :meth:`AiosyncTrainerEngine.trainer_init`.
+            AiosyncError: As for :meth:`AiosyncTrainerEngine.trainer_init`.
         """
         if self._engine is not None:
             raise LocalProtocolError("init_all_workers_group(): the workers are connected already")
@@ -156,10 +158,10 @@ class VLLMWeightSender:
             weights: A module, a TensorDict or a state dict; by default the registered model.
 
         Raises:
-            LocalProtocolError: Before :meth:`init_all_workers_group`, or there is no model (a
-                ``RuntimeError``).
-            ManifestMismatch: A name of the metadata is missing. The engines heard nothing.
-            AiosyncError: As :meth:`AiosyncTrainerEngine.send_weights`.
+            LocalProtocolError: :meth:`init_all_workers_group` was not called, or there is no model
+                (a ``RuntimeError``).
+            ManifestMismatch: A name of the metadata is missing. Nothing was sent to the engines.
+            AiosyncError: As for :meth:`AiosyncTrainerEngine.send_weights`.
         """
         if self._engine is None:
             raise LocalProtocolError("update_weights(): call init_all_workers_group() first")
@@ -174,14 +176,16 @@ class VLLMWeightSender:
             collector.increment_version()
 
     def shutdown(self) -> None:
-        """Disconnect from the engines, which go on with what they have. Idempotent, bounded."""
+        """Disconnect from the engines, which go on with their weights. Idempotent, bounded."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
 
 
 class VLLMWeightReceiver:
-    """Kept so that programs need no change: the sender reaches the engine's workers itself.
+    """Receiver that does nothing, because the sender reaches the engine's workers itself.
+
+    It exists so that programs for TorchRL need no change.
 
     Args:
         scheme: The scheme.
@@ -194,19 +198,23 @@ class VLLMWeightReceiver:
     def init_all_workers_group(
         self, model_metadata: Mapping[str, tuple[torch.dtype, torch.Size]]
     ) -> None:
-        """Do nothing: the sender has the workers connect."""
+        """Do nothing: the sender lets the workers connect."""
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Do nothing: the workers have applied the update when the sender returns."""
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Return False: there is never anything to apply here."""
+        """Return False: there is never an update to apply here."""
         del timeout
         return False
 
 
 def _client_of(engine: Any) -> VLLMWeightSyncClient:
-    """Return the client that drives an engine."""
+    """Return a client of an engine.
+
+    Raises:
+        ConfigError: There is no client for this object.
+    """
     if isinstance(engine, str):
         return HTTPClient(engine)
     if hasattr(engine, "actors"):

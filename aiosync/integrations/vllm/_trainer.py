@@ -1,7 +1,7 @@
 """The trainer's side: sends in the background, and pauses the engine for the activation only.
 
-It is what vLLM expects of such a side, and none of its classes: many a trainer has no vLLM. Must
-not import vLLM, nor the engine's side.
+It has the interface that vLLM expects, but is no subclass of vLLM's class, because a trainer need
+not have vLLM installed. Must not import vLLM, nor the engine's side.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from aiosync.transports.credentials import TLS, Secret, read_token
 __all__ = ["Activation", "AiosyncTrainerEngine", "AiosyncTrainerInitInfo", "span_of"]
 
 WeightSource: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-"""Names and tensors of a trainer, to be iterated anew for each update, in one order."""
+"""Names and tensors of a trainer; each update iterates them anew, in the same order."""
 
-_WORD_SECONDS = 2.0  # for a worker's reason to come, once the engine has said that there is one
+# Time for a worker's error to arrive after the engine has reported a failure.
+_WORD_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What one activation took.
+    """Times of one activation.
 
     Attributes:
-        version: The version that the engine has now.
-        staging: Seconds that were waited for workers to have all of it; the engine generated.
-        paused: Seconds from asking the engine to pause until it had resumed.
-        loading: How many of those seconds loading took.
+        version: Version that the engine has now.
+        staging: Seconds of waiting until every worker had staged it; the engine generated.
+        paused: Seconds from the request to pause until the engine had resumed.
+        loading: Seconds of these that the load took.
     """
 
     version: int
@@ -63,30 +64,32 @@ class Activation:
 
 @dataclass
 class AiosyncTrainerInitInfo:
-    """What the trainer's side is made of; pass it to vLLM's ``WeightTransferTrainerFactory``.
+    """Options of the trainer's side; pass them to vLLM's ``WeightTransferTrainerFactory``.
 
     Attributes:
-        address: Where to listen: ``tcp://host:port`` (port 0 lets the system choose),
+        address: Address to listen at: ``tcp://host:port`` (port 0 lets the system choose),
             ``unix:///path``, or ``"shm"`` for shared memory with engines of this host.
-        connect_address: Where engines dial, if that is another address; for example with the
+        connect_address: Address that engines dial, if it is another one; for example with the
             host's name in place of ``0.0.0.0``.
         model_id: Name of the model.
         num_workers: Workers of all engines together: tensor, pipeline and data parallel ranks.
-        pause: What becomes of requests in flight while an update is activated: ``"keep"``
+        pause: Mode of the pause for requests in flight while an update is activated: ``"keep"``
             freezes them, ``"wait"`` lets them end first, ``"abort"`` ends them; ``None`` does
             not pause at all.
-        wire_dtype: Cast floating tensors to this while sending; a name such as ``"bfloat16"``.
-        timeout: Seconds for meeting the engine, and for an update to be staged by all workers.
+        wire_dtype: Floating tensors are cast to this dtype while they are sent; a dtype or a name
+            such as ``"bfloat16"``.
+        timeout: Seconds for the workers to connect, and for all workers to stage an update.
         activation_timeout: Seconds for each call to the engine.
-        token: The shared token; else that in ``token_file``, else of ``AIOSYNC_TOKEN``.
+        token: The shared token; ``None`` takes that in ``token_file``, or else in
+            ``AIOSYNC_TOKEN``.
         token_file: File with the token on this host.
         tls: Certificates of this side.
         worker_token_file: File with the token on the engines' host.
         worker_tls: As :attr:`AiosyncInitInfo.tls`.
         check: As :attr:`AiosyncInitInfo.check`.
         rollback: As :attr:`AiosyncInitInfo.rollback`.
-        first_version: What versions count from; a trainer that resumes continues with it.
-        rank: This trainer process's rank: rank 0 sends, the others take part in gathering.
+        first_version: Number of the first version; a trainer that resumes continues the count.
+        rank: Rank of this trainer process: rank 0 sends, the others take part in gathering.
     """
 
     backend: ClassVar[str] = "aiosync"
@@ -118,7 +121,7 @@ class AiosyncTrainerInitInfo:
             validate_seconds(name, getattr(self, name), endless=True)
 
     def for_workers(self, address: str) -> dict[str, Any]:
-        """The init info of the engines' workers, for the address that was bound."""
+        """Return the init info of the engines' workers, for the address that was bound."""
         return {
             "address": self.connect_address or address,
             "model_id": self.model_id,
@@ -131,12 +134,12 @@ class AiosyncTrainerInitInfo:
 
 
 class AiosyncTrainerEngine:
-    """Brings a trainer's weights into vLLM engines.
+    """Trainer's side of the transfer, which sends a trainer's weights to vLLM engines.
 
-    Made by vLLM's ``WeightTransferTrainerFactory.trainer_init()`` from an
-    :class:`AiosyncTrainerInitInfo`, or by :meth:`trainer_init`. :meth:`send_weights` does all of
-    it; :meth:`stage` and :meth:`activate` are its halves, with training between them. May be
-    used from any thread that runs no event loop; one update at a time. Close it with
+    vLLM's ``WeightTransferTrainerFactory.trainer_init()`` makes it from an
+    :class:`AiosyncTrainerInitInfo`, or :meth:`trainer_init` does. :meth:`send_weights` makes a
+    whole update; :meth:`stage` and :meth:`activate` are its halves, with training between them. Any
+    thread that runs no event loop may use it; updates run one at a time. Close it with
     :meth:`shutdown`.
     """
 
@@ -153,12 +156,12 @@ class AiosyncTrainerEngine:
         self.client: VLLMWeightSyncClient = client
         self.source: WeightSource | None = source
         self.active_version: int = 0
-        """The version that the engine has; 0 before the first."""
+        """Version that the engine has; 0 before the first."""
         self.last: Activation | None = None
-        """What the newest activation took."""
+        """Times of the newest activation."""
         self._info = init_info
         self._scheme: WeightSyncScheme | None = None
-        # A version on its way, and what becomes of it: a future of the scheme's loop.
+        # The newest staged version, and the error of its send, as a future of the scheme's loop.
         self._staged: tuple[int, asyncio.Future[AiosyncError | None]] | None = None
         self._lock = threading.RLock()
         if init_info.pause is not None:
@@ -172,16 +175,16 @@ class AiosyncTrainerEngine:
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> Self:
-        """Listen, have the engine's workers connect, and wait for them. Bounded by ``timeout``.
+        """Listen, let the engine's workers connect, and wait for them. Bounded by ``timeout``.
 
         Args:
-            init_info: Where to listen, and how.
+            init_info: Options of this side.
             client: vLLM's HTTP or Ray client, or one of this package.
             source: Names and tensors in checkpoint format, iterated for each update; without
-                it, :meth:`stage` and :meth:`send_weights` are given them.
+                it, :meth:`stage` and :meth:`send_weights` take them as an argument.
 
         Raises:
-            ConnectError: The engine refused, or its workers could not connect; it says why.
+            ConnectError: The engine refused, or its workers could not connect; the text says why.
             ConnectTimeout: Fewer workers than ``num_workers`` connected.
             SyncTimeout: The engine did not answer.
             ConfigError: The init info cannot be used.
@@ -203,7 +206,7 @@ class AiosyncTrainerEngine:
             raise
 
     def _meet(self, scheme: WeightSyncScheme) -> None:
-        """Have the engine come, and wait for its workers."""
+        """Let the engine's workers connect while the scheme waits for them."""
         errors: list[Exception] = []
 
         def call_engine() -> None:
@@ -211,7 +214,7 @@ class AiosyncTrainerEngine:
                 self._call_workers()
             except Exception as exc:  # noqa: BLE001 - raised again by the thread that connects
                 errors.append(exc)
-                scheme.abort()  # nobody will come
+                scheme.abort()  # no worker will connect, so end the wait of connect()
 
         caller = threading.Thread(target=call_engine, name="aiosync-vllm-init", daemon=True)
         caller.start()
@@ -222,7 +225,7 @@ class AiosyncTrainerEngine:
             if errors:
                 raise errors[0] from None
             raise
-        caller.join()  # its calls have a deadline
+        caller.join()  # this ends, because the call to the engine has a deadline
         if errors:
             raise errors[0]
 
@@ -234,13 +237,13 @@ class AiosyncTrainerEngine:
         ask(what, call, *args, timeout=self._info.activation_timeout, **options)
 
     def rejoin(self) -> None:
-        """Have the engine's workers connect again, and give them the newest version.
+        """Let the engine's workers connect anew, and activate the newest staged version.
 
-        After an engine was restarted, or another one has taken its address.
+        Call it after an engine was restarted, or another engine has taken its address.
 
         Raises:
             ConnectError: The engine refused, or its workers could not connect.
-            AiosyncError: As :meth:`activate`.
+            AiosyncError: As for :meth:`activate`.
         """
         with self._lock:
             self._require()
@@ -251,13 +254,15 @@ class AiosyncTrainerEngine:
     # -- updates -------------------------------------------------------------------------------
 
     def send_weights(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Send the weights, wait until workers have them, and switch. On every trainer rank.
+        """Send the weights, wait until the workers have them, and switch the engine to them.
+
+        Call it on every trainer rank.
 
         Args:
             weights: As for :meth:`stage`.
 
         Raises:
-            AiosyncError: As :meth:`stage` and :meth:`activate`.
+            AiosyncError: As for :meth:`stage` and :meth:`activate`.
         """
         with self._lock:
             self.stage(weights)
@@ -267,34 +272,36 @@ class AiosyncTrainerEngine:
     def stage(self, weights: Mapping[str, torch.Tensor] | None = None) -> int:
         """Take a snapshot and send it in the background; the engine goes on generating.
 
-        On every trainer rank: gathering is collective.
+        Call it on every trainer rank, because gathering is collective.
 
         Args:
             weights: Whole tensors by their names in checkpoint format; ``None`` iterates the
-                source. They may change as soon as this returns.
+                source. They may change as soon as the call returns.
 
         Returns:
             The version that is being sent; 0 on ranks that do not send.
 
         Raises:
             PartialSyncError: A worker has disconnected; call :meth:`rejoin` when the engine is
-            back. ConfigError: There is neither a source nor ``weights``.
+                back.
+            ConfigError: There is neither a source nor ``weights``.
         """
         if weights is None and self.source is None:
             raise ConfigError("pass weights, or a source= to trainer_init()")
         if not self.is_sender:
             for _ in () if weights is not None else self.source or ():
-                pass  # takes part in gathering
+                pass  # the iteration takes part in the collective gathering
             return 0
         with self._lock:
             scheme = self._require()
             self._check_workers(scheme)
             given = weights.items() if weights is not None else self.source or ()
-            # One by one: gathered tensors are not all on an accelerator at a time.
+            # Tensors are copied one by one, so that the accelerator never holds all gathered
+            # tensors at a time.
             values = {name: tensor.detach().to("cpu") for name, tensor in given}
 
             async def start() -> tuple[int, asyncio.Future[AiosyncError | None]]:
-                # It ends when the version is activated, whenever that is.
+                # The send ends with the activation of the version, which has no deadline.
                 handle = core_of(scheme).send_nowait(values, timeout=math.inf)
                 return handle.version, asyncio.ensure_future(_outcome_of(handle))
 
@@ -304,13 +311,16 @@ class AiosyncTrainerEngine:
     def activate(self) -> Activation:
         """Wait until all workers have the newest staged version, and switch the engine to it.
 
-        The engine is paused only for the switch, and resumed whatever happens.
+        The engine is paused only for the switch, and resumed even after an error.
+
+        Returns:
+            The times of the activation.
 
         Raises:
-            PartialSyncError: A worker refused the version, and says why; every worker of its
-                engine keeps what it had.
+            PartialSyncError: A worker has disconnected, or refused the version, with its error;
+                every worker of its engine keeps its previous weights.
             ApplyError: The engine refused.
-            RecvTimeout: Not all workers had it in time; the engine was not paused.
+            RecvTimeout: Not all workers had the version in time; the engine was not paused.
             SyncTimeout: The engine did not answer.
             LocalProtocolError: Nothing was staged.
         """
@@ -327,7 +337,7 @@ class AiosyncTrainerEngine:
                 if self._info.pause is not None:
                     self._ask("pause", self._pausing.pause_generation, self._info.pause)
                 loading = self._switch(scheme, version, outcome)
-            except BaseException as exc:  # raised again, once the engine was told to go on
+            except BaseException as exc:  # raised again after the engine was asked to resume
                 try:
                     self._resume()
                 except AiosyncError as late:
@@ -355,8 +365,8 @@ class AiosyncTrainerEngine:
             try:
                 self._ask("start", client.start_weight_update)
             except AiosyncError:
-                # An update of a trainer that died may still be open: end it, and try again.
-                with contextlib.suppress(AiosyncError):  # the second one says what is wrong
+                # An update of a trainer that died may still be open: end it, and try once more.
+                with contextlib.suppress(AiosyncError):  # the second start reports what is wrong
                     self._ask("finish", client.finish_weight_update)
                 self._ask("start", client.start_weight_update)
             self._ask("update", client.update_weights, update)
@@ -365,8 +375,8 @@ class AiosyncTrainerEngine:
             self._ask("finish", client.finish_weight_update, label)
         except AiosyncError as exc:
             if self._info.num_workers > 1:
-                # Workers of other engines may have it; this takes it back, and ends the update.
-                # Those that refused it refuse this, too, and what they said is `exc` already.
+                # Workers of other engines may have loaded the version: let them undo it, and end
+                # the update. Workers that refused it refuse this, too; their error is `exc`.
                 with contextlib.suppress(AiosyncError):
                     self._ask("update", client.update_weights, {**update, "undo": True})
                 with contextlib.suppress(AiosyncError):
@@ -374,9 +384,10 @@ class AiosyncTrainerEngine:
 
             async def word() -> AiosyncError | None:
                 done, _ = await asyncio.wait({outcome}, timeout=_WORD_SECONDS)
-                return outcome.result() if done else None  # the engine did not get so far
+                # Without an outcome the engine failed before a worker tried to load.
+                return outcome.result() if done else None
 
-            said = run_on_loop(scheme, word())  # by the workers themselves
+            said = run_on_loop(scheme, word())  # the errors of the workers themselves
             if said is not None:
                 raise said from exc
             raise
@@ -385,28 +396,29 @@ class AiosyncTrainerEngine:
     def staleness(
         self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
     ) -> float | None:
-        """How many versions older than the newest that was staged an answer is.
+        """Return the number of versions by which an answer is older than the newest staged one.
 
         Args:
-            span: What :func:`span_of` says of the answer.
-            weight: As for :func:`aiosync.staleness`.
+            span: Result of :func:`span_of` for the answer.
+            weight: ``"sample"`` or ``"token"``, as for :func:`aiosync.staleness`.
 
         Returns:
-            Versions; ``None`` if it is unknown, such as that of another trainer's.
+            Staleness in versions; ``None`` if it is unknown, for example for another trainer's
+            version.
 
         Raises:
             LocalProtocolError: This rank does not send, or was shut down.
-            ConfigError: There is no such weight.
+            ConfigError: ``weight`` has an illegal value.
         """
         if self._scheme is None:
             raise LocalProtocolError("staleness() is for rank 0, before shutdown()")
         return self._scheme.staleness(span, weight)
 
-    # -- the rest ------------------------------------------------------------------------------
+    # -- address and end -----------------------------------------------------------------------
 
     @property
     def address(self) -> str:
-        """Where workers dial; empty on ranks that do not send."""
+        """Address that this side listens at; empty on ranks that do not send."""
         scheme = self._scheme
         if scheme is None or isinstance(scheme, TCPWeightSyncScheme):
             return "" if scheme is None else scheme.address
@@ -414,7 +426,7 @@ class AiosyncTrainerEngine:
         return f"{SHARED}://{found.removeprefix(chr(0))}?pid={pid}"
 
     def shutdown(self) -> None:
-        """Disconnect from the engine, which goes on with what it has. Idempotent, bounded."""
+        """Disconnect from the engine, which goes on with its weights. Idempotent, bounded."""
         scheme, self._scheme = self._scheme, None
         self._staged = None
         if scheme is not None:
@@ -447,7 +459,7 @@ class AiosyncTrainerEngine:
 
 
 def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
-    """The scheme of a trainer, without a role.
+    """Make the scheme of a trainer, without a role.
 
     Raises:
         ConfigError: The address, the token file or the dtype cannot be used.
@@ -466,7 +478,7 @@ def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
 
 
 async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
-    """What went wrong with a send, which :meth:`AiosyncTrainerEngine.activate` says."""
+    """Return the error of a send, or ``None``; :meth:`AiosyncTrainerEngine.activate` raises it."""
     try:
         await handle
     except AiosyncError as exc:
@@ -474,23 +486,23 @@ async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
     return None
 
 
-# -- which versions the tokens of an answer come from, as vLLM reports it -------------------------
+# -- versions of the tokens of an answer, as vLLM reports them ------------------------------------
 #
 # vLLM names weights by labels: here a version and its epoch, ``7@0123456789abcdef``.
 
 
 def span_of(output: Any) -> VersionSpan | None:
-    """The versions of an answer, and of how many of its tokens each is.
+    """Return the versions that computed an answer, each with its number of tokens.
 
     Args:
         output: A finished ``CompletionOutput`` of vLLM, as in ``request_output.outputs``; or a
             choice of its server's ``/inference/v1/generate``, the last one of a stream.
 
     Returns:
-        The span, with runs of (version, tokens). Of version 0 are tokens of weights that no trainer
-        has sent, such as those that the engine was started with, and of another trainer than that
-        of the last token. ``None`` if the answer names no version: it has no token, or is not
-        finished.
+        The span, with runs of (version, tokens). Version 0 stands for weights that no trainer has
+        sent, such as those that the engine was started with, and for weights of another trainer
+        than that of the last token. ``None`` if the answer names no version, because it has no
+        token or is not finished.
     """
     spans = output.get("weight_versions") if isinstance(output, Mapping) else output.weight_versions
     if not spans:

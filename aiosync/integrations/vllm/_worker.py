@@ -1,9 +1,8 @@
-"""The engine's side: what each worker of a vLLM engine has under the name ``aiosync``.
+"""The engine's side: the weight transfer engine in each worker of a vLLM engine.
 
-Updates are received and staged by threads of their own while the engine generates. Only
-``update_weights()`` changes the model, on the worker's own thread, from beginning to end: vLLM's
-calls around it are the begin and the end of what can be undone. Must not import the trainer's
-side.
+Threads of aiosync receive and stage updates while the engine generates. Only ``update_weights()``
+changes the model, on the worker's own thread, from beginning to end. vLLM's calls before and after
+it begin and end the time in which the update can be undone. Must not import the trainer's side.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ _TEXT_NBYTES = 1024
 Item = tuple[str, torch.Tensor]
 
 
-class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # is not there
-    """Receives weights in checkpoint format, and loads them through vLLM's own loaders.
+class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM may be missing
+    """Transfer engine that receives weights in checkpoint format and loads them by vLLM's loaders.
 
     vLLM makes one in each worker of an engine with
     ``WeightTransferConfig(backend="aiosync")``, and calls it. Each worker is one receiver and
@@ -71,19 +70,20 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._ranks = Ranks(self.parallel_config)
-        self._reference: Reference | None = None  # for the next trainer, too
+        self._reference: Reference | None = None  # kept for the next trainer, too
         self._check = "none"
         self._scheme: WeightSyncScheme | None = None
         self._undo: Undo | None = None
-        self._loaded = 0  # the version that the model has; 0 for none of this trainer
+        self._loaded = 0  # version that the model has; 0 if it has none of this trainer
 
-    # -- the trainer comes and goes ------------------------------------------------------------
+    # -- the link to the trainer ---------------------------------------------------------------
 
     def init_transfer_engine(self, init_info: AiosyncInitInfo) -> None:
-        """Reach the trainer, and stage what it sends from now on. A trainer before is left.
+        """Connect to the trainer, and stage its updates from now on; leave a previous trainer.
 
         Raises:
-            ConnectTimeout: Nothing listened there in time; the engine goes on with what it has.
+            ConnectTimeout: Nothing listened at the address in time; the engine goes on with its
+                weights.
             ConnectError: The trainer refused.
             ConfigError: The init info cannot be used.
         """
@@ -108,18 +108,18 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
         try:
             # Weights are loaded in update_weights(), on the thread that runs the model.
             scheme.connect(timeout=info.timeout, initial=False)
-        except BaseException:  # raised again: init_transfer_engine() tells it
+        except BaseException:  # raised again: init_transfer_engine() reports it
             scheme.shutdown()
             raise
         self._scheme = scheme
         self._undo = Undo(self.model, with_values=info.rollback)
-        if info.check != self._check:  # else as for the trainer before
+        if info.check != self._check:  # otherwise the reference of the previous trainer stays
             self._check, self._reference = info.check, None
             if info.check == "checkpoint":
                 self._reference = of_checkpoint(self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the trainer. The model keeps its weights. Idempotent, bounded."""
+        """Disconnect from the trainer. The model keeps its weights. Idempotent, bounded."""
         scheme, self._scheme = self._scheme, None
         undo, self._undo = self._undo, None
         self._loaded = 0
@@ -133,22 +133,22 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
     # -- one update ----------------------------------------------------------------------------
 
     def start_weight_update(self) -> None:
-        """Nothing to do: the model stays as it is until :meth:`update_weights`."""
+        """Do nothing: the model stays as it is until :meth:`update_weights`."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the version that is named, or nothing at all.
+        """Load the version that ``update_info`` names, as a whole or not at all.
 
         Raises:
-            RecvTimeout: It was not staged in time.
-            ConnectError: It is not staged, and the link to the trainer is lost.
-            ApplyError: It was refused, and the model has what it had.
+            RecvTimeout: The version was not staged in time.
+            ConnectError: The version is not staged, and the link to the trainer is lost.
+            ApplyError: The version was refused, and the model keeps its previous weights.
             LocalProtocolError: There is no trainer, or another version is staged.
         """
         self.receive_weights(self.parse_update_info(update_info))
         self._synchronize()
 
     def receive_weights(self, update_info: AiosyncUpdateInfo) -> None:
-        """As :meth:`update_weights`, without waiting for an accelerator."""
+        """Load a version like :meth:`update_weights`, but do not wait for the accelerator."""
         if update_info.undo:
             self._roll_back()
             self._loaded = 0
@@ -171,13 +171,19 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             raise LocalProtocolError(f"version {applied} was applied in between")
 
     def finish_weight_update(self) -> None:
-        """Keep what was loaded: it cannot be undone from now on."""
+        """Keep the weights that were loaded: from now on they cannot be undone."""
         if self._undo is not None and self._undo.noted:
             self._synchronize()
             self._undo.begin()
 
     def _await_staged(self, info: AiosyncUpdateInfo) -> bool:
-        """Wait until the version can be loaded. Returns whether the model has it already."""
+        """Wait until the version is staged; return True if the model has it already.
+
+        Raises:
+            RecvTimeout: The version was not staged in time.
+            ConnectError: The version is not staged, and the link to the trainer is lost.
+            LocalProtocolError: There is no trainer, or another version is staged.
+        """
         scheme = self._scheme
         if scheme is None:
             raise LocalProtocolError(
@@ -193,7 +199,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             raise ConnectError(text) from exc
         staged = scheme.staged_version
         if staged == 0 and self._loaded == info.version:
-            return True  # the trainer did not hear of it, and asks again
+            return True  # the trainer did not get the last answer, and asks once more
         if staged != info.version:
             raise LocalProtocolError(
                 f"version {info.version} was asked for; staged is "
@@ -204,9 +210,9 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
     # -- loading -------------------------------------------------------------------------------
 
     def _load(self, info: AiosyncInitInfo, weights: Iterable[Item]) -> None:
-        """Load everything, on every rank, or leave every rank as it was.
+        """Load all weights on every rank, or leave every rank as it was.
 
-        The scheme calls this inside ``apply_pending()``; what it raises, the trainer sees.
+        The scheme calls this inside ``apply_pending()``; the trainer gets its errors.
         """
         items, begun = list(weights), False
         assert self._undo is not None
@@ -218,7 +224,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 begun = True
                 self._reload(items)
                 self._synchronize()
-        except Exception as exc:  # the trainer gets it, once the model is as it was
+        except Exception as exc:  # the trainer gets the error after the model is restored
             if begun:
                 self._roll_back()
                 if not info.rollback:
@@ -249,7 +255,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
         self._part_from(items)
 
     def _part_from(self, items: list[Item]) -> None:
-        """Give parameters that a loader left in received memory some of their own."""
+        """Copy parameters that a loader left as views of received memory to memory of their own."""
         received = {tensor.untyped_storage().data_ptr() for _, tensor in items if tensor.numel()}
         for tensor in _tensors(self.model):
             if tensor.numel() and tensor.untyped_storage().data_ptr() in received:
@@ -263,12 +269,12 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._synchronize()
 
     def _synchronize(self) -> None:
-        # Without an accelerator there is nothing to wait for, and nothing to ask.
+        # A CPU has no queue of work to wait for, and torch.accelerator may be unavailable.
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
-# -- what an update has to look like: names, shapes and dtypes in checkpoint format -------------
+# -- references for updates: names, shapes and dtypes in checkpoint format ----------------------
 
 _DTYPES = {
     "F64": torch.float64,
@@ -291,13 +297,13 @@ Entries = dict[str, tuple[Shape, torch.dtype | None]]
 
 @dataclass(frozen=True)
 class Reference:
-    """Names, shapes and dtypes that updates are held against.
+    """Names, shapes and dtypes that updates are compared with.
 
     Attributes:
-        entries: For each name its shape, and its dtype where that is known.
-        also: A floating dtype that is as good as the one expected: that of the engine.
-        source: Where the entries are from, for messages.
-        optional: Names that may be there or not, such as the head of a model that ties it.
+        entries: The shape of each name, and its dtype if that is known.
+        also: The engine's dtype, which is accepted in place of an expected floating dtype.
+        source: Origin of the entries, for error texts.
+        optional: Names that an update may have or not, such as the head of a model that ties it.
     """
 
     entries: Entries
@@ -306,10 +312,10 @@ class Reference:
     optional: tuple[str, ...] = ()
 
     def check(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise unless ``items`` are what is expected.
+        """Raise unless ``items`` match this reference.
 
         Raises:
-            ManifestMismatch: They are not; it names every difference.
+            ManifestMismatch: The items differ; the error names every difference.
         """
         given, known = dict(items), self.entries
         missing = [name for name in known if name not in given and self._counts(name)]
@@ -340,20 +346,21 @@ class Reference:
 
 
 def of_tensors(items: Iterable[tuple[str, torch.Tensor]], *, also: torch.dtype | None) -> Reference:
-    """What an update looked like that was loaded."""
+    """Make a reference of an update that was loaded."""
     entries: Entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in items}
     return Reference(entries, also, "what the first update had")
 
 
 def of_checkpoint(config: Any) -> Reference | None:
-    """What the checkpoint has that the engine was started from, from its safetensors files.
+    """Make a reference of the safetensors files of the checkpoint that the engine started from.
 
     Args:
-        config: vLLM's configuration of the model, which is in a directory, or in the local cache
-            of the hub. Nothing is downloaded.
+        config: vLLM's configuration of the model. The model lies in a directory, or in the local
+            cache of the hub. Nothing is downloaded.
 
     Returns:
-        ``None`` if there are no such files here: the first update counts.
+        The reference; ``None`` if this host has no such files: then the first update is the
+        reference.
     """
     folder, entries = Path(config.model), Entries()
     try:
@@ -366,7 +373,7 @@ def of_checkpoint(config: Any) -> Reference | None:
                 for name in opened.keys():
                     each = opened.get_slice(name)
                     entries[name] = (tuple(each.get_shape()), _DTYPES.get(each.get_dtype()))
-    except (OSError, ValueError, SafetensorError):  # what vLLM was started from is something else
+    except (OSError, ValueError, SafetensorError):  # vLLM was not started from safetensors files
         entries = {}
     if not entries:
         _logger.warning("no checkpoint files to check updates against: the first update counts")
@@ -376,7 +383,7 @@ def of_checkpoint(config: Any) -> Reference | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that a loader would read: those of the index, if there is one."""
+    """Return the files that a loader would read: those in the index, if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return sorted(
@@ -386,11 +393,11 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in found if not file.name.startswith("consolidated")] or found
 
 
-# -- the workers of one engine do the same ------------------------------------------------------
+# -- agreement between the workers of one engine ------------------------------------------------
 
 
 class Ranks:
-    """This worker among those of its engine.
+    """Rank of this worker in its engine, and the exchange of errors with the other ranks.
 
     Args:
         parallel: vLLM's parallel configuration.
@@ -401,20 +408,23 @@ class Ranks:
         self._size: int = parallel.world_size
         self._texts: list[str] = []
         self.index: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        """Over all data parallel replicas."""
+        """Index of this worker over all data parallel replicas."""
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what each worker does: it is done where all can do it, or raises in all of them.
+        """Run a block in every worker; raise in all workers if the block raises in one.
+
+        Every worker of the engine has to enter it, because the workers exchange their errors at its
+        end.
 
         Raises:
-            Exception: What the block raised.
-            ApplyError: It did not, but that of another worker did.
+            Exception: The error of this worker's block.
+            ApplyError: The block raised in another worker only.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - raised again once the others know
+        except Exception as exc:  # noqa: BLE001 - raised again after the exchange with the others
             error = exc
         self._texts = self._exchange("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -423,7 +433,14 @@ class Ranks:
             raise ApplyError("another worker of this engine could not load it")
 
     def _exchange(self, text: str) -> list[str]:
-        """What went wrong in which worker; every worker has to call it."""
+        """Gather the error texts of all workers; every worker has to call it.
+
+        Args:
+            text: Error of this worker; empty for none.
+
+        Returns:
+            The errors, each with its rank; empty if no worker failed.
+        """
         group = get_world_group()
         if group.world_size == 1:
             return []
@@ -435,34 +452,34 @@ class Ranks:
         return [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
 
     def report(self, error: Exception) -> None:
-        """Raise what went wrong, on one worker of the engine.
+        """Raise the errors on the engine's last worker; log them on the others.
 
-        On the last one: an executor that asks several workers stops at the first that fails, and
-        would take the answers of those after it for answers to its next question.
+        Only the last worker may raise. vLLM's executor stops at the first worker that fails, and
+        would take the answers of the workers after it for answers to its next question.
         """
         text = "; ".join(self._texts)
         if self._rank < self._size - 1:
             _logger.warning("not loaded: %s", text or error)
         elif text:
             raise ApplyError(text) from error
-        else:  # the only worker
+        else:  # there was no exchange: the error is this worker's own
             raise error
 
 
 # -- undoing an update, bit for bit --------------------------------------------------------------
 #
-# vLLM's layerwise reload replaces parameters while it goes on, and what it leaves when it breaks
-# off is no model. So values are copied to host memory beforehand, in the background while the
-# engine generates, and what the modules consist of is noted when an update begins.
+# vLLM's layerwise reload replaces parameters as it proceeds, and a reload that fails leaves a model
+# that cannot be used. So the values are copied to host memory beforehand, in the background while
+# the engine generates, and the contents of the modules are recorded when an update begins.
 
 
 class Undo:
-    """What a model was when it was noted; :meth:`restore` makes it so again.
+    """Record of a model's contents and values, which :meth:`restore` puts back.
 
     Args:
         model: The model, in the format of the kernels.
-        with_values: Keep a copy of its tensors' values. Without it only what the model consists of
-            can be restored.
+        with_values: Keep a copy of its tensors' values. Without it only the modules, parameters and
+            buffers can be restored, and not their values.
     """
 
     def __init__(self, model: nn.Module, *, with_values: bool) -> None:
@@ -473,14 +490,17 @@ class Undo:
         self.begin()
 
     def begin(self) -> None:
-        """Copy values in a thread, for the next update. The model must not change meanwhile."""
+        """Drop the record, and copy the values in a thread for the next update.
+
+        The model must not change until :meth:`note` has returned.
+        """
         self._noted: tuple[list[Any], list[Any]] | None = None
         if self._pool is not None:
             self._copied = self._pool.submit(self._copy)
 
     @property
     def noted(self) -> bool:
-        """Whether there is something to restore."""
+        """True if there is a record to restore."""
         return self._noted is not None
 
     @torch.no_grad()
@@ -495,10 +515,10 @@ class Undo:
             self._copies[id(tensor)] = (tensor, kept)
 
     def note(self, timeout: float) -> None:
-        """Note what the model consists of, once its values are copied: an update begins.
+        """Record the contents of the model at the begin of an update, after its values are copied.
 
         Raises:
-            SyncTimeout: Copying takes longer than ``timeout`` seconds.
+            SyncTimeout: The copy takes longer than ``timeout`` seconds.
         """
         try:
             if self._copied is not None:
@@ -507,17 +527,19 @@ class Undo:
             late = f"the weights could not be copied within {timeout:g} s"
             raise SyncTimeout(late) from exc
         values = [(tensor, tensor.data, kept) for tensor, kept in self._copies.values()]
-        # Loaders of parameters that stay the same objects are wrapped during a reload.
+        # The attributes of tensors are recorded, because a reload wraps the loaders of parameters
+        # that stay the same objects.
         holders: list[Any] = [*_tensors(self._model)]
         for module in self._model.modules():
-            # Attributes, too: some kernels keep packed weights in closures.
+            # The attributes of modules are recorded, because some kernels keep packed weights in
+            # closures.
             holders += [module, module._parameters, module._buffers]
             holders.append(module._non_persistent_buffers_set)
         self._noted = values, [(each, copy.copy(_content_of(each))) for each in holders]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back: modules, their attributes, parameters, buffers, values."""
+        """Put the recorded state back: modules, their attributes, parameters, buffers, values."""
         assert self._noted is not None
         (values, holders), self._noted = self._noted, None
         for each, content in holders:
@@ -530,16 +552,16 @@ class Undo:
             tensor.data.copy_(kept)
 
     def close(self) -> None:
-        """Let the copies go. Waits for the copy that is under way."""
+        """Make no more copies; wait for the copy that is under way."""
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def _content_of(holder: Any) -> Any:
-    """A dictionary or a set itself; of a tensor or a module its attributes, now."""
+    """Return a dictionary or a set itself; of a tensor or a module return its attributes."""
     return holder if isinstance(holder, dict | set) else holder.__dict__
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Every parameter and buffer once, whichever modules share it."""
+    """Return every parameter and buffer once, even if several modules share it."""
     return [*model.parameters(), *model.buffers()]
