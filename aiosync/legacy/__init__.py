@@ -1,8 +1,8 @@
 """The older generation's weight synchronisation: senders, receivers, transports, updaters.
 
-For programs that were written for ``init_on_worker()``, ``get_sender()`` and
-``get_receiver()``: only the import line changes. Weights are copied when they are sent, and
-change in a worker as a whole. Importing it starts nothing.
+It is for programs that were written for ``init_on_worker()``, ``get_sender()`` and
+``get_receiver()``: only their import line changes. Weights are copied when they are sent, and a
+worker's weights change as a whole. The import starts nothing.
 """
 
 from aiosync.legacy.clusters import (

@@ -1,4 +1,4 @@
-"""A thread in which a scheme of one's own receives.
+"""A thread in which a user's own scheme receives.
 
 Must not import schemes.
 """
@@ -15,17 +15,18 @@ _JOIN_SECONDS = 5.0
 
 
 class BackgroundReceiver:
-    """Has a scheme receive whenever its ``_wait_for_instruction()`` returns ``"receive"``.
+    """Thread that calls a scheme's ``receive()`` at each ``"receive"`` instruction.
 
-    It ends when that returns ``"stop"`` or ``None``, or raises. What ``receive()`` raises, the
-    trainer was told, and the next update may fit: it is a warning.
+    The instructions come from the scheme's ``_wait_for_instruction()``. The thread ends when that
+    returns ``"stop"`` or ``None``, or raises. An error of ``receive()`` is a warning: the trainer
+    gets it, too, and the next update may fit.
 
     Args:
         scheme: The scheme.
         worker_idx: Index of the worker, for the name of the thread.
 
     Attributes:
-        stopping: Set when it shall end.
+        stopping: Event that ends the thread before its next ``receive()``.
     """
 
     def __init__(self, scheme: Any, worker_idx: int | None) -> None:
@@ -40,12 +41,12 @@ class BackgroundReceiver:
         while scheme._wait_for_instruction() not in (None, "stop") and not self.stopping.is_set():
             try:
                 scheme.receive()
-            except Exception as exc:  # noqa: BLE001 - told as a warning
+            except Exception as exc:  # noqa: BLE001 - becomes a warning
                 text = f"{type(scheme).__name__} could not receive: {type(exc).__name__}: {exc}"
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def stop(self) -> None:
-        """End it, and wait for that at most 5 seconds."""
+        """End the thread; wait for its end, at most 5 seconds."""
         self.stopping.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)

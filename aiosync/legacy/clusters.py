@@ -1,4 +1,4 @@
-"""The older generation's schemes for workers elsewhere: RPC, ``torch.distributed``, Ray.
+"""The older generation's schemes for workers on other hosts: RPC, ``torch.distributed``, Ray.
 
 Must not import torch.
 """
@@ -29,7 +29,7 @@ __all__ = [
 class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
     WeightSyncScheme, facade.RPCWeightSyncScheme
 ):
-    """Sends weights to remote objects of ``torch.distributed.rpc``.
+    """Scheme that sends weights to remote objects of ``torch.distributed.rpc``.
 
     Without pipes, roles and calls are those of :class:`aiosync.sync.RPCWeightSyncScheme`.
     """
@@ -39,28 +39,28 @@ class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any = (), *, worker_rank: int | None = None, **named: Any
     ) -> RPCTransport:
-        """A transport to one remote object.
+        """Make a transport to one remote object.
 
         Args:
             pipe_or_context: ``(collector_info, collector_rref, collector_class)``.
-            worker_rank: Ignored: the weights travel by RPC.
-            named: The three, by these names.
+            worker_rank: Ignored, because the weights travel by RPC.
+            named: The three values by these names, instead.
 
         Raises:
-            TypeError: It is something else.
+            TypeError: The arguments are not these three.
         """
         del worker_rank
         return RPCTransport(*pipe_or_context, **named)
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSyncScheme):
-    """Sends weights with ``torch.distributed``.
+    """Scheme that sends weights with ``torch.distributed``.
 
     Roles and calls are those of :class:`aiosync.sync.DistributedWeightSyncScheme`; a sender that
     :meth:`create_sender` makes has transports.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``: what moves large updates.
+        backend: ``"gloo"`` or ``"nccl"``, the back-end for large updates.
         sync: Kept for the signature: ``send()`` always waits.
         strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
         options: Keyword arguments of :class:`aiosync.sync.DistributedWeightSyncScheme`.
@@ -83,15 +83,15 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any = (), *, weights_buffer: Any = None, **named: Any
     ) -> DistributedTransport:
-        """A transport to one worker.
+        """Make a transport to one worker.
 
         Args:
             pipe_or_context: ``(store, rank)``.
-            weights_buffer: Ignored: what is sent is copied.
-            named: The two by these names, and ``sync``.
+            weights_buffer: Ignored, because every send copies the weights.
+            named: The two values by these names, instead, and ``sync``.
 
         Raises:
-            TypeError: It is something else.
+            TypeError: The arguments are not these.
         """
         del weights_buffer
         return DistributedTransport(*pipe_or_context, **{"sync": self.sync, **named})
@@ -100,13 +100,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
 class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
     WeightSyncScheme, facade.RayWeightSyncScheme
 ):
-    """Sends weights to Ray actors.
+    """Scheme that sends weights to Ray actors.
 
-    Actors that are given to :meth:`init_on_sender` as ``remote_collectors``, or that its context
-    has under this name, are called: each has ``update_policy_weights_(weights)``. It also takes
-    ``num_collectors``, how many there are, and ``source_model``, what is sent by default. Without
-    actors, or with a collector of TorchRL as the context, roles and calls are those of
-    :class:`aiosync.sync.RayWeightSyncScheme`.
+    :meth:`init_on_sender` takes actors as ``remote_collectors``, or finds them in its context under
+    this name. The sender calls ``update_policy_weights_(weights)`` of each actor. The method also
+    takes ``num_collectors``, the number of actors, and ``source_model``, the model that is sent by
+    default. Without actors, or with a collector of TorchRL as the context, roles and calls are
+    those of :class:`aiosync.sync.RayWeightSyncScheme`.
     """
 
     _async_class: ClassVar[type[aio.RayWeightSyncScheme]] = aio.RayWeightSyncScheme
@@ -124,13 +124,13 @@ class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
         remote_collector: Any = None,
         worker_idx: int | None = None,
     ) -> RayTransport | RayActorTransport:
-        """A transport to one actor.
+        """Make a transport to one actor.
 
         Args:
             pipe_or_context: Handle of the actor.
-            remote_actor: The same.
-            remote_collector: The same.
-            worker_idx: Ignored: a transport has one actor.
+            remote_actor: Handle of the actor, by another name.
+            remote_collector: Handle of the actor, by another name.
+            worker_idx: Ignored, because a transport has one actor.
 
         Raises:
             ConfigError: There is no handle (a ``ValueError``).
@@ -146,9 +146,11 @@ class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
         return RayTransport(actor)
 
     def get_receiver(self) -> WeightReceiver:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.get_receiver`; an actor needs no pipe.
+        """Return the receiver of this object; an actor needs no pipe.
 
-        It is called with weights, and has :meth:`WeightReceiver.apply_weights` for them.
+        The trainer calls the actor with weights, and the actor passes them to
+        :meth:`WeightReceiver.apply_weights`. See
+        :meth:`aiosync.legacy.WeightSyncScheme.get_receiver`.
         """
         self._after_fork()
         if self._receiver is None and self._scheme.initialized_on_receiver:
@@ -157,24 +159,23 @@ class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
 
 
 class RayModuleTransformSender(WeightSender):
-    """Sends weights to the actors of :class:`RayModuleTransformScheme`."""
+    """Sender of :class:`RayModuleTransformScheme`, which sends weights to its actors."""
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """What an actor of :class:`RayModuleTransformScheme` applies weights with.
+    """Receiver of :class:`RayModuleTransformScheme`, with which an actor applies weights.
 
-    They come by a call of the actor, and not by :meth:`receive`.
+    The weights come by a call of the actor, and not by :meth:`receive`.
     """
 
 
 class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this generation's
     RayWeightSyncScheme, facade.RayModuleTransformScheme
 ):
-    """Sends weights to Ray actors that wrap a module.
+    """Scheme that sends weights to Ray actors that wrap a module.
 
-    Actors are given to :meth:`init_on_sender` as ``actor_refs``, ``actors`` or
-    ``remote_collectors``. Otherwise roles and calls are those of
-    :class:`aiosync.sync.RayModuleTransformScheme`.
+    :meth:`init_on_sender` takes the actors as ``actor_refs``, ``actors`` or ``remote_collectors``.
+    Otherwise roles and calls are those of :class:`aiosync.sync.RayModuleTransformScheme`.
     """
 
     _async_class: ClassVar[type[aio.RayModuleTransformScheme]] = aio.RayModuleTransformScheme
@@ -187,9 +188,9 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
         return RayActorTransport(actor, self.strategy)
 
     def create_sender(self) -> RayModuleTransformSender:  # type: ignore[misc, override]  # see the class
-        """A sender for this scheme."""
+        """Make a sender for this scheme."""
         return RayModuleTransformSender(self)
 
     def create_receiver(self) -> RayModuleTransformReceiver:
-        """A receiver for this scheme."""
+        """Make a receiver for this scheme."""
         return RayModuleTransformReceiver(self)

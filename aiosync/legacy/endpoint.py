@@ -1,8 +1,8 @@
 """One end of a pipe that carries whole updates of named models.
 
-A pipe begins with the process that is at each end. Then manifests, updates and acknowledgements
-follow, in the wire format: nothing is pickled. Coroutines run on the portal's loop. Must not
-import schemes.
+Each end first sends the id of its process over the pipe. Then manifests, updates and
+acknowledgements follow, in the wire format: nothing is pickled. Coroutines run on the portal's
+loop. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ __all__ = ["PROCESS", "Copier", "Endpoint", "Weights"]
 
 _T = TypeVar("_T")
 
-PROCESS = "process"  # what a Setup names
-_MAX_WAITING = 8  # updates that nobody has asked for yet, or that the link has not taken yet
+PROCESS = "process"  # kind of the Setup that carries a process id
+# Updates that wait for the program's receive(), or for the link to take them.
+_MAX_WAITING = 8
 _KEPT_ACKS = 256
-_ANSWER_SECONDS = 2.0  # that an answer may take to leave
+_ANSWER_SECONDS = 2.0  # longest time for an answer to be written
 _LOOK_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """A copy of weights that travels, or that has arrived.
+    """A copy of weights that is being sent, or that has arrived.
 
-    Once it is gone, its memory is used again, unless a tensor views it.
+    Once the object is deleted, its memory is used for other weights, unless a tensor views it.
     """
 
-    form: str  # what they are to be again: "tensordict" or "state_dict"
+    form: str  # form of the original: "tensordict" or "state_dict"
     layout: Layout
     flat: FlatBuffer
     values: Mapping[str, Any]
     give_back: Callable[[], None]
-    model_id: str = ""  # like the rest, of what has arrived
+    model_id: str = ""  # this and the next two are set only for weights that have arrived
     epoch: int = 0
     version: int = 0
 
@@ -71,11 +72,14 @@ class Weights:
         self.give_back()
 
     def rebuild(self, form: str | None = None) -> Any:
-        """A nested TensorDict, or a state dict with dotted names, as views of the memory."""
+        """Return a nested TensorDict, or a state dict with dotted names, as views of the memory.
+
+        ``form`` is ``"tensordict"`` or ``"state_dict"``; ``None`` for the form of the original.
+        """
         tensors = dict(self.flat.named_views(self.layout))
         if (form or self.form) == "state_dict":
             return {**tensors, **self.values}
-        from tensordict import TensorDict  # not before it is needed
+        from tensordict import TensorDict  # loaded only when it is needed
 
         weights = TensorDict({}, batch_size=[])
         for name, tensor in tensors.items():
@@ -86,7 +90,7 @@ class Weights:
 
 
 class Copier:
-    """Takes copies, in memory that is used again."""
+    """Copier of weights, which uses the memory of deleted copies for new ones."""
 
     def __init__(self) -> None:
         self._flattener = Flattener()
@@ -96,7 +100,7 @@ class Copier:
         """Copy a TensorDict, a state dict or a module.
 
         Raises:
-            ConfigError: Something in it cannot travel.
+            ConfigError: A value or tensor in it cannot travel.
         """
         prepared = self._flattener.prepare(weights)
         flat = self._buffers.take(prepared.layout.nbytes)
@@ -107,23 +111,24 @@ class Copier:
 
 
 class Endpoint:
-    """Sends updates and acknowledgements in order, and keeps what arrives until it is taken.
+    """One end of a link: sends updates and acks in order, and keeps updates that have arrived.
 
-    All of it runs on the portal's loop.
+    All of its methods run on the portal's loop.
 
     Args:
-        stream: Over a two-way pipe; owned from now on.
+        stream: Stream over a two-way pipe; owned from now on.
 
     Attributes:
-        patient: Let no update leave before the other end was used, and keep only the newest of
-            those that have not left. May be changed until it is used, like the next two.
-        newest: Where to keep the newest update of each model that arrives, each of which is
-            answered at once; ``None`` keeps all, until they are acknowledged or taken.
-        changed: Wakes whoever waits for this.
-        error: What ended the link; ``None`` while it has not.
-        heard: The other end was used.
-        arrived: Updates that are here.
-        tasks: Owner of what runs for as long as the link.
+        patient: True if no update leaves before the other end was used, and only the newest of the
+            unsent updates is kept. May be changed until the first call of :meth:`run`, as may
+            ``newest``.
+        newest: Mapping that keeps the newest arrived update of each model; every update is
+            acknowledged at once. ``None`` keeps all updates until they are acknowledged or taken.
+        changed: Notified at each change of the state of this end.
+        error: Error that ended the link; ``None`` while the link is open.
+        heard: True if the other end was used.
+        arrived: Updates that have arrived, oldest first.
+        tasks: Owner of the tasks that run as long as the link.
     """
 
     def __init__(self, stream: ByteStream) -> None:
@@ -142,11 +147,11 @@ class Endpoint:
         self._leaving: deque[tuple[Ack | Update, Weights | None]] = deque()
         self._writes = False
         self._acks: dict[int, Ack] = {}
-        # The process at the other end, as far as anybody knows: at first who made the pipe.
+        # Process at the other end. Until it names itself, this is the process that made the pipe.
         self._peer = (peer_pid(self.sock) or 0) if hasattr(socket, "SO_PEERCRED") else 0
 
     async def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
-        """Call one of the others, with the link below."""
+        """Start the link if it is not running, then call a coroutine method of this object."""
         if self._transport is None:
             transport = aio.MPTransport(self._stream, name="the other end of the pipe")
             self._transport = transport
@@ -156,10 +161,10 @@ class Endpoint:
         return await function(*args)
 
     async def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
-        """Wait for something to change; False when it took too long.
+        """Wait until a condition holds; return False if it does not within ``timeout`` seconds.
 
         Raises:
-            AiosyncError: The link ended before.
+            AiosyncError: The link ended before the condition held.
         """
         if condition():
             return True
@@ -172,20 +177,21 @@ class Endpoint:
         return bool(condition())
 
     async def _watch_process(self) -> None:
-        # Whoever was forked meanwhile has a copy of the other end, which does not end then. Who
-        # is there says so first; before that, it is as a rule the one that made the pipe.
-        while not (self._peer and is_gone(self._peer)):  # noqa: ASYNC110 - the kernel tells no loop
+        # The pipe does not end with the peer's process if a process that was forked meanwhile has a
+        # copy of the other end. So the process itself is watched. It names itself first; until
+        # then, it is as a rule the process that made the pipe.
+        while not (self._peer and is_gone(self._peer)):  # noqa: ASYNC110 - no event tells its end
             await asyncio.sleep(_LOOK_SECONDS)
-        await asyncio.sleep(_LOOK_SECONDS)  # what it wrote still counts
+        await asyncio.sleep(_LOOK_SECONDS)  # time to read the bytes that the process wrote before
         raise PeerClosed(f"process {self._peer} at the other end of the pipe has ended")
 
     # -- sending -------------------------------------------------------------------------------
 
     async def post(self, model_id: str, weights: Weights, timeout: float | None) -> int:
-        """Send a copy in the background; returns its version.
+        """Send a copy of weights in the background; return its version.
 
         Raises:
-            SendTimeout: Others have not left, and do not within ``timeout`` seconds.
+            SendTimeout: Too many earlier updates are unsent, and stay so for ``timeout`` seconds.
         """
 
         def is_room() -> bool:
@@ -193,7 +199,7 @@ class Endpoint:
 
         if not await self.until(is_room, timeout):
             raise SendTimeout(f"the other end of the pipe took nothing for {timeout or 0:g} s")
-        if self.patient:  # it overtakes others
+        if self.patient:  # the newest update replaces the unsent ones; acks stay
             self._leaving = deque(each for each in self._leaving if each[1] is None)
         self._version = version = self._version + 1
         digest = weights.layout.digest
@@ -206,7 +212,7 @@ class Endpoint:
         self.changed.notify()
 
     async def _write(self, transport: aio.MPTransport) -> None:
-        digest = b""  # of the manifest that the other end has
+        digest = b""  # digest of the manifest that the other end has
         while True:
             await self.until(lambda: self._leaving and (self.heard or not self.patient))
             message, weights = self._leaving.popleft()
@@ -218,21 +224,21 @@ class Endpoint:
                     digest = layout.digest
                     await transport.send(ManifestMessage(layout.manifest))
             await transport.send(message, payload)
-            weights, self._writes = None, False  # whose memory is used again
+            weights, self._writes = None, False  # dropped here so that the memory is free
             self.changed.notify()
 
     async def all_left(self, seconds: float = _ANSWER_SECONDS) -> None:
-        """Wait until everything has left; so long at most, and for nothing once the link ends."""
-        with contextlib.suppress(AiosyncError):  # nobody is left to be told
+        """Wait until all messages are written, for ``seconds`` at most, or the link has ended."""
+        with contextlib.suppress(AiosyncError):  # the link has ended: no message can be written
             await self.until(lambda: not (self._leaving or self._writes), seconds)
 
     async def wait_for_ack(self, version: int, timeout: float | None) -> None:
-        """Wait until the peer says that it applied a version.
+        """Wait until the peer acknowledges that it applied a version.
 
         Raises:
-            AckTimeout: It says nothing, within ``timeout`` seconds.
-            LocalProtocolError: It says something else.
-            PeerClosed: It went away before.
+            AckTimeout: No ack came within ``timeout`` seconds.
+            LocalProtocolError: The peer refused the version.
+            PeerClosed: The peer closed its end, or its process ended.
         """
         if not await self.until(lambda: version in self._acks, timeout):
             raise AckTimeout(
@@ -241,7 +247,8 @@ class Endpoint:
             )
         ack = self._acks.pop(version)
         if ack.status is AckStatus.NACK:
-            by_hand = ack.error_type == LocalProtocolError.__name__  # of send_ack(message)
+            # A program's send_ack(message) comes as an error of this type.
+            by_hand = ack.error_type == LocalProtocolError.__name__
             said = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
             cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
             raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}") from cause
@@ -249,7 +256,7 @@ class Endpoint:
     # -- receiving -----------------------------------------------------------------------------
 
     async def take(self, timeout: float | None) -> Weights | None:
-        """The oldest update that is here, and no longer then; ``None`` when none comes in time."""
+        """Remove and return the oldest update that has arrived; ``None`` if none comes in time."""
         if not await self.until(lambda: self.arrived, timeout):
             return None
         weights = self.arrived.popleft()
@@ -257,9 +264,10 @@ class Endpoint:
         return weights
 
     async def acknowledge(self, weights: Weights, error: BaseException | None = None) -> None:
-        """Say that an update was applied, or why it was not, and keep it no longer.
+        """Answer an update: applied, or refused with ``error``; keep the update no longer.
 
-        Returns when it has left, so that this process may end; after two seconds in any case.
+        Returns when the answer is written, so that this process may end; after two seconds in any
+        case.
         """
         if weights in self.arrived:
             self.arrived.remove(weights)
@@ -316,21 +324,24 @@ class Endpoint:
         self.changed.notify()
 
     async def aclose(self) -> None:
-        """Send what waits to be sent, for a second at most, and close the link. Idempotent."""
+        """Write the unsent messages, for a second at most, and close the link. Idempotent."""
         if self.heard or not self.patient:
             await self.all_left(1.0)
         self.abort()
         await self.tasks.aclose()
 
     def abort(self) -> None:
-        """Close at once. Called on the loop."""
+        """Close the link at once. Called on the loop."""
         self._fail(TransportClosed("this transport was closed"))
         self.tasks.abort()
 
     def forgotten(self) -> None:
-        """Say nothing: nobody closes transports of this generation."""
+        """Give no warning: programs of this generation do not close their transports."""
 
     def say_goodbye(self) -> None:
-        """End what is written; closing is not enough where forked processes have copies."""
-        with contextlib.suppress(OSError):  # closed already, or the other end is
+        """Shut down the writing side of the socket.
+
+        A close alone would not end the stream while forked processes have copies of the socket.
+        """
+        with contextlib.suppress(OSError):  # this end or the other end is closed already
             self.sock.shutdown(socket.SHUT_WR)

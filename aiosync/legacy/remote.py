@@ -1,6 +1,6 @@
-"""The older generation's transports to collectors elsewhere, by calls of Ray and RPC.
+"""The older generation's transports to remote collectors, by calls of Ray and RPC.
 
-Both are loaded when they are needed. Must not import schemes.
+Ray and RPC are loaded only when they are needed. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = [
 
 
 class RayTransport(Answered):
-    """Sends weights to a Ray actor that has ``update_policy_weights_(weights)``.
+    """Transport to a Ray actor that has ``update_policy_weights_(weights)``.
 
     Args:
         remote_collector: Handle of the actor.
-        tensor_transport: ``"object_store"``, or what else Ray's ``put()`` offers: ``"nixl"``.
-        timeout: Seconds that an answer is waited for.
+        tensor_transport: ``"object_store"`` or ``"nixl"``, as Ray's ``put()`` offers them.
+        timeout: Seconds to wait for an answer.
 
     Raises:
-        ConfigError: ``tensor_transport`` is something else (a ``ValueError``).
+        ConfigError: ``tensor_transport`` has another value (a ``ValueError``).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RayTransport(Answered):
         self.tensor_transport = tensor_transport
 
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`."""
+        """Put the weights into Ray and call the actor; see :class:`Answered`."""
         return functools.partial(finish_ray_call, self._call(model_id, weights))
 
     def _call(self, model_id: str, weights: Any) -> Any:
@@ -65,7 +65,7 @@ class RayTransport(Answered):
         return need_cluster().put(weights, **options)
 
     def check_connection(self) -> bool:
-        """Whether the actor is alive; one that is busy counts as alive."""
+        """Return True if the actor is alive; a busy actor counts as alive."""
         ray = need_cluster()
         try:
             ray.get(self._actor.__ray_ready__.remote(), timeout=1.0)
@@ -77,7 +77,13 @@ class RayTransport(Answered):
 
 
 def finish_ray_call(sent: Any, timeout: float | None) -> None:
-    """Wait for a call of an actor, and raise what went wrong."""
+    """Wait for the end of a call of an actor.
+
+    Raises:
+        AckTimeout: The actor did not answer within ``timeout`` seconds.
+        PeerClosed: The actor has ended.
+        ApplyError: The call raised an error in the actor.
+    """
     ray = need_cluster()
     try:
         ray.get(sent, timeout=timeout)
@@ -91,17 +97,17 @@ def finish_ray_call(sent: Any, timeout: float | None) -> None:
 
 
 class RayActorTransport(RayTransport):
-    """Sends weights to a Ray actor that wraps a module, such as one of ``RayModuleTransform``.
+    """Transport to a Ray actor that wraps a module, such as one of ``RayModuleTransform``.
 
     Args:
         actor_ref: Handle of the actor.
         update_method: ``"tensordict"`` calls ``_update_weights_tensordict(params=...)``,
             ``"state_dict"`` calls ``_update_weights_state_dict(state_dict=...)``.
         tensor_transport: As for :class:`RayTransport`.
-        timeout: Seconds that an answer is waited for.
+        timeout: Seconds to wait for an answer.
 
     Raises:
-        ConfigError: An argument is something else (a ``ValueError``).
+        ConfigError: An argument has another value (a ``ValueError``).
     """
 
     def __init__(
@@ -125,13 +131,13 @@ class RayActorTransport(RayTransport):
 
 
 class RPCTransport(Answered):
-    """Sends weights to a remote object of ``torch.distributed.rpc``.
+    """Transport to a remote object of ``torch.distributed.rpc``.
 
     Args:
-        collector_info: The worker that has it, as ``rpc.get_worker_info()`` says.
+        collector_info: The worker that has the object, as ``rpc.get_worker_info()`` returns it.
         collector_rref: Reference to the object, which has ``update_policy_weights_(weights)``.
-        collector_class: Its class.
-        timeout: Seconds that an answer is waited for.
+        collector_class: Class of the object.
+        timeout: Seconds to wait for an answer.
     """
 
     def __init__(
@@ -148,15 +154,18 @@ class RPCTransport(Answered):
         self.collector_class = collector_class
 
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`; the deadline is that of the call."""
+        """Copy the weights and call the remote object; see :class:`Answered`.
+
+        The call itself has the deadline, which starts here.
+        """
         remote = self.collector_rref.rpc_async(timeout=self.timeout or 0)  # 0 waits for ever
-        # RPC sends from the memory of the tensors, some time later.
+        # The weights are copied, because RPC reads the memory of the tensors some time later.
         sent = remote.update_policy_weights_(_copied(weights), **_named(model_id))
         return functools.partial(finish_rpc_call, sent)
 
     def check_connection(self) -> bool:
-        """Whether the worker answers within a second."""
-        from torch.distributed import rpc  # not before it is needed
+        """Return True if the worker answers within a second."""
+        from torch.distributed import rpc  # loaded only when it is needed
 
         try:
             rpc.rpc_sync(self.collector_info, os.getpid, timeout=1.0)
@@ -166,11 +175,16 @@ class RPCTransport(Answered):
 
 
 def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
-    """Wait for a call by RPC, which has a deadline of its own, and raise what went wrong."""
+    """Wait for the end of a call by RPC, which has a deadline of its own.
+
+    Raises:
+        AckTimeout: The worker did not answer in time.
+        ApplyError: The call failed, or raised an error in the worker.
+    """
     del timeout
     try:
         sent.wait()
-    except Exception as exc:  # of any type: RPC raises what was raised there
+    except Exception as exc:  # RPC raises the worker's error, of any type; the caller gets it
         if isinstance(exc, RuntimeError) and "timeout" in str(exc):
             raise AckTimeout(f"the RPC worker did not answer in time: {exc}") from exc
         raise ApplyError(f"the RPC worker failed: {exc}", remote_type=type(exc).__name__) from exc

@@ -1,7 +1,7 @@
-"""What this generation sends and receives with: objects that a scheme hands out.
+"""The older generation's senders and receivers, which a scheme hands out.
 
-They have the transports that the scheme's ``create_transport()`` makes, aiosync's own and those of
-users alike. Must not import schemes.
+They own the transports that the scheme's ``create_transport()`` makes, both aiosync's and those of
+users. Must not import schemes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightReceiver", "WeightSender"]
 
-_GRACE_SECONDS = 2.0  # that sends wait for workers that never attached, from the first one on
-_READ_SECONDS = 60.0  # that an update waits for the forwards of other threads
+# Time from the first send on in which sends wait for workers that have not attached yet.
+_GRACE_SECONDS = 2.0
+_READ_SECONDS = 60.0  # longest time that an update waits for the forwards of other threads
 
 
 class OfScheme:
-    """What has transports of a scheme. A pickle has the scheme and nothing else.
+    """Base class of senders and receivers, with the transports of a scheme.
+
+    A pickle of it holds the scheme and nothing else.
 
     Attributes:
-        connected: Whether ``connect()`` of the scheme succeeded, or is under way.
+        connected: True if ``connect()`` of the scheme succeeded, or is under way.
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
@@ -59,7 +62,7 @@ class OfScheme:
 
     @property
     def transports(self) -> dict[int, Any]:
-        """The transports by index, as the scheme made them."""
+        """Transports by index of the worker, as the scheme made them."""
         found = self._transports.items()
         return {idx: each.inner if isinstance(each, Backend) else each for idx, each in found}
 
@@ -67,12 +70,12 @@ class OfScheme:
         """Close every transport that can be closed.
 
         Args:
-            at_once: Without waiting, for destructors and signal handlers.
+            at_once: Close without waiting, for destructors and signal handlers.
         """
         for transport in self._transports.values():
             if at_once and isinstance(transport, MPTransport):
                 transport.abort()
-            elif hasattr(transport, "close"):  # what users bring need not have it
+            elif hasattr(transport, "close"):  # a user's transport need not have close()
                 transport.close()
 
     def __reduce__(self) -> tuple[type[Self], tuple[WeightSyncScheme]]:
@@ -87,59 +90,60 @@ class OfScheme:
 
 
 class WeightSender(OfScheme):
-    """Sends weights for a scheme; ``scheme.get_sender()`` has one.
+    """Sender of a scheme; ``scheme.get_sender()`` returns it.
 
-    Methods may be called from one thread at a time that runs no event loop. A pickle of it has
-    the scheme's configuration only: neither links, nor the context, nor a pending send.
+    One thread at a time, which runs no event loop, may call its methods. A pickle of it holds only
+    the scheme's configuration: neither links, nor the context, nor a pending send.
 
     Args:
-        scheme: What it sends for.
+        scheme: The scheme to send for.
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         super().__init__(scheme)
         self._copier = Copier()
-        self._pending: Deliveries | None = None  # what an async send began
-        self._give_up: float | None = None  # when nobody waits for late workers any more
-        self._lost: set[int] = set()  # of whose end a send has told
+        self._pending: Deliveries | None = None  # the deliveries of a pending send_async()
+        self._give_up: float | None = None  # time from which on sends wait for no late workers
+        self._lost: set[int] = set()  # workers whose end a send has reported
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
-        """Send to one more worker, over a transport of its own.
+        """Add a worker, with a transport of its own.
 
-        For senders that :meth:`WeightSyncScheme.create_sender` made.
+        It is for senders that :meth:`WeightSyncScheme.create_sender` made.
 
         Args:
-            worker_idx: Its index.
-            pipe_or_context: What the scheme's ``create_transport()`` takes.
+            worker_idx: Index of the worker.
+            pipe_or_context: Argument of the scheme's ``create_transport()``.
         """
         self.use(worker_idx, self._scheme.make_transport(pipe_or_context))
 
     def use(self, worker_idx: int, transport: Any) -> None:
-        """Send to a worker over this transport."""
+        """Add a worker with an existing transport."""
         self._transports[worker_idx] = transport
 
     def meet(self, worker_idx: int | None = None) -> None:
-        """Let transports that have to meet the workers do so; or that of one of them."""
+        """Let transports that need a handshake meet their workers; all, or that of one worker."""
         for idx, transport in self._transports.items():
             if worker_idx in (None, idx) and isinstance(transport, Backend):
                 transport.meet_worker()
 
     @property
     def context(self) -> Any:
-        """Owner of the model, or ``None`` when there is none or it is gone."""
+        """Owner of the model; ``None`` without one, or if it was garbage-collected."""
         return self._scheme.context
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Send a snapshot of the weights, and wait until the workers have applied it.
 
-        Workers that have attached are waited for until the scheme's ``timeout``; a worker that
-        never attached for about two seconds after the first send, once. It gets the newest
-        weights when it attaches, and a warning names it until then.
+        The call waits for attached workers until the scheme's ``timeout``. For a worker that has
+        not attached yet it waits only once, for about two seconds after the first send. Such a
+        worker gets the newest weights when it attaches, and a warning names it until then.
 
         Args:
             weights: ``None`` for the registered model; or a module, a TensorDict, a state dict,
-                or a dotted name in the context. Never changed, and not needed afterwards.
-            worker_ids: Only these workers change; ``None`` for all.
+                or a dotted name in the context. The call never changes them, and they are not
+                needed afterwards.
+            worker_ids: Indices of the workers to update; ``None`` for all.
 
         Raises:
             PartialSyncError: A worker died, did not answer, or could not apply the weights; the
@@ -147,7 +151,7 @@ class WeightSender(OfScheme):
             ConfigError: There is no such worker, or the weights cannot travel (a
                 ``ValueError``).
             KeyError: Shared memory without ``auto_register``: the model is not registered.
-            LocalProtocolError: An async send is pending, or nobody was registered (a
+            LocalProtocolError: An async send is pending, or no worker was registered (a
                 ``RuntimeError``).
         """
         if self._pending is not None:
@@ -162,14 +166,14 @@ class WeightSender(OfScheme):
         """Take a snapshot now and send it in the background; :meth:`wait_async` waits for it.
 
         Args:
-            weights: As for :meth:`send`; may change as soon as this returns.
+            weights: As for :meth:`send`; may change as soon as the call returns.
             worker_ids: As for :meth:`send`.
 
         Raises:
-            LocalProtocolError: An async send is pending already, or nobody was registered (a
+            LocalProtocolError: An async send is pending already, or no worker was registered (a
                 ``RuntimeError``).
-            ConfigError: As for :meth:`send`. What is wrong with a worker, :meth:`wait_async`
-                raises.
+            ConfigError: As for :meth:`send`. The errors of workers are raised by
+                :meth:`wait_async`.
         """
         if self._pending is not None:
             raise LocalProtocolError(
@@ -186,7 +190,7 @@ class WeightSender(OfScheme):
         """Wait for the pending :meth:`send_async`.
 
         Raises:
-            LocalProtocolError: None is pending (a ``RuntimeError``).
+            LocalProtocolError: No send is pending (a ``RuntimeError``).
             PartialSyncError: As for :meth:`send`.
         """
         pending, self._pending = self._pending, None
@@ -195,11 +199,11 @@ class WeightSender(OfScheme):
         self._wait(pending)
 
     def update_weights(self, weights: Any) -> None:
-        """The same as :meth:`send` to all workers."""
+        """Send weights to all workers, as :meth:`send` does."""
         self.send(weights)
 
     def offer(self, weights: Any) -> None:
-        """Have workers that attach before the first send get these."""
+        """Offer weights to the workers that attach before the first send."""
         self._start(weights, None)
 
     def _prepare(self, weights: Any) -> Any:
@@ -217,7 +221,10 @@ class WeightSender(OfScheme):
         return prepared
 
     def chosen(self, worker_ids: int | Iterable[int] | None) -> dict[int, Any]:
-        """Who is meant by these indices, by index; ``None`` leaves out those that are lost.
+        """Return the transports of these workers, by index.
+
+        ``None`` stands for all workers without those that are known to be lost; if all are lost,
+        for all.
 
         Raises:
             ConfigError: There is no such worker (a ``ValueError``).
@@ -238,14 +245,20 @@ class WeightSender(OfScheme):
                     "there is nothing to send: pass weights to send(), or model=, weights= or "
                     "context= to init_on_sender()"
                 )
-            weights = self._copier.copy(weights)  # once for all of them
+            weights = self._copier.copy(weights)  # one copy for all transports
         sending = Deliveries()
         for idx, transport in chosen.items():
             sending.begin(idx, functools.partial(_begin, transport, model_id, weights))
         return sending
 
     def _wait(self, sending: Deliveries) -> None:
-        """Wait for all, then raise what went wrong."""
+        """Wait for the answers of all workers, then raise their errors.
+
+        A warning names the workers that have not attached yet.
+
+        Raises:
+            PartialSyncError: A worker failed.
+        """
         late, sending.began = [], time.monotonic()
         if self._give_up is None:
             self._give_up = sending.began + _GRACE_SECONDS
@@ -282,13 +295,13 @@ def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
 
 
 class WeightReceiver(OfScheme):
-    """Receives weights for a scheme; ``scheme.get_receiver()`` has one.
+    """Receiver of a scheme; ``scheme.get_receiver()`` returns it.
 
     Args:
-        scheme: What it receives for.
+        scheme: The scheme to receive for.
 
     Attributes:
-        version: How often the model has changed.
+        version: Number of updates that the model got.
     """
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
@@ -296,13 +309,15 @@ class WeightReceiver(OfScheme):
         self._given = Given(scheme.model_id)
         self._guard = life_of(core_of(scheme)).guard
         self._target: Target | None = None
-        self._current: Weights | None = None  # what the model views
+        self._current: Weights | None = None  # the weights that the model's tensors view
         self.version = 0
-        self._is_to_follow = self._follows = False  # the model changes without receive()
-        self._news: Exception | bool = False  # that receive() has not told then
+        # True if the model shall change, or does change, without calls of receive().
+        self._is_to_follow = self._follows = False
+        # An update, or the error of one, that receive() has not reported yet in that case.
+        self._news: Exception | bool = False
 
     @property
-    def _transport(self) -> Any:  # programs looked at its pipe
+    def _transport(self) -> Any:  # has this name because programs used its `pipe`
         return self._transports.get(0)
 
     @property
@@ -310,7 +325,7 @@ class WeightReceiver(OfScheme):
         """Owner of the model; ``None`` without one.
 
         Raises:
-            ConfigError: It has been garbage collected (a ``ValueError``).
+            ConfigError: The owner has been garbage collected (a ``ValueError``).
         """
         context = self._given.context
         if context is None and self._given.context_ref is not None:
@@ -322,7 +337,7 @@ class WeightReceiver(OfScheme):
         self._given.context = value
 
     def register_model(self, model: Any) -> None:
-        """Choose what weights are applied to.
+        """Set the model that weights are applied to.
 
         Args:
             model: A module; or a dotted name, which is looked up in the context whenever it is
@@ -333,7 +348,7 @@ class WeightReceiver(OfScheme):
 
     @property
     def model(self) -> Any:
-        """The registered model, found in the context if it was given by name; or ``None``.
+        """Registered model, found in the context if it was given by name; ``None`` without one.
 
         Raises:
             ConfigError: A name was given, and there is no context (a ``ValueError``).
@@ -342,19 +357,20 @@ class WeightReceiver(OfScheme):
         return None if target is None else target.target
 
     def _find(self) -> Target | None:
-        """The model as it is now, whose forwards are guarded from then on."""
+        """Find the present model and guard its forwards from now on; ``None`` without a model."""
         context, model, scheme = self.context, self._given.model, self._scheme
         if isinstance(model, str):
             if context is None:
                 raise ConfigError("Context is required to resolve string references")
             model = resolve_path(context, model)
         elif model is None and context is not None:
-            with contextlib.suppress(AttributeError):  # the context has no such model yet
+            with contextlib.suppress(AttributeError):  # the context may not have the model yet
                 model = resolve_model(context, self._scheme.model_id or "policy")
         if model is None:
             self._target = None
         elif self._target is None or self._target.target is not model:
-            # TensorDict.from_module(), which programs of that time send, has no extra state.
+            # Programs of this generation send TensorDict.from_module(), which has no extra state,
+            # so missing extra state is only a warning.
             self._target = Target(model, strict=scheme.strict and "warn", buffers=scheme.buffers)
             if scheme.guard == "forward" and why_unguarded(model) is None:
                 self._guard.install(model)
@@ -363,32 +379,32 @@ class WeightReceiver(OfScheme):
     # -- the link ------------------------------------------------------------------------------
 
     def register_worker_transport(self, pipe_or_context: Any) -> None:
-        """Receive over a transport.
+        """Receive over a new transport.
 
-        For receivers that :meth:`WeightSyncScheme.create_receiver` made.
+        It is for receivers that :meth:`WeightSyncScheme.create_receiver` made.
 
         Args:
-            pipe_or_context: What the scheme's ``create_transport()`` takes.
+            pipe_or_context: Argument of the scheme's ``create_transport()``.
         """
         self.use(self._scheme.make_transport(pipe_or_context), follows=False)
 
     def use(self, transport: Any, *, follows: bool) -> None:
-        """Receive over this transport.
+        """Receive over an existing transport.
 
         Args:
-            transport: The transport; an :class:`MPTransport`, if it follows.
-            follows: The model changes without :meth:`receive`.
+            transport: The transport; an :class:`MPTransport` if ``follows`` is true.
+            follows: Change the model without calls of :meth:`receive`.
 
         Raises:
-            ConfigError: It does, and its forwards cannot be guarded.
+            ConfigError: ``follows`` is true, and the model's forwards cannot be guarded.
         """
         self._transports[0], self._is_to_follow = transport, follows
-        with contextlib.suppress(AttributeError, ConfigError):  # there is none yet
+        with contextlib.suppress(AttributeError, ConfigError):  # there may be no model yet
             self._find()
         self._begin_to_follow()
 
     def meet(self, worker_idx: int | None = None) -> None:
-        """Let a transport that has to meet the trainer do so, and take its weights."""
+        """Let a transport that needs a handshake meet the trainer, and apply its first weights."""
         if isinstance(self._transport, Backend):
             idx = self._scheme.worker_idx if worker_idx is None else worker_idx
             weights = self._transport.meet_trainer(idx or 0)
@@ -396,14 +412,14 @@ class WeightReceiver(OfScheme):
                 self._put(weights)
 
     def assign(self, name: str, value: Any) -> None:
-        """Have another model, or find it in another context, from now on."""
+        """Replace the model, or the context if ``name`` is ``"context"``."""
         if name == "context":
             self.context = value
         else:
             self.register_model(value)
 
     def _begin_to_follow(self) -> None:
-        # Not before there is a model: what comes would be refused.
+        # Without a model every update would be refused, so start only when there is one.
         if not self._is_to_follow or self._follows or (model := self.model) is None:
             return
         why = why_unguarded(model) if self._scheme.guard == "forward" else None
@@ -424,22 +440,22 @@ class WeightReceiver(OfScheme):
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """Look for weights that this has not reported yet, and wait a moment for them.
+        """Wait a moment for weights that this method has not reported yet.
 
-        With ``MultiProcessWeightSyncScheme`` they are applied here, and only here; with
-        ``SharedMemWeightSyncScheme`` they were applied already, between two forward passes.
-        Over a transport they are answered in any case: what this raises, the trainer is told.
+        With ``MultiProcessWeightSyncScheme`` this call applies the weights, and no other does. With
+        ``SharedMemWeightSyncScheme`` they were applied already, between two forward passes. Over a
+        transport the trainer gets an answer in any case, also the error that this call raises.
 
         Args:
-            timeout: Seconds; ``None`` waits until there are some, or the trainer goes away.
+            timeout: Seconds to wait; ``None`` waits until weights come, or the trainer ends.
 
         Returns:
-            Whether there were.
+            True if there were such weights.
 
         Raises:
-            PeerClosed: The trainer went away.
-            ApplyError: The weights do not fit the model, which kept what it had; ``send()`` of
-                the trainer says so, too.
+            PeerClosed: The trainer has ended.
+            ApplyError: The weights do not fit the model, which keeps its previous weights; the
+                trainer's ``send()`` raises, too.
             ConfigError: Weights have come, but ``No model registered``, or they are of another
                 model (a ``ValueError``).
             LocalProtocolError: No transport was registered (a ``RuntimeError``).
@@ -461,26 +477,26 @@ class WeightReceiver(OfScheme):
             self._put(received[1])
             if isinstance(transport, Backend):
                 self._pass_on(received[1])
-        except BaseException as exc:  # goes on to the caller, after the trainer
-            # Left without an answer, they would take the one to the next weights.
+        except BaseException as exc:  # the trainer gets it first, then the caller
+            # Without an answer, the answer to the next weights would count for these.
             self._answer(f"{type(exc).__name__}: {exc}")
             raise
         self._answer("updated")
         return True
 
     def _pass_on(self, weights: Any) -> None:
-        """Have the context pass weights on, as TorchRL's does to the collectors below it."""
+        """Let the context pass weights on, as TorchRL's collectors do to collectors below them."""
         context, model_id = self.context, self._scheme.model_id or "policy"
         if not hasattr(context, "update_policy_weights_"):
             return
         with contextlib.suppress(AttributeError, TypeError, ValueError):
-            # TorchRL's collectors refuse the names of models of their own, but for the policy's.
+            # TorchRL's collectors refuse the names of their own models, except the policy's.
             if model_id != "policy" and resolve_model(context, model_id) is self.model:
                 return
         context.update_policy_weights_(policy_or_weights=weights, model_id=model_id)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Put weights into the model by hand, between two forward passes.
+        """Apply weights to the model by hand, between two forward passes.
 
         Args:
             weights: TensorDict or state dict; copied, never aliased.
@@ -488,7 +504,7 @@ class WeightReceiver(OfScheme):
 
         Raises:
             ConfigError: ``No model registered`` (a ``ValueError``).
-            ApplyError: They do not fit; nothing was changed.
+            ApplyError: The weights do not fit the model; nothing was changed.
         """
         if inplace:
             self._put(weights)
@@ -511,19 +527,19 @@ class WeightReceiver(OfScheme):
         self._guard.between_reads(
             functools.partial(apply, model, weights, inplace=False), method="apply_weights"
         )
-        self._target = None  # it knows the parameters that were replaced
+        self._target = None  # it refers to the parameters that were replaced
 
     def _answer(self, message: str) -> None:
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack(message)
 
-    # -- on the portal's loop, where no signal interrupts ----------------------------------------
+    # -- coroutines on the portal's loop, where no signal handler interrupts them ----------------
 
     async def _change(self, weights: Weights) -> None:
-        """Change the model, between two forwards.
+        """Apply weights to the model, between two forwards.
 
         Raises:
-            ApplyError: They do not fit; nothing was changed.
+            ApplyError: The weights do not fit the model; nothing was changed.
             ConfigError: There is no model.
             SyncTimeout: A forward of another thread did not end.
         """
@@ -532,8 +548,8 @@ class WeightReceiver(OfScheme):
             raise ConfigError("No model registered")
 
         def change() -> None:
-            # All that is plain points at the new memory then, at once: what the program, or
-            # another process, shares of the old one stays as it is.
+            # Plain tensors point at the new memory then, all at once. The old memory, which the
+            # program or another process may share, keeps its values.
             with FORKING:
                 target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
             self._current = weights
@@ -549,20 +565,20 @@ class WeightReceiver(OfScheme):
             raise ApplyError(str(exc), remote_type=type(exc).__name__) from exc
 
     async def _take(self, end: Endpoint, timeout: float | None) -> bool:
-        """Change the model to the next update of a link, and answer it.
+        """Apply the next update of a link to the model, and answer it.
 
         Returns:
-            False when none came in time.
+            True if an update was applied; False if none came in time.
 
         Raises:
-            ConfigError: There is no model; or the update is of another one.
-            ApplyError: It does not fit.
+            ConfigError: There is no model; or the update is of another model.
+            ApplyError: The update does not fit.
             SyncTimeout: As for :meth:`_change`.
         """
         if not await end.until(lambda: end.arrived, timeout):
             return False
         if not self._follows and self._find() is None:
-            raise ConfigError("No model registered")  # what has come stays
+            raise ConfigError("No model registered")  # the update stays for a later call
         arrived, wanted = end.arrived[0], self._given.model_id
         try:
             if wanted not in (None, arrived.model_id):
@@ -570,15 +586,15 @@ class WeightReceiver(OfScheme):
                     f"weights of the model {arrived.model_id!r} came for the worker of {wanted!r}"
                 )
             await self._change(arrived)
-        except Exception as exc:  # the trainer hears it, and so does who waits
+        except Exception as exc:  # both the trainer and the caller get the error
             await end.acknowledge(arrived, exc)
             raise
-        self._news = True  # before the trainer knows
+        self._news = True  # set before the trainer gets its answer
         await end.acknowledge(arrived)
         return True
 
     async def _tell(self, end: Endpoint, timeout: float | None) -> bool:
-        """Whether there is an update that was not reported, within ``timeout`` seconds."""
+        """Wait for an update that was not reported; return True if one came, or raise its error."""
         await end.until(lambda: self._news, timeout)
         news, self._news = self._news, False
         if isinstance(news, Exception):
@@ -587,7 +603,7 @@ class WeightReceiver(OfScheme):
 
     @staticmethod
     async def _follow(end: Endpoint, found: weakref.ref[WeightReceiver]) -> None:
-        """Have a receiver take all that comes, until it is gone or the link ends."""
+        """Apply every update of a link until its receiver is deleted or the link ends."""
         while await end.until(lambda: end.arrived):
             receiver = found()
             if receiver is None:
@@ -597,9 +613,9 @@ class WeightReceiver(OfScheme):
             except Exception as exc:  # noqa: BLE001 - receive() raises it
                 receiver._news = without_frames(exc)
             end.changed.notify()
-            del receiver  # nobody but the program keeps it
+            del receiver  # this task must not keep the receiver alive while it waits
 
     def close(self, *, at_once: bool = False) -> None:
-        """See :meth:`WeightSender.close`."""
+        """Remove the guard from the model and close the link; see :meth:`WeightSender.close`."""
         self._guard.uninstall()
         super().close(at_once=at_once)

@@ -1,8 +1,7 @@
 """The schemes of the older generation: factories of transports, used by senders and receivers.
 
-Each is a subclass of the scheme of the same name in :mod:`aiosync.sync`, whose methods it also
-has: these make links of the newer generation, and have nothing to do with transports. Must not
-import torch.
+Each is a subclass of the scheme of the same name in :mod:`aiosync.sync` and inherits its methods,
+which make links of the newer generation and use no transports. Must not import torch.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ _WITHOUT_PIPES = {
     "wire_dtype": None,
     "first_version": 1,
 }
-"""Options that only links of the newer generation have, and what they are otherwise."""
+"""Options that only links of the newer generation have, and their defaults."""
 
 _SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
 
 def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
-    """An argument, or else what an old-style context has under this name."""
-    # TorchRL's present collectors have such attributes, too, but use them for something else, and
-    # a RayCollector passes its actors to every scheme.
+    """Return an argument, or else the attribute of this name of an old-style context."""
+    # TorchRL's present collectors have such attributes, too, but with another meaning, and a
+    # RayCollector passes its actors to every scheme.
     of_torchrl = _is_of_torchrl(context)
     value = None if of_torchrl and name == "remote_collectors" else kwargs.pop(name, None)
     return getattr(context, name, None) if value is None and not of_torchrl else value
@@ -66,22 +65,22 @@ def _is_of_torchrl(context: Any) -> bool:
 
 
 class WeightSyncScheme(facade.WeightSyncScheme):
-    """Keeps the weights of one model the same in a trainer and its workers, the older way.
+    """Base class of the older generation's schemes, which keep one model's weights the same.
 
     The trainer calls :meth:`init_on_sender` and uses :meth:`get_sender`; a worker calls
-    :meth:`init_on_worker` and uses :meth:`get_receiver`. These never wait
-    for the other side. What the newer generation calls (``init_on_receiver()``, ``connect()``,
-    ``send()``) works, too, as long as no pipes are given.
+    :meth:`init_on_worker` and uses :meth:`get_receiver`. These calls never wait for the other side.
+    The calls of the newer generation (``init_on_receiver()``, ``connect()``, ``send()``) work, too,
+    as long as no pipes are given.
 
-    A trainer's program should not end before its workers have what was sent to them, or those see
-    ``PeerClosed``: ``send()`` and ``wait_async()`` wait for all who have attached.
+    A trainer's program should not end before its workers have the weights that it sent, or the
+    workers see ``PeerClosed``: ``send()`` and ``wait_async()`` wait for all attached workers.
 
-    This class itself has no link. To bring one of your own, override :meth:`create_transport`;
-    see :class:`TransportBackend`.
+    This class itself has no link. To use one of your own, override :meth:`create_transport`; see
+    :class:`TransportBackend`.
 
     Args:
-        strategy: ``"state_dict"`` or ``"tensordict"``: which leaves of a module travel. Over
-            pipes the other side may have the other one.
+        strategy: ``"state_dict"`` or ``"tensordict"``: the leaves of a module that are sent. Over
+            pipes the other side may have the other strategy.
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
@@ -89,11 +88,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     """
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
-    _ends: ClassVar[Sequence[str]] = ("pipes",)  # names of what create_transport() is given
+    # Names of the arguments whose items go to create_transport().
+    _ends: ClassVar[Sequence[str]] = ("pipes",)
     _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
     _shared_transport: Any = None
     _takes_transports = True
-    _follows = False  # whether a worker's model may change without a call of the program
+    _follows = False  # True if a worker's model may change without a call of the program
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         super().__init__(strategy, **options)
@@ -117,7 +117,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         super()._adopt(scheme)
-        # In a forked child the transports are the parent's.
+        # A new life has no roles: in a forked child the transports belong to the parent.
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._background: BackgroundReceiver | None = None
@@ -145,7 +145,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             model_id: Name of the model, the same on both sides; ``"policy"`` by default.
             context: Owner of the model, kept as a weak reference. May offer ``pipes``,
                 ``num_workers``, ``get_model(model_id)`` and ``get_cached_weights(model_id)``.
-            kwargs: Instead of a context, or before it: ``pipes``, two-way connections to the
+            kwargs: Values that replace those of the context: ``pipes``, two-way connections to the
                 workers by index, owned from now on; ``num_workers``; ``model``; ``weights``;
                 ``cached_weights``, for sends without any other source. Without pipes these are
                 the arguments of :meth:`aiosync.sync.WeightSyncScheme.init_on_sender`.
@@ -163,7 +163,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         given = {name: value for name, value in named.items() if value is not None}
         try:
             self._init_on_sender_impl(**given, **kwargs)
-        except BaseException:  # goes on to the caller
+        except BaseException:  # raised again: the caller sees it
             sender, self._sender = self._sender, None
             if sender is not None:
                 sender.close()
@@ -176,7 +176,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _init_on_sender_impl(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """What :meth:`init_on_sender` does; a scheme of one's own may do it in another way."""
+        """Make the sender, for :meth:`init_on_sender`; a user's scheme may override it."""
         given = [_given(name, kwargs, context) for name in self._ends]
         ends = next((each for each in given if each is not None), None)
         cached = kwargs.pop("cached_weights", None)
@@ -189,10 +189,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         self._cached = cached
 
     def _check_has_links(self, ends: str, impl: str, register: str) -> None:
-        """Raise if nothing could be sent without ends that were given.
+        """Raise if this scheme has no links of its own and was given no ends.
 
         Raises:
-            ConfigError: This is a scheme of one's own, and makes no transport (a ``ValueError``).
+            ConfigError: This is a user's own scheme without links (a ``ValueError``).
         """
         if self._async_class is aio.NoWeightSyncScheme:
             raise ConfigError(
@@ -226,7 +226,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         self._life.given.sources.replace(weights if model is None else model)
 
     def make_transport(self, end: Any) -> Any:
-        """What a role has of one end. The worker of a pipe may come at any time."""
+        """Make the transport of one end, as senders and receivers use it."""
         return self._adapted(self._transport_of(end))
 
     def _transport_of(self, end: Any) -> Any:
@@ -242,7 +242,11 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return self.create_transport(end)
 
     def _adapted(self, transport: Any) -> Any:
-        """A transport as roles use it."""
+        """Prepare a transport for senders and receivers; wrap one of TorchRL's present interface.
+
+        Raises:
+            ConfigError: It can neither send nor receive.
+        """
         if not any(hasattr(transport, name) for name in _SENDS_OR_RECEIVES):
             raise ConfigError(
                 f"a {type(transport).__name__} of {type(self).__name__} has neither send_weights() "
@@ -260,12 +264,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _register_worker_sender(
         self, *, worker_idx: int, transport: Any = None, **transport_kwargs: Any
     ) -> None:
-        """Send to a worker; for schemes of one's own, while they are initialised or later.
+        """Add a worker to the sender; users' own schemes call it, at any time.
 
         Args:
-            worker_idx: Its index; nothing happens if it is registered.
+            worker_idx: Index of the worker; nothing happens if it is registered.
             transport: The transport; ``None`` for one that ``create_transport()`` makes.
-            transport_kwargs: What that is called with.
+            transport_kwargs: Arguments of ``create_transport()``.
         """
         if self._sender is None:
             self._sender = self.create_sender()
@@ -274,17 +278,17 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             self._sender.use(worker_idx, self._adapted(made))
 
     def _register_transport_receiver(self, transport: Any = None, **transport_kwargs: Any) -> None:
-        """Receive over a transport; for schemes of one's own.
+        """Receive over a transport; users' own schemes call it.
 
         Args:
             transport: The transport; ``None`` for one that ``create_transport()`` makes.
-            transport_kwargs: What that is called with.
+            transport_kwargs: Arguments of ``create_transport()``.
         """
         made = self.create_transport(**transport_kwargs) if transport is None else transport
         self._receive_as_given().use(self._adapted(made), follows=False)
 
     def _iterate_transports(self, worker_ids: int | Sequence[int] | None = None) -> Iterator[Any]:
-        """The transports to these workers, or to all; for schemes of one's own.
+        """Return the transports to these workers, or to all; users' own schemes call it.
 
         Raises:
             ConfigError: A worker was not registered (a ``ValueError``).
@@ -293,7 +297,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return (sender.transports[idx] for idx in sender.chosen(worker_ids))
 
     def _receive_as_given(self) -> WeightReceiver:
-        """The receiver, with the model and the context that were assigned to this object."""
+        """Return the receiver; make it with the model and context assigned to this object."""
         if self._receiver is None:
             given, receiver = self._life.given, self.create_receiver()
             receiver.register_model(given.model if given.weights is None else given.weights)
@@ -303,14 +307,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """Make this object a receiver. Waits for nobody.
+        """Make this object a receiver. Does not wait for the trainer.
 
         Args:
             model_id: Name of the model, as the sender calls it.
             context: Owner of the model, kept as a weak reference. May offer ``pipe`` and
                 ``get_model(model_id)``.
-            kwargs: Instead of a context, or before it: ``pipe``, the two-way connection to the
-                trainer, owned from now on; ``model``, a module or a dotted name in the context.
+            kwargs: Values that replace those of the context: ``pipe``, the two-way connection to
+                the trainer, owned from now on; ``model``, a module or a dotted name in the context.
                 Without a pipe these are the arguments of
                 :meth:`aiosync.sync.WeightSyncScheme.init_on_receiver`.
 
@@ -325,16 +329,19 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             kwargs["pipe"] = pipe
         self.init_on_receiver(model_id, context, **kwargs)
 
-    def init_on_receiver(  # type: ignore[misc]  # as well
+    def init_on_receiver(  # type: ignore[misc]  # as init_on_sender()
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """As :meth:`init_on_worker` with a ``pipe``; else that of :mod:`aiosync.sync`."""
+        """Make this object a receiver: like :meth:`init_on_worker` with a ``pipe``.
+
+        Without one, it is the method of :mod:`aiosync.sync`.
+        """
         self._after_fork()
         if self._receiver is not None:
             raise LocalProtocolError("init_on_worker(): this object is already a receiver")
         try:
             self._init_on_receiver_impl(model_id=model_id, context=context, **kwargs)
-        except BaseException:  # goes on to the caller
+        except BaseException:  # raised again: the caller sees it
             receiver, self._receiver = self._receiver, None
             if receiver is not None:
                 receiver.close()
@@ -347,7 +354,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _init_on_receiver_impl(
         self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
     ) -> None:
-        """What :meth:`init_on_receiver` does; a scheme of one's own may do it in another way."""
+        """Make the receiver, for :meth:`init_on_receiver`; a user's scheme may override it."""
         if pipe is None:
             self._check_has_links("pipe=", "_init_on_receiver_impl", "_register_transport_receiver")
             super().init_on_receiver(model_id, context, **kwargs)
@@ -373,11 +380,11 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         receiver.use(self.make_transport(pipe), follows=self._follows and self.apply == "auto")
 
     def get_sender(self) -> WeightSender:
-        """The sender of this object, always the same.
+        """Return the sender of this object, always the same one.
 
         Raises:
-            LocalProtocolError: Before :meth:`init_on_sender`, or after one without pipes or
-                actors: then the scheme itself sends (a ``RuntimeError``).
+            LocalProtocolError: :meth:`init_on_sender` was not called, or without pipes or actors:
+                then the scheme itself sends (a ``RuntimeError``).
         """
         self._after_fork()
         if self._sender is None:
@@ -388,11 +395,11 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return self._sender
 
     def get_receiver(self) -> WeightReceiver:
-        """The receiver of this object, always the same.
+        """Return the receiver of this object, always the same one.
 
         Raises:
-            LocalProtocolError: Before :meth:`init_on_worker`, or after one without a pipe: then
-                the scheme itself receives (a ``RuntimeError``).
+            LocalProtocolError: :meth:`init_on_worker` was not called, or without a pipe: then the
+                scheme itself receives (a ``RuntimeError``).
         """
         self._after_fork()
         if self._receiver is None:
@@ -403,37 +410,37 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return self._receiver
 
     def create_sender(self) -> WeightSender:
-        """A sender for this scheme; :meth:`get_sender` is what programs want."""
+        """Make a sender for this scheme; programs call :meth:`get_sender` instead."""
         return WeightSender(self)
 
     def create_receiver(self) -> WeightReceiver:
-        """A receiver for this scheme; :meth:`get_receiver` is what programs want."""
+        """Make a receiver for this scheme; programs call :meth:`get_receiver` instead."""
         return WeightReceiver(self)
 
     def create_transport(  # type: ignore[misc]  # a blocking one in this generation
         self, pipe_or_context: Any
     ) -> Any:
-        """A transport of this generation for one worker; see :class:`TransportBackend`.
+        """Make a transport of this generation for one worker; see :class:`TransportBackend`.
 
         Raises:
-            NotImplementedError: This class has none.
+            NotImplementedError: This class has no transport.
         """
         raise NotImplementedError(f"{type(self).__name__} has no transport")
 
     @property
     def _roles(self) -> list[Any]:
-        """The sender and the receiver, where this object has transports."""
+        """Sender and receiver of this object, as far as it has transports for them."""
         return [role for role in (self._sender, self._receiver) if role is not None]
 
     def connect(  # type: ignore[misc]  # pipes need no connect()
         self, *, worker_idx: int | None = None, weights: Any = None, **kwargs: Any
     ) -> None:
-        """As :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
+        """Connect, like :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
 
         Raises:
-            LocalProtocolError: Called twice, or with what is of the other side (a
+            LocalProtocolError: Called twice, or with an argument of the other side (a
                 ``RuntimeError``).
             ConfigError: A sender with transports is given initial weights (a ``ValueError``).
         """
@@ -445,20 +452,20 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         for role in self._roles:
             side = "sender" if role is self._sender else "receiver"
             check_may_connect(side, role.connected, worker_idx, weights)
-            role.connected = True  # before, as what follows may send or receive
+            role.connected = True  # set first, because the next call may send or receive
             try:
                 if side == "sender":
                     self._setup_connection_and_weights_on_sender_impl(weights=weights)
                 else:
                     self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
-            except BaseException:  # goes on to the caller
+            except BaseException:  # raised again: the caller sees it
                 role.connected = False
                 raise
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
-        """What :meth:`connect` does on a sender with transports; one's own may do another thing."""
+        """Connect a sender with transports, for :meth:`connect`; users' schemes may override it."""
         if weights is not None:
             raise ConfigError(
                 f"connect(weights=...) needs a scheme without transports, and {type(self).__name__}"
@@ -469,20 +476,20 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        """What :meth:`connect` does on a receiver with a transport."""
+        """Connect a receiver with a transport, for :meth:`connect`; may be overridden, too."""
         self.get_receiver().meet(worker_idx)
 
     def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
-        """As :meth:`aiosync.sync.WeightSyncScheme.send`; with pipes as the sender's."""
+        """Send like :meth:`aiosync.sync.WeightSyncScheme.send`, or with pipes like the sender."""
         role: Any = self._sender
         return super().send(*args, **kwargs) if role is None else role.send(*args, **kwargs)
 
-    def receive(  # type: ignore[misc]  # as well
+    def receive(  # type: ignore[misc]  # as send()
         self, timeout: float | None = None
     ) -> aio.AppliedUpdate | None:
-        """As :meth:`aiosync.sync.WeightSyncScheme.receive`.
+        """Receive like :meth:`aiosync.sync.WeightSyncScheme.receive`.
 
-        Over a transport ``epoch`` is 0, and ``version`` counts what was received.
+        Over a transport ``epoch`` is 0, and ``version`` counts the updates that were received.
         """
         role = None if self._scheme.initialized_on_receiver else self._receiver
         if role is None:
@@ -494,7 +501,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return aio.AppliedUpdate(0, role.version, self.model_id or "policy", read)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """As :meth:`aiosync.sync.WeightSyncScheme.apply_weights`; over a transport it answers."""
+        """Apply weights like :meth:`aiosync.sync.WeightSyncScheme.apply_weights`.
+
+        Over a transport the call also answers the trainer.
+        """
         role = None if self._scheme.initialized_on_receiver else self._receiver
         if role is None:
             super().apply_weights(weights, inplace)
@@ -502,7 +512,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             role.apply_weights(weights, inplace)
 
     def _start_background_receiver(self) -> None:
-        """Receive in a thread, whenever ``_wait_for_instruction()`` of this class says so."""
+        """Start a thread that receives whenever ``_wait_for_instruction()`` returns so."""
         self._background = BackgroundReceiver(self, self.worker_idx)
 
     def _assign(self, name: str, value: Any) -> None:
@@ -512,17 +522,17 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this object is a sender."""
+        """True if this object is a sender."""
         return self._sender is not None or super().initialized_on_sender
 
     @property
     def initialized_on_receiver(self) -> bool:
-        """Whether this object is a receiver."""
+        """True if this object is a receiver."""
         return self._receiver is not None or self._scheme.initialized_on_receiver
 
     @property
     def synchronized_on_sender(self) -> bool:
-        """Whether ``connect()`` succeeded on this sender. May be assigned with transports."""
+        """True if ``connect()`` succeeded on this sender. May be assigned with transports."""
         return super().synchronized_on_sender if self._sender is None else self._sender.connected
 
     @synchronized_on_sender.setter
@@ -531,7 +541,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     @property
     def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect()`` succeeded on this receiver. May be assigned with a transport."""
+        """True if ``connect()`` succeeded on this receiver. May be assigned with a transport."""
         found = super().synchronized_on_receiver
         return found or (self._receiver is not None and self._receiver.connected)
 
@@ -541,18 +551,18 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     @property
     def sender_transports(self) -> dict[int, Any]:
-        """The transport of each worker, by index; without any, the links of aiosync."""
+        """Transport of each worker, by index; without any, the links of aiosync."""
         return super().sender_transports if self._sender is None else self._sender.transports
 
     @property
     def receiver_transport(self) -> Any:
-        """The transport of this worker; without one, the link of aiosync."""
+        """Transport of this worker; without one, the link of aiosync."""
         own = None if self._receiver is None else self._receiver.transports.get(0)
         return super().receiver_transport if own is None else own
 
     @property
     def shared_transport(self) -> Any:
-        """A transport of one's own for all workers, of whichever side, or ``None``.
+        """A user's own transport for all workers, on either side, or ``None``.
 
         Assign it before :meth:`init_on_sender` or :meth:`init_on_receiver` end.
         """
@@ -570,14 +580,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Resolve and extract weights as ``send()`` does, without sending them.
 
         Args:
-            weights: ``None`` for the model of this scheme, else that of the context, else cached
+            weights: ``None`` for the model of this scheme, or else of the context, or else cached
                 weights; a dotted name in the context; a module, a TensorDict or a state dict.
             model_id: Model to look up when ``weights`` is ``None``; this scheme's by default.
             strategy: A :class:`WeightStrategy`, or its name; this scheme's by default.
-            context: Where names are looked up; this scheme's by default.
+            context: Context in which names are looked up; this scheme's by default.
 
         Returns:
-            Weights on the memory of the source, or ``None`` when there are none.
+            Weights as views of the source's memory, or ``None`` if there are none.
 
         Raises:
             ConfigError: A name was given, and there is no context (a ``ValueError``).
@@ -588,19 +598,19 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return self._cached_of(context, model_id) if found is None else found
 
     def _cached_of(self, context: Any, model_id: str | None = None) -> Any:
-        """What the program has cached of a model, if it has."""
+        """Return the weights of a model that the program has cached, or ``None``."""
         cached = None
         if hasattr(context, "get_cached_weights"):
             cached = context.get_cached_weights(model_id or self.model_id or "policy")
         return self._cached if cached is None else cached
 
     def register_sent(self, weights: Any) -> None:
-        """A sender is about to send these."""
+        """Do nothing; the sender calls it with the weights before each send."""
 
     # -- closing -------------------------------------------------------------------------------
 
     def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()  # with no word of connect(): receivers connect when they receive
+        self.shutdown()  # without a warning about connect(), which pipes do not need
 
     def shutdown(self) -> None:
         """Close every link, task, socket and buffer of this object. Idempotent, bounded."""
@@ -623,10 +633,10 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSyncScheme):
-    """Sends weights to worker processes through the pipes that it is given.
+    """Scheme that sends weights to worker processes through the pipes that it is given.
 
-    A worker's model changes in ``receive()`` and nowhere else; see
-    :class:`aiosync.legacy.WeightSyncScheme` for the rest.
+    Only ``receive()`` changes a worker's model; see :class:`aiosync.legacy.WeightSyncScheme` for
+    the rest.
     """
 
     _async_class: ClassVar[AsyncClass] = aio.MultiProcessWeightSyncScheme
@@ -634,33 +644,33 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSy
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
     ) -> MPTransport:
-        """A blocking link over one end of a two-way pipe, which it owns from now on."""
+        """Make a blocking link over one end of a two-way pipe, which the link owns from now on."""
         return MPTransport(pipe_or_context)
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncScheme):
-    """Sends weights to worker processes, whose models follow.
+    """Scheme that sends weights to worker processes, whose models follow without calls.
 
-    Workers see updates without doing anything, between two forward passes of their model; with
-    ``apply="manual"`` in ``receive()``.
-    Every ``send()`` takes a snapshot, and what arrives is in memory of the worker's own. Tensors
-    that the program registered get what is sent, in place; no worker has them from aiosync.
+    Updates are applied between two forward passes of a worker's model; with ``apply="manual"`` in
+    ``receive()``. Every ``send()`` takes a snapshot, and an update lies in the worker's own memory.
+    Tensors that the program registered get the values that are sent, in place; aiosync gives these
+    tensors to no worker.
 
     Attributes:
-        policy_weights: What is registered, by the program or by a transport of this scheme.
+        policy_weights: Weights registered by the program or by a transport of this scheme, by
+            model id.
         auto_register: As it was given; may be changed.
 
     Args:
         policy_weights: Model id -> TensorDict: models that are registered from the start. Workers
-            that attach before the first send get what they are in ``init_on_sender()``.
+            that attach before the first send get the values at ``init_on_sender()``.
         strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
         auto_register: Send models that are not registered, too; otherwise sending one raises
             ``KeyError``.
         options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
 
     Raises:
-        ConfigError: ``policy_weights`` holds something that is not a TensorDict (a
-            ``ValueError``).
+        ConfigError: A value of ``policy_weights`` is not a TensorDict (a ``ValueError``).
     """
 
     _async_class: ClassVar[AsyncClass] = aio.SharedMemWeightSyncScheme
@@ -683,10 +693,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
 
         Args:
             model_id: Name of the model.
-            weights: Its first values, of which a copy is sent; then kept up to date, in place.
+            weights: The first values of the model, of which a copy is sent. Later sends change
+                them in place.
 
         Raises:
-            ConfigError: They are not a TensorDict (a ``ValueError``).
+            ConfigError: The weights are not a TensorDict (a ``ValueError``).
             LocalProtocolError: The model is registered already (a ``RuntimeError``).
         """
         self._after_fork()
@@ -697,7 +708,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
     def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
+        """Make this object the sender; see :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
 
         With pipes, ``cached_weights``, or ``get_cached_weights(model_id)`` of a context, are the
         first values of the model, unless it is registered.
@@ -710,19 +721,20 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
             self._sender.offer(first)
 
     def register_sent(self, weights: Any) -> None:
-        """See :class:`SharedMemTransport`; each worker's own weights are not registered."""
+        """Update the registered weights; see :class:`SharedMemTransport`."""
         name = self.model_id or "policy"
         registered = name in self.policy_weights or not self.auto_register
         if registered and weights is not None:
             self.create_transport(None).update_registered(name, weights)
 
     def _transport_of(self, end: Any) -> Any:
-        return MPTransport(end)  # which answers when the model has the weights
+        # Unlike a SharedMemTransport, it acknowledges weights only when the model has them.
+        return MPTransport(end)
 
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
     ) -> SharedMemTransport:
-        """A blocking link over one end of a two-way pipe, which it owns from now on.
+        """Make a blocking link over one end of a two-way pipe, which the link owns from now on.
 
         Args:
             pipe_or_context: The end; ``None`` for none, or for
@@ -735,13 +747,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies: multiprocessing shares the memory of tensors that it pickles.
+        # The weights are copied, because multiprocessing shares the memory of pickled tensors.
         own = {name: weights.detach().clone() for name, weights in self.policy_weights.items()}
         return {**super().__getstate__(), "policy_weights": own}
 
 
 class _NoTransport:
-    """A transport of this generation that does nothing."""
+    """Transport of this generation that does nothing."""
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send nothing."""
@@ -757,16 +769,16 @@ class _NoTransport:
 
 
 class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
-    """A scheme that does nothing: pipes that it is given stay as they are."""
+    """Scheme that does nothing: it does not use the pipes that it is given."""
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
 
     def _init_on_sender_impl(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        # Other keywords are ignored: they are meant for schemes that do something.
+        # Other keywords are ignored, because they are options of schemes with links.
         pipes = _given("pipes", kwargs, context)
-        if pipes is None and _is_of_torchrl(context):  # whose workers begin with its policy
+        if pipes is None and _is_of_torchrl(context):  # its workers begin with its policy
             facade.NoWeightSyncScheme.init_on_sender(self, model_id, context, **kwargs)
         else:
             self._init_sender(model_id, context, pipes or [None])
@@ -774,13 +786,16 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`; no pipe is needed."""
+        """Make this object a receiver; no pipe is needed.
+
+        See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`.
+        """
         self.init_on_receiver(model_id, context, **{"pipe": False, **kwargs})
 
     def _init_on_receiver_impl(
         self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
     ) -> None:
-        if pipe is None:  # init_on_receiver(), as TorchRL's workers call it
+        if pipe is None:  # TorchRL's workers call init_on_receiver(), without a pipe
             facade.NoWeightSyncScheme.init_on_receiver(self, model_id, context, **kwargs)
         else:
             self._init_receiver(model_id, context, None, model=kwargs.get("model"))
@@ -788,6 +803,6 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
     def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
         self, pipe_or_context: Any
     ) -> _NoTransport:
-        """A transport that does nothing."""
+        """Make a transport that does nothing."""
         del pipe_or_context
         return _NoTransport()

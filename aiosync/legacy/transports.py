@@ -51,34 +51,34 @@ __all__ = [
 
 _T = TypeVar("_T")
 Finish: TypeAlias = Callable[[float | None], None]
-"""Waits for an answer for so many seconds, and raises what went wrong."""
+"""Function that waits for an answer for some seconds, and raises the error of the send."""
 
-_TIMEOUT = 60.0  # workers that are spawned import torch first, and machines are busy
+_TIMEOUT = 60.0  # long, because spawned workers import torch first and machines may be busy
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """What a transport of this generation has to have.
+    """Protocol of the older generation's transports.
 
     ``send_weights_async(model_id, weights)`` with ``wait_ack()``, ``send_ack()`` and ``close()``
-    are optional: senders and receivers use them where they are there.
+    are optional: senders and receivers use them if a transport has them.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send the weights of a model."""
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
-        """Wait for weights; ``(model_id, weights)``, or ``None`` when none came in time."""
+        """Wait for weights; return ``(model_id, weights)``, or ``None`` if none came in time."""
 
     def check_connection(self) -> bool:
-        """Whether the other side is there."""
+        """Return True if the other side is connected."""
 
 
 class Answered(abc.ABC):
-    """Sends weights, each of which is answered, in order.
+    """Base class of transports that get an answer to each send, in the order of the sends.
 
     Args:
-        timeout: Seconds that answers are waited for.
+        timeout: Seconds to wait for an answer.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -87,27 +87,27 @@ class Answered(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """Copy weights and begin to send them; returns what waits for the answer."""
+        """Copy weights and begin to send them; return a function that waits for the answer."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights and wait until the other side said that it applied them.
+        """Send weights and wait until the other side has answered that it applied them.
 
         Args:
             model_id: Name of the model.
             weights: TensorDict or state dict; over pipes and stores also a module. Copied.
 
         Raises:
-            AckTimeout: It did not within ``timeout`` seconds (a ``TimeoutError``).
-            LocalProtocolError: It said something else (a ``RuntimeError``).
-            ApplyError: A remote object raised something.
-            PeerClosed: It went away.
-            TransportBroken: The store is gone.
+            AckTimeout: There was no answer within ``timeout`` seconds (a ``TimeoutError``).
+            LocalProtocolError: The other side refused the weights (a ``RuntimeError``).
+            ApplyError: A remote object raised an error.
+            PeerClosed: The other side closed the link, or its process ended.
+            TransportBroken: The store cannot be reached.
             ConfigError: The weights cannot travel (a ``ValueError``).
         """
         self.begin(model_id, weights)(self.timeout)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Copy weights and send them in the background; :meth:`wait_ack` waits."""
+        """Copy weights and send them in the background; :meth:`wait_ack` waits for the answer."""
         self._pending.append(self.begin(model_id, weights))
 
     def wait_ack(self, timeout: float | None = None) -> None:
@@ -117,27 +117,27 @@ class Answered(abc.ABC):
             timeout: Seconds; the transport's own by default.
 
         Raises:
-            LocalProtocolError: No send is pending, or as for :meth:`send_weights`, as all others
-                are (a ``RuntimeError``).
+            LocalProtocolError: No send is pending, or as for :meth:`send_weights` (a
+                ``RuntimeError``). The other errors are those of :meth:`send_weights`, too.
         """
         if not self._pending:
             raise LocalProtocolError("No async send is pending. Call send_weights_async() first.")
         self._pending.popleft()(self.timeout if timeout is None else timeout)
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
-        """Return ``None``: a remote object gets its weights by the call."""
+        """Return ``None``: a remote object gets its weights as an argument of a call."""
         del timeout
         return None
 
 
 class Deliveries:
-    """Sends to several ends that are under way.
+    """Sends to several workers that are under way, by index of the worker.
 
     Attributes:
-        pending: What waits for those that have yet to answer.
-        acked: Those that have the weights.
-        failed: Those that never will, and why.
-        began: From when on answers are waited for, by :func:`time.monotonic`.
+        pending: Functions that wait for the workers that have not answered yet.
+        acked: Workers that have the weights.
+        failed: Workers that will not get the weights, with the error.
+        began: Time from which the deadlines of answers count, by :func:`time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -147,52 +147,54 @@ class Deliveries:
         self.failed: dict[int, AiosyncError] = {}
 
     def begin(self, idx: int, begin: Callable[[], Finish]) -> None:
-        """Begin with one of them.
+        """Begin the send to one worker.
+
+        Other errors than these three count as a failure of the worker.
 
         Raises:
-            ConfigError: A mistake of the caller, and not of this end; like the next two.
-            KeyError: As well.
-            LocalProtocolError: As well.
+            ConfigError: The caller made a mistake.
+            KeyError: The caller made a mistake.
+            LocalProtocolError: The caller made a mistake.
         """
         try:
             self.pending[idx] = begin()
         except (ConfigError, KeyError, LocalProtocolError):
             raise
-        except Exception as exc:  # noqa: BLE001 - raised once all were served
+        except Exception as exc:  # noqa: BLE001 - raise_failures() raises it after all sends
             self._fail(idx, exc)
 
     def finish(self, idx: int, timeout: float | None) -> None:
-        """Wait for one of them, for so many seconds from :attr:`began` on."""
+        """Wait for the answer of one worker, for ``timeout`` seconds from :attr:`began` on."""
         left = None if timeout is None else max(0.0, self.began + timeout - time.monotonic())
         try:
             self.pending.pop(idx)(left)
             self.acked.add(idx)
-        except Exception as exc:  # noqa: BLE001 - raised once all were waited for
+        except Exception as exc:  # noqa: BLE001 - raise_failures() raises it after all answers
             self._fail(idx, exc)
 
     def _fail(self, idx: int, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error.__cause__, ApplyError) else error
-        # Transports of users raise what they like.
+        # Users' transports may raise errors of any type, which PartialSyncError cannot hold.
         known = cause if isinstance(cause, AiosyncError) else TransportBroken(repr(cause))
         self.failed[idx] = known
 
     def finish_all(self, timeout: float | None) -> None:
-        """Wait for all of them."""
+        """Wait for the answers of all workers."""
         for idx in list(self.pending):
             self.finish(idx, timeout)
 
     def raise_failures(self) -> None:
-        """Raise unless all have what was sent.
+        """Raise unless all workers have the weights.
 
         Raises:
-            PartialSyncError: Some do not.
+            PartialSyncError: Some workers failed.
         """
         if self.failed:
             raise PartialSyncError(acked=self.acked, failed=self.failed)
 
 
 def is_backend(transport: Any) -> bool:
-    """Whether a transport has TorchRL's present interface, and is asked for weights by keywords."""
+    """Return True if a transport has TorchRL's present interface, which takes keywords."""
     if isinstance(transport, InitialSyncTransport):
         return True
     receive = getattr(transport, "receive_weights", None)
@@ -201,20 +203,20 @@ def is_backend(transport: Any) -> bool:
 
 
 class Backend:
-    """Stands between a role and a transport that has TorchRL's present interface.
+    """Adapter between a sender or receiver and a transport with TorchRL's present interface.
 
-    Weights that the transport returns are put into the model between two forwards; it is given
-    none to change by itself. The rest is that of the transport: ``send_weights(weights)`` or
-    ``send_weights_async(weights)``, and ``receive_weights()``. ``wait_ack()``, ``send_ack(text)``,
-    ``check_connection()``, ``close()`` and both ``setup_...()`` are optional.
+    The receiver applies the weights that the transport returns, between two forwards; the transport
+    gets no model to change by itself. The transport has ``send_weights(weights)`` or
+    ``send_weights_async(weights)``, and ``receive_weights()``. Its ``wait_ack()``,
+    ``send_ack(text)``, ``check_connection()``, ``close()`` and both ``setup_...()`` are optional.
 
     Args:
         inner: The transport.
         model_id: Name of the model.
-        strategy: How the scheme takes weights out of a model.
+        strategy: Strategy with which the scheme extracts weights from a model.
 
     Attributes:
-        inner: As given.
+        inner: The transport.
     """
 
     def __init__(self, inner: Any, model_id: str, strategy: WeightStrategy) -> None:
@@ -226,12 +228,16 @@ class Backend:
         return getattr(self.inner, name)
 
     def meet_worker(self) -> None:
-        """Let the transport meet the worker, if it has to."""
+        """Let the transport meet the worker, if it has a handshake."""
         if hasattr(self.inner, "setup_connection_and_weights_on_sender"):
             self.inner.setup_connection_and_weights_on_sender()
 
     def meet_trainer(self, worker_idx: int) -> Any:
-        """Let the transport meet the trainer, if it has to; the initial weights, or ``None``."""
+        """Let the transport meet the trainer, if it has a handshake.
+
+        Returns:
+            The initial weights, or ``None``.
+        """
         meet = getattr(self.inner, "setup_connection_and_weights_on_receiver", None)
         return None if meet is None else self._ask(meet, worker_idx=worker_idx)
 
@@ -242,7 +248,7 @@ class Backend:
         (self.inner.send_weights_async if begins else self.inner.send_weights)(weights)
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
-        """See :class:`aiosync.legacy.TransportBackend`."""
+        """Wait for weights; see :class:`aiosync.legacy.TransportBackend`."""
         try:
             found = self._ask(self.inner.receive_weights, timeout=timeout)
         except (queue.Empty, TimeoutError):  # nothing came in time
@@ -250,7 +256,7 @@ class Backend:
         return None if found is None else (self._model_id, found)
 
     def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        """Call a method that returns weights, or puts them into what it is given."""
+        """Call a method that returns weights; without a model it cannot apply them itself."""
         try:
             return method(**arguments, weights=None, model=None, strategy=self._strategy)
         except (AttributeError, TypeError, ValueError) as exc:
@@ -265,15 +271,15 @@ class Backend:
 class MPTransport(Answered):
     """One end of a two-way pipe that carries weights and acknowledgements.
 
-    Its link is made by the first call that needs it.
+    The first call that needs the link makes it.
 
     Args:
         pipe_connection: ``multiprocessing`` connection of a two-way pipe; owned from now on.
-        timeout: Seconds that acknowledgements are waited for, while workers may still be starting.
+        timeout: Seconds to wait for acknowledgements, in which workers may still be starting.
 
     Attributes:
         timeout: As it was given; may be changed.
-        end: What is below.
+        end: The end of the link below this transport.
 
     Raises:
         ConfigError: The pipe is not two-way (a ``ValueError``).
@@ -282,7 +288,7 @@ class MPTransport(Answered):
     def __init__(self, pipe_connection: Any, timeout: float | None = _TIMEOUT) -> None:
         super().__init__(timeout)
         try:
-            if isinstance(pipe_connection, socket.socket):  # the program may close what it has
+            if isinstance(pipe_connection, socket.socket):  # the program may close its object
                 pipe_connection = socket.socket(fileno=pipe_connection.detach())
             self.end: Endpoint = Endpoint(ByteStream(pipe_connection))
         except (AttributeError, OSError, ValueError) as exc:
@@ -290,13 +296,14 @@ class MPTransport(Answered):
         self._copier = Copier()
         self._unanswered: deque[Weights] = deque()
         self._lease: Lease | None = None
-        self._pid = 0  # of its user
+        self._pid = 0  # process that uses this transport; 0 before the first use
         self._closed = False
 
     def greet(self) -> None:
-        """Say which process is at this end. Never waits; idempotent.
+        """Send the id of the process at this end. Never waits; idempotent.
 
-        Where the other end is gone nothing is said: what it wrote before is to be read.
+        An error of the send is ignored: if the other end has closed, the messages that it wrote
+        before can still be read.
         """
         if not self._pid:
             self._pid = os.getpid()
@@ -307,7 +314,12 @@ class MPTransport(Answered):
     def call(
         self, what: str, function: Callable[..., Coroutine[Any, Any, _T]], /, *args: Any
     ) -> _T:
-        """Run a coroutine function on the portal's loop, with the link below."""
+        """Run a coroutine function on the portal's loop, while the link runs there.
+
+        Raises:
+            TransportClosed: This transport was closed.
+            LocalProtocolError: This process was forked after the transport was used.
+        """
         refuse_inside_loop(what, "the transports of aiosync.transports")
         if self._closed:
             raise TransportClosed("this transport was closed")
@@ -320,25 +332,29 @@ class MPTransport(Answered):
 
     @property
     def _inherited(self) -> bool:
-        """Whether it was used by the process that this one was forked from."""
+        """True if another process, from which this one was forked, has used the transport."""
         return self._pid not in (0, os.getpid())
 
     # -- sending -------------------------------------------------------------------------------
 
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`; the weights may be a copy already."""
+        """Copy weights, unless they are a copy already, and send them; see :class:`Answered`."""
         if not isinstance(weights, Weights):
             weights = self._copier.copy(weights)
         version = self.call("send_weights", self.end.post, model_id, weights, self.timeout)
         return functools.partial(self.call, "wait_ack", self.end.wait_for_ack, version)
 
     def check_ack(self, message: str = "updated") -> None:
-        """The same as :meth:`wait_ack`: there is no success but ``"updated"``."""
+        """Wait like :meth:`wait_ack`; ``message`` is ignored, as only ``"updated"`` is success."""
         del message
         self.wait_ack()
 
     def wait_for_peer(self, timeout: float) -> bool:
-        """Wait until the other side has used its end, or is gone; False when it did not in time."""
+        """Wait until the other side has used its end, or the link has ended.
+
+        Returns:
+            False if neither happened within ``timeout`` seconds.
+        """
         end = self.end
 
         def known() -> bool:
@@ -352,15 +368,15 @@ class MPTransport(Answered):
         """Wait for the next weights, in the order in which they were sent; none is ever lost.
 
         Args:
-            timeout: Seconds; ``None`` waits until the other side goes away.
+            timeout: Seconds to wait; ``None`` waits until the link ends.
 
         Returns:
             ``(model_id, weights)``: a nested TensorDict or a state dict with dotted names, as
-            it was sent, on memory of its own. ``None`` when none came in time.
+            it was sent, in memory of its own. ``None`` if none came in time.
 
         Raises:
-            PeerClosed: The other side went away.
-            RemoteProtocolError: It sent something that is not of this format.
+            PeerClosed: The other side closed the link, or its process ended.
+            RemoteProtocolError: The other side sent a message that is not of this format.
         """
         arrived = self.call("receive_weights", self.end.take, timeout)
         if arrived is None:
@@ -370,38 +386,38 @@ class MPTransport(Answered):
 
     @property
     def owes_ack(self) -> bool:
-        """Whether weights were received and not answered."""
+        """True if weights were received and not answered."""
         return bool(self._unanswered)
 
     def send_ack(self, message: str = "updated") -> None:
         """Answer the oldest weights that were received and not answered.
 
-        Returns when the answer has left, so that the process may end; after two seconds in any
+        Returns when the answer is written, so that the process may end; after two seconds in any
         case, if the other side does not read.
 
         Args:
-            message: ``"updated"`` for success; anything else is an error to the other side.
+            message: ``"updated"`` for success; any other text is an error for the other side.
 
         Raises:
-            LocalProtocolError: There are none (a ``RuntimeError``).
+            LocalProtocolError: There are no such weights (a ``RuntimeError``).
         """
         if not self._unanswered:
             raise LocalProtocolError("there is nothing to acknowledge: call receive_weights()")
         error = None if message == "updated" else LocalProtocolError(message)
         self.call("send_ack", self.end.acknowledge, self._unanswered.popleft(), error)
 
-    # -- by hand -------------------------------------------------------------------------------
+    # -- calls of a connection -----------------------------------------------------------------
 
     @property
     def pipe(self) -> MPTransport:
-        """To look for weights by hand, with :meth:`poll` and :meth:`recv`: this object.
+        """This object, for programs that call :meth:`poll` and :meth:`recv` of the pipe.
 
-        The connection that was given is closed: what was below it belongs to the transport.
+        The connection that was given is closed; the transport owns its descriptor.
         """
         return self
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether weights, or the end of the link, are there within ``timeout`` seconds.
+        """Return True if weights, or the end of the link, come within ``timeout`` seconds.
 
         ``None`` waits as long as it takes.
         """
@@ -412,10 +428,10 @@ class MPTransport(Answered):
         """Wait for weights; ``receiver.apply_weights()`` or :meth:`send_ack` answers them.
 
         Returns:
-            ``((model_id, weights), "update_weights")``; the weights on memory of their own.
+            ``((model_id, weights), "update_weights")``; the weights in memory of their own.
 
         Raises:
-            EOFError: The other side went away.
+            EOFError: The other side closed the link, or its process ended.
         """
         try:
             taken = self.receive_weights(timeout=None)
@@ -427,9 +443,9 @@ class MPTransport(Answered):
     # -- the link ------------------------------------------------------------------------------
 
     def check_connection(self) -> bool:
-        """Whether the link is open and nobody has closed the other end.
+        """Return True if the link is open at both ends.
 
-        False in a process that was forked after the link was used.
+        Returns False in a process that was forked after the link was used.
         """
         if self._closed or self._inherited:
             return False
@@ -440,7 +456,7 @@ class MPTransport(Answered):
     def close(self) -> None:
         """Close the link; the other side sees ``PeerClosed``. Idempotent.
 
-        In a forked child the parent's goes on.
+        A close in a forked child does not end the parent's link.
         """
         held, self._lease, self._closed = self._lease, None, True
         try:
@@ -462,16 +478,16 @@ class MPTransport(Answered):
             self.end.sock.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):  # the pipe was one
+        if hasattr(self, "_closed"):  # otherwise __init__() refused the pipe
             self.abort()
 
 
 class SharedMemTransport:
-    """Weights that change in place, over two-way pipes.
+    """Transport that keeps registered weights up to date in place, over two-way pipes.
 
     The trainer registers a pipe for each worker and sends; a worker registers its own end, and
-    calls :meth:`receive_weights` where its weights may change. What is sent is copied, and what
-    arrives is copied out: neither side ever sees what the other does with its tensors.
+    calls :meth:`receive_weights` where its weights may change. Weights are copied when they are
+    sent and when they arrive, so neither side sees changes that the other makes to its tensors.
 
     Args:
         policy_weights: Model id -> TensorDict that is kept up to date, in place: on a trainer
@@ -481,8 +497,8 @@ class SharedMemTransport:
     Attributes:
         auto_register: As it was given; may be changed.
         timeout: Seconds that :meth:`send_weights` waits for all workers; 60, and may be changed.
-        policy_weights: What is registered, as nested TensorDicts, which change in place. Those
-            that the program did not register are copies of what was sent first.
+        policy_weights: Registered weights by model id, as nested TensorDicts, which change in
+            place. Those that the program did not register are copies of the first weights sent.
     """
 
     def __init__(
@@ -494,7 +510,8 @@ class SharedMemTransport:
         self.timeout: float = _TIMEOUT
         self.policy_weights: dict[str, TensorDictBase] = {}
         self._links: list[MPTransport] = []
-        self._newest: dict[str, Weights] = {}  # of each model, what has come since the last look
+        # Newest weights of each model since the last receive_weights().
+        self._newest: dict[str, Weights] = {}
         self._copier = Copier()
         for model_id, weights in (policy_weights or {}).items():
             self.register_weights(model_id, weights)
@@ -503,7 +520,7 @@ class SharedMemTransport:
         """Add one end of a two-way pipe; owned from now on.
 
         Raises:
-            ConfigError: It is not two-way (a ``ValueError``).
+            ConfigError: The pipe is not two-way (a ``ValueError``).
         """
         link = MPTransport(pipe)
         link.end.newest = self._newest
@@ -523,7 +540,13 @@ class SharedMemTransport:
         self.policy_weights[model_id] = weights
 
     def update_registered(self, model_id: str, weights: Any) -> None:
-        """Have what is registered be these weights, as :meth:`send_weights` does; send nothing."""
+        """Copy weights into the registered ones, as :meth:`send_weights` does; send nothing.
+
+        Raises:
+            ConfigError: The weights are of another type (a ``ValueError``).
+            KeyError: The model is not registered, and ``auto_register`` is off.
+            ManifestMismatch: The weights do not fit the registered ones (a ``ValueError``).
+        """
         if not (is_tensordict(weights) or isinstance(weights, Mapping)):
             raise ConfigError(f"Unsupported weights type: {type(weights)}")
         if model_id in self.policy_weights:
@@ -546,10 +569,10 @@ class SharedMemTransport:
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
             ConfigError: The weights are of another type, or cannot travel (a ``ValueError``).
-            ManifestMismatch: They do not fit what is registered (a ``ValueError``).
+            ManifestMismatch: The weights do not fit the registered ones (a ``ValueError``).
             AckTimeout: A worker did not answer within :attr:`timeout` seconds (a
                 ``TimeoutError``).
-            PeerClosed: A worker went away. The others were served.
+            PeerClosed: A worker closed its link, or its process ended. The others have the weights.
         """
         self.update_registered(model_id, weights)
         copied, sending = self._copier.copy(self.policy_weights[model_id]), Deliveries()
@@ -561,19 +584,19 @@ class SharedMemTransport:
             raise next(iter(sending.failed.values()))
 
     def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Copy the newest weights of each model into what is registered under its name.
+        """Copy the newest weights of each model into the weights registered under its name.
 
-        This is the only place where registered tensors change. Returns ``None`` as this
-        generation did; look at :attr:`policy_weights`.
+        In a worker, registered tensors change only here. Returns ``None``, as this generation did;
+        look at :attr:`policy_weights`.
 
         Args:
-            timeout: Seconds to wait for weights when none are here; ``None`` waits until the
-                other side goes away.
+            timeout: Seconds to wait for weights if none have come; ``None`` waits until the link
+                ends.
 
         Raises:
             KeyError: The model is not registered, and ``auto_register`` is off.
-            ManifestMismatch: The weights do not fit what is registered (a ``ValueError``).
-            PeerClosed: The other side went away.
+            ManifestMismatch: The weights do not fit the registered ones (a ``ValueError``).
+            PeerClosed: The other side closed the link, or its process ended.
             LocalProtocolError: There are several pipes, as in a trainer (a ``RuntimeError``).
         """
         newest = self._newest
@@ -581,18 +604,20 @@ class SharedMemTransport:
             raise LocalProtocolError("receive_weights() is for a worker, which has one pipe")
         for link in self._links:
             if link.call("receive_weights", link.end.until, lambda: newest, timeout):
-                link.call("receive_weights", link.end.all_left)  # this process may end with it
+                # The acks have to be written, because this process may end after the call.
+                link.call("receive_weights", link.end.all_left)
         while newest:
-            model_id, arrived = newest.popitem()  # kept until it was copied, to be used again
+            # `arrived` keeps the memory until the weights are copied out of it.
+            model_id, arrived = newest.popitem()
             self.update_registered(model_id, arrived.rebuild())
 
     def send_ack(self, message: str = "updated") -> None:
-        """Do nothing: what arrives is acknowledged by itself."""
+        """Do nothing: weights are acknowledged when they arrive."""
 
-    check_ack = send_ack  # send_weights() has waited
+    check_ack = send_ack  # send_weights() has waited for the acks already
 
     def check_connection(self) -> bool:
-        """Whether every link is up; see :class:`MPTransport`."""
+        """Return True if every link is open; see :class:`MPTransport`."""
         return all(link.check_connection() for link in self._links)
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ _TEXT_NBYTES = 1024
 Item = tuple[str, torch.Tensor]
 
 
-class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM may be missing
+class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is optional
     """Transfer engine that receives weights in checkpoint format and loads them by vLLM's loaders.
 
     vLLM makes one in each worker of an engine with

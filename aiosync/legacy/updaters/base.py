@@ -1,4 +1,4 @@
-"""The base class of the legacy weight updaters, its hooks, and those that reach no other process.
+"""The base class of the legacy weight updaters, and the updaters that reach no other process.
 
 The hooks are those of TorchRL's ``WeightUpdaterBase``, so that a subclass written for it works
 after its import line was changed. Must not import torchrl.
@@ -33,13 +33,13 @@ __all__ = [
 
 
 class WeightUpdaterBase(abc.ABC):
-    """Brings the weights of a trainer to the policies of a collector. Legacy: prefer schemes.
+    """Base class of updaters, which copy a trainer's weights to a collector's policies. Legacy.
 
     A collector calls its updater in ``update_policy_weights_()``. New code passes a weight sync
-    scheme to the collector instead, which knows versions, deadlines and workers that die; this
-    class keeps updaters working that were written for TorchRL's class of the same name.
-    TorchRL's collectors take an instance for one of their own if it was made after ``torchrl``
-    was imported.
+    scheme to the collector instead, which has versions, deadlines and errors for workers that die.
+    This class keeps updaters working that were written for TorchRL's class of the same name.
+    TorchRL's collectors accept an instance as one of their own updaters if it was made after
+    ``torchrl`` was imported.
 
     A subclass has to define :meth:`_sync_weights_with_worker`. It may define
     :meth:`_get_server_weights`, :meth:`_maybe_map_weights`, :meth:`all_worker_ids`,
@@ -51,34 +51,35 @@ class WeightUpdaterBase(abc.ABC):
     """
 
     post_hooks: list[Callable[[], Any]]
-    """What is called after each update, in this order."""
+    """Functions that are called after each update, in this order."""
 
     _collector_wrs: list[weakref.ref[Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
         del args, kwargs  # those of __init__()
-        # Each time, as TorchRL may be imported after this module. Its collectors ask
-        # isinstance(), and nothing else of it is needed.
+        # This is done for each object, because TorchRL may be imported after this module. TorchRL's
+        # collectors only check isinstance().
         module = sys.modules.get("torchrl.collectors.weight_update")
         if module is not None:
             module.WeightUpdaterBase.register(WeightUpdaterBase)
         updater = super().__new__(cls)
-        updater._collector_wrs, updater.post_hooks = [], []  # subclasses need not call __init__()
+        # Set here because subclasses need not call __init__().
+        updater._collector_wrs, updater.post_hooks = [], []
         return updater
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
-        """Make an updater for a policy, or ``None`` if this class needs more than that.
+        """Make an updater for a policy; return ``None`` if this class needs more arguments.
 
         Args:
-            policy: The policy that updates go to.
+            policy: The policy to update.
         """
         del policy
         return None
 
     def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a hook that may stay empty
-        """Called by ``collector.init_updater()`` with its arguments. Does nothing here."""
+        """Do nothing; ``collector.init_updater()`` calls this hook with its arguments."""
 
     # -- collectors ----------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def collector(self) -> Any | None:
-        """The collector; ``None`` without one, or when it is gone.
+        """Registered collector; ``None`` without one, or if it was garbage-collected.
 
         Raises:
             ValueError: Several collectors were registered.
@@ -103,7 +104,7 @@ class WeightUpdaterBase(abc.ABC):
 
     @property
     def collectors(self) -> list[Any] | None:
-        """All registered collectors, ``None`` for one that is gone; ``None`` without any."""
+        """Registered collectors, with ``None`` for a deleted one; ``None`` without any."""
         return [reference() for reference in self._collector_wrs] or None
 
     def increment_version(self) -> None:
@@ -127,14 +128,14 @@ class WeightUpdaterBase(abc.ABC):
         """Update the workers, then call the post hooks.
 
         Args:
-            policy_or_weights: A policy, a TensorDict or a dict of tensors; ``None`` takes those
-                of :meth:`_get_server_weights`.
-            worker_ids: A worker or an iterable of them; ``None`` for all. Of the kind that
-                :meth:`all_worker_ids` returns.
+            policy_or_weights: A policy, a TensorDict or a dict of tensors; ``None`` takes the
+                weights of :meth:`_get_server_weights`.
+            worker_ids: The id of a worker, or an iterable of ids, as :meth:`all_worker_ids` returns
+                them; ``None`` for all workers.
 
         Raises:
             TypeError: The weights are none of these.
-            Exception: Whatever the hooks raise. The post hooks are not called then.
+            Exception: Any error of the hooks. The post hooks are not called then.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
         for hook in list(self.post_hooks):
@@ -143,13 +144,14 @@ class WeightUpdaterBase(abc.ABC):
     def __call__(
         self, policy_or_weights: Any = None, worker_ids: Any = None, **options: Any
     ) -> None:
-        """Call :meth:`push_weights`: this is what collectors do.
+        """Call :meth:`push_weights`; collectors call their updater this way.
 
         Args:
             policy_or_weights: As for :meth:`push_weights`.
             worker_ids: As for :meth:`push_weights`.
-            options: For a :meth:`push_weights` that takes more. ``policy_weights`` is an older
-                name of ``policy_or_weights``, which TorchRL still uses in places.
+            options: Further arguments, for a :meth:`push_weights` that takes more.
+                ``policy_weights`` is an older name of ``policy_or_weights``, which TorchRL still
+                uses in places.
         """
         older = options.pop("policy_weights", None)
         if policy_or_weights is None:
@@ -182,19 +184,19 @@ class WeightUpdaterBase(abc.ABC):
 
     @abc.abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> Any:
-        """Bring the weights to one worker.
+        """Send the weights to one worker.
 
         Args:
-            worker_id: The worker; left out where :meth:`all_worker_ids` returns ``None``.
-            server_weights: What :meth:`_maybe_map_weights` returned.
+            worker_id: Id of the worker; left out if :meth:`all_worker_ids` returns ``None``.
+            server_weights: Result of :meth:`_maybe_map_weights`.
         """
 
     def _get_server_weights(self) -> Any:
-        """The weights of an update that brings none. ``None`` here."""
+        """Return the weights for an update without weights; ``None`` in this class."""
         return None
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        """Turn what was given into what workers get.
+        """Convert the weights of an update into the form that workers get.
 
         Args:
             policy_or_weights: A module, a TensorDict or a dict.
@@ -203,12 +205,12 @@ class WeightUpdaterBase(abc.ABC):
             A TensorDict or a dict; for a module its live weights, detached.
 
         Raises:
-            TypeError: It is something else, or there are no weights.
+            TypeError: The argument has another type, or is ``None``.
         """
         if is_tensordict(policy_or_weights) or isinstance(policy_or_weights, dict):
             return policy_or_weights
         if isinstance(policy_or_weights, nn.Module):
-            from tensordict import TensorDict  # not before it is needed
+            from tensordict import TensorDict  # loaded only when it is needed
 
             return TensorDict.from_module(policy_or_weights).data
         raise TypeError(
@@ -218,34 +220,34 @@ class WeightUpdaterBase(abc.ABC):
         )
 
     def all_worker_ids(self) -> Iterable[Any] | None:
-        """All workers; ``None`` where there is one target and no worker."""
+        """Return the ids of all workers; ``None`` if there is one target and no worker."""
         return None
 
     def _skip_update(self, worker_id: Any) -> bool:
-        """Whether to leave a worker out of this update. Called once for each update."""
+        """Return True to leave a worker out of this update. Called once for each update."""
         del worker_id
         return False
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Call ``hook()`` after each update that succeeded.
+        """Add a hook that is called after each successful update.
 
         Args:
-            hook: Takes no arguments. What it raises, the update raises.
+            hook: Function without arguments. The update raises its errors.
         """
         self.post_hooks.append(hook)
 
 
 class _AsTheyAre(WeightUpdaterBase):
-    """Takes weights in whatever form they are."""
+    """Base class of updaters that accept weights in any form and do not convert them."""
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         return policy_or_weights
 
 
 class AtOnceWeightUpdater(_AsTheyAre):
-    """Sends to all workers at the same time, whatever form the weights have.
+    """Base class of updaters that send to all workers at the same time.
 
     Args:
         timeout: Seconds for each update; ``None`` waits for ever.
@@ -265,7 +267,7 @@ class AtOnceWeightUpdater(_AsTheyAre):
             collector: The collector.
 
         Raises:
-            ConfigError: There is a collector already.
+            ConfigError: A collector was registered before.
         """
         if self._collector_wrs:
             raise ConfigError(f"this {type(self).__name__} already has a collector")
@@ -273,13 +275,17 @@ class AtOnceWeightUpdater(_AsTheyAre):
 
     @abc.abstractmethod
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
-        """Bring the weights to these workers."""
+        """Send the weights to these workers."""
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         self._sync_workers(server_weights, [worker_id])
 
     def _known(self, name: str, value: Any = None) -> Any:
-        """A value, or what the collector has for it."""
+        """Return a value; if it is ``None``, return the collector's attribute ``name``.
+
+        Raises:
+            LocalProtocolError: There is neither a value nor such an attribute.
+        """
         found = getattr(self.collector, name, None) if value is None else value
         if found is None:
             raise LocalProtocolError(
@@ -289,15 +295,19 @@ class AtOnceWeightUpdater(_AsTheyAre):
         return found
 
     def _num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return int(self._known("num_workers"))
 
     def all_worker_ids(self) -> Iterable[Any]:
-        """Indices of the workers, from 0."""
+        """Return the indices of all workers, from 0."""
         return range(self._num_workers())
 
     def _indices(self, worker_ids: list[Any]) -> list[int]:
-        """The workers that ids mean."""
+        """Return the indices of the workers with these ids.
+
+        Raises:
+            ConfigError: There is no worker with one of the ids.
+        """
         count = self._num_workers()
         if wrong := [idx for idx in worker_ids if idx not in range(count)]:
             raise ConfigError(f"there are no workers {wrong}: there are {count}")
@@ -305,15 +315,15 @@ class AtOnceWeightUpdater(_AsTheyAre):
 
 
 def copy_weights(target: Any, weights: Any) -> None:
-    """Copy weights into other ones in place: all of them, or none when something raises.
+    """Copy weights into a TensorDict in place: all of them, or none if there is an error.
 
     Args:
         target: TensorDict whose memory gets the values.
-        weights: A module, a TensorDict or a dict; may be a subset of the target's names, and of
+        weights: A module, a TensorDict or a dict. It may have a subset of the target's names, and
             other floating dtypes.
 
     Raises:
-        ManifestMismatch: They do not fit; nothing was changed.
+        ManifestMismatch: The weights do not fit the target; nothing was changed.
     """
     strategy = WeightStrategy()
     if isinstance(weights, nn.Module):
@@ -322,13 +332,13 @@ def copy_weights(target: Any, weights: Any) -> None:
 
 
 class VanillaWeightUpdater(_AsTheyAre):
-    """Copies weights into a policy of this process.
+    """Updater that copies weights into a policy of this process.
 
     Args:
-        weight_getter: Returns the weights of an update that brings none. Without it such an
-            update does nothing.
+        weight_getter: Returns the weights for an update without weights. Without this function
+            such an update does nothing.
         policy_weights: Live weights of the policy, which are written in place, as
-            ``TensorDict.from_module(policy)`` gives them.
+            ``TensorDict.from_module(policy)`` returns them.
     """
 
     def __init__(
@@ -339,12 +349,12 @@ class VanillaWeightUpdater(_AsTheyAre):
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> Self:
-        """Make an updater of this policy's own weights.
+        """Make an updater of a policy's own weights.
 
         Args:
-            policy: Its parameters and buffers are written in place.
+            policy: The policy, whose parameters and buffers are written in place.
         """
-        from tensordict import TensorDict  # not before it is needed
+        from tensordict import TensorDict  # loaded only when it is needed
 
         return cls(policy_weights=TensorDict.from_module(policy).lock_())
 
@@ -358,7 +368,7 @@ class VanillaWeightUpdater(_AsTheyAre):
 
 
 class RemoteModuleWeightUpdater(_AsTheyAre):
-    """Only checks that weights are given; somebody else brings them to the workers."""
+    """Updater that only checks that weights are given; other code sends them to the workers."""
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         del worker_id

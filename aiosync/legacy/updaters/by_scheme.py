@@ -1,15 +1,15 @@
-"""The updaters that send by a scheme of aiosync.
+"""The updaters that send weights by a scheme of aiosync.
 
-The trainer has the scheme's sender, and each worker a receiver beside its policy. So an update is
-one snapshot that all workers get at the same time; it is applied between two forwards, also while
-a worker collects; a worker that dies, refuses or does not answer is named in a PartialSyncError;
-and the price does not grow with the number of tensors.
+The trainer has the scheme's sender, and each worker a receiver for its policy. So an update is one
+snapshot that all workers get at the same time. It is applied between two forwards, also while a
+worker collects. A worker that dies, refuses or does not answer is named in a PartialSyncError. The
+cost does not grow with the number of tensors.
 
-TorchRL has ways of its own, which are not used: a message in the pipe of a multi-process
-collector, which makes a worker that collects drop its batch and wait for an order that never
-comes; and calls of remote collectors with all weights, of which those in Ray never look whether
-they worked. Instead, a worker is called once, and connects a receiver to its policy. Must not
-import torchrl, and Ray only by its loader.
+TorchRL's own ways are not used. One is a message in the pipe of a multi-process collector, which
+makes a collecting worker drop its batch and wait for an order that never comes. The other is to
+call remote collectors with all weights, and the calls by Ray never check for success. Instead, a
+worker is called once, and connects a receiver to its policy. Must not import torchrl, and Ray only
+by its loader.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = ["MultiProcessedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater"
 
 
 class _SchemeWeightUpdater(AtOnceWeightUpdater):
-    """Sends by a scheme. What a subclass adds is how workers get their receivers.
+    """Base class of updaters that send by a scheme; a subclass connects the workers' receivers.
 
     Ownership:
-        The scheme is closed by :meth:`shutdown`, and otherwise with the collector.
+        The scheme is closed by :meth:`shutdown`, or else when the collector is deleted.
     """
 
     last_report: SendReport | None = None
-    """Who applied the newest update."""
+    """Report of the newest update, with the workers that applied it."""
 
     def __init__(self, timeout: float | None) -> None:
         super().__init__(timeout)
@@ -58,25 +58,26 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         self._closed = False
 
     def shutdown(self) -> None:
-        """Close the links to the workers, which keep the weights they have. Idempotent."""
+        """Close the links to the workers, which keep their weights. Idempotent."""
         self._closed = True
         scheme, self._scheme = self._scheme, None
         if scheme is not None:
             scheme.shutdown()
 
     def _open(self, make: Callable[..., WeightSyncScheme], **options: Any) -> WeightSyncScheme:
-        """Let workers in from now on."""
+        """Make the scheme and accept workers from now on."""
         self._check_open()
-        # In place: policies may be trained, and compiled or captured graphs keep addresses.
+        # Updates are copied in place, because policies may be trained, and compiled or captured
+        # graphs keep the addresses of the parameters.
         scheme = make(apply_copy=True, strict=False, timeout=self.timeout, **options)
         scheme.init_on_sender(model_id="policy")
         try:
             scheme.connect()
-        except BaseException:  # goes on to the caller
+        except BaseException:  # raised again: the caller sees it
             scheme.abort()
             raise
         self._scheme = scheme
-        # Collectors do not close their updaters.
+        # Collectors do not close their updaters, so the scheme ends with its collector.
         collector = self.collector
         owner = self if collector is None else collector
         weakref.finalize(owner, scheme.abort).atexit = False
@@ -87,7 +88,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             raise LocalProtocolError("this weight updater was shut down")
 
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
-        """The sender, with the receivers of these workers connected."""
+        """Connect the receivers of these workers, as far as needed; return the sending scheme."""
         assert self._scheme is not None
         return self._scheme
 
@@ -98,7 +99,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             weights = self._known("policy", weights)
         indices = self._indices(worker_ids)
         scheme = self._connect(indices)
-        # Somebody who is dead is reported once to who wants everybody.
+        # A send to all workers reports a dead worker only once, so do not list the indices of all.
         everybody = set(indices) == set(range(self._num_workers()))
         chosen = None if everybody else indices
         seconds = math.inf if self.timeout is None else self.timeout
@@ -106,19 +107,18 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
 
 
 class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
-    """Sends weights to the workers of a ``MultiSyncCollector`` or a ``MultiAsyncCollector``.
+    """Updater for the workers of a ``MultiSyncCollector`` or a ``MultiAsyncCollector``.
 
-    Pass it to the collector's constructor, as ``weight_updater=``: its workers get what they
-    need for it as they start. Each then has a policy in memory of its own, that changes with an
-    update and never before, and not in the middle of a forward. An update may come while a
-    worker collects.
+    Pass it to the collector's constructor, as ``weight_updater=``: the workers get their receivers
+    when they start. Each then has a policy in memory of its own, which changes only with an update,
+    and not in the middle of a forward. An update may come while a worker collects.
 
     Args:
-        get_server_weights: Returns the weights of an update that brings none. ``None`` takes
-            the policy that the collector was given.
-        policy_weights: Its keys are the workers: indices, or devices, each of which means all
-            workers with that ``policy_device``. Left empty, the workers of the collector. What
-            they stand for is not used.
+        get_server_weights: Returns the weights for an update without weights. ``None`` takes the
+            policy that the collector was given.
+        policy_weights: Mapping whose keys are the workers: indices, or devices, each of which
+            stands for all workers with that ``policy_device``. If it is empty, the workers are
+            those of the collector. Its values are not used.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     Raises:
@@ -140,14 +140,14 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
         self._policy_weights = policy_weights
 
     def register_collector(self, collector: Any) -> None:
-        """Get ready for a collector whose workers have not started. Starts listening.
+        """Start listening for the workers of a collector, which must not have started yet.
 
         Args:
             collector: The collector.
 
         Raises:
-            ConfigError: There is a collector already, or this one has no such workers.
-            LocalProtocolError: Its workers run already.
+            ConfigError: A collector was registered before, or this one is of another class.
+            LocalProtocolError: The workers of the collector run already.
         """
         if all(cls.__name__ != "MultiCollector" for cls in type(collector).__mro__):
             raise ConfigError(
@@ -160,12 +160,13 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
                 f"{type(self).__name__} to its constructor, as weight_updater="
             )
         super().register_collector(collector)
-        # What TorchRL calls in each worker to make its collector is put in brackets.
+        # TorchRL calls `collector_class` in each worker to make its collector: wrap it, so that the
+        # collector gets a receiver.
         scheme = copy.copy(self._open(SharedMemWeightSyncScheme))
         collector.collector_class = WorkerCollector(collector.collector_class, scheme)
 
     def all_worker_ids(self) -> Iterable[Any]:
-        """The keys of ``policy_weights``, or all workers of the collector if it is empty."""
+        """Return the keys of ``policy_weights``, or all workers of the collector if it is empty."""
         return list(self._policy_weights) or list(range(self._num_workers()))
 
     def _get_server_weights(self) -> Any:
@@ -192,7 +193,7 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
 
 
 class _RemoteWeightUpdater(_SchemeWeightUpdater):
-    """Connects receivers by calls of an engine, when they are needed for the first time."""
+    """Base class of updaters that connect a receiver by a remote call, at its first update."""
 
     def __init__(self, policy_weights: Any, timeout: float | None) -> None:
         super().__init__(timeout)
@@ -200,11 +201,12 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
         self._installed: set[int] = set()
 
     _scheme_class: ClassVar[type[WeightSyncScheme]]
-    _workers_name: ClassVar[str]  # of the remote collectors, here and in the collector
+    # Name of the attribute with the remote collectors, of this object and of the collector.
+    _workers_name: ClassVar[str]
 
     @abc.abstractmethod
     def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
-        """Begin to call :func:`receive` in a worker; returns what waits for the end."""
+        """Begin to call :func:`receive` in a worker; return a function that waits for its end."""
 
     def _workers(self) -> Sequence[Any]:
         found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
@@ -232,20 +234,21 @@ class _RemoteWeightUpdater(_SchemeWeightUpdater):
 
 
 class RPCWeightUpdater(_RemoteWeightUpdater):
-    """Sends weights to the workers of an ``RPCCollector``.
+    """Updater for the workers of an ``RPCCollector``.
 
-    The nodes exist only when the collector does: assign the updater to
-    ``collector.weight_updater``, or pass it to the constructor and leave out what the collector
-    will know. The remote collectors have to step their policy themselves, as ``Collector`` does.
+    The remote collectors exist only when the ``RPCCollector`` does. So assign the updater to
+    ``collector.weight_updater``, or pass it to the constructor and omit the arguments that the
+    collector will have. The remote collectors have to step their policy themselves, as
+    ``Collector`` does.
 
     Args:
         collector_infos: Kept for TorchRL's signature.
         collector_class: Kept for TorchRL's signature.
-        collector_rrefs: References to the remote collectors; those of the collector that is
-            registered, if omitted.
-        policy_weights: Live weights of updates that bring none; of the collector's policy, if
+        collector_rrefs: References to the remote collectors; those of the registered collector, if
             omitted.
-        num_workers: Kept for TorchRL's signature: there are as many as references.
+        policy_weights: Live weights for updates without weights; those of the collector's policy,
+            if omitted.
+        num_workers: Kept for TorchRL's signature: there are as many workers as references.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
@@ -283,8 +286,8 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
 
         Args:
             policy_or_weights: As for :meth:`WeightUpdaterBase.push_weights`.
-            worker_ids: Indices from 0; ``None`` for all.
-            weights: The same as ``policy_or_weights``.
+            worker_ids: Indices from 0; ``None`` for all workers.
+            weights: Another name of ``policy_or_weights``.
             wait: Kept for TorchRL's signature: an update always waits.
         """
         del wait
@@ -293,7 +296,7 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         )
 
     def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
-        # Zero is for ever.
+        # RPC waits for ever with a timeout of zero.
         done = rpc.rpc_async(
             worker.owner(), receive_by_rpc, args=(worker, scheme, idx), timeout=self.timeout or 0.0
         )
@@ -301,18 +304,17 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
 
 
 class RayWeightUpdater(_RemoteWeightUpdater):
-    """Sends weights to the actors of a ``RayCollector``.
+    """Updater for the actors of a ``RayCollector``.
 
-    The actors exist only when the collector does: assign the updater to
-    ``collector.weight_updater``, or pass it to the constructor and leave out what the collector
-    will know. The actors have to step their policy themselves, as ``Collector`` does.
+    The actors exist only when the collector does. So assign the updater to
+    ``collector.weight_updater``, or pass it to the constructor and omit the arguments that the
+    collector will have. The actors have to step their policy themselves, as ``Collector`` does.
 
     Args:
-        policy_weights: Live weights of updates that bring none; of the collector's policy, if
-            omitted.
-        remote_collectors: Handles of the actors; those of the collector that is registered, if
-            omitted.
-        max_interval: Updates of a worker that are left out before one goes to it.
+        policy_weights: Live weights for updates without weights; those of the collector's policy,
+            if omitted.
+        remote_collectors: Handles of the actors; those of the registered collector, if omitted.
+        max_interval: Number of updates that a worker misses before it gets one.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,

@@ -1,6 +1,6 @@
-"""Weights for the workers of TorchRL's ``DistributedCollector``, in the way of their loop.
+"""Transport and updater for TorchRL's ``DistributedCollector``, in the protocol of its workers.
 
-That takes orders from a store, and weights from the default process group of
+The loop of a worker takes orders from a store, and weights from the default process group of
 ``torch.distributed``. Must not import torchrl.
 """
 
@@ -31,26 +31,26 @@ from aiosync.legacy.updaters.worker import make_private
 
 __all__ = ["DistributedTransport", "DistributedWeightUpdater"]
 
-_STORE_PAUSE_SECONDS = (0.0005, 0.01)  # first and last, between two looks at the store
-_PAUSE_SECONDS = 0.005  # between two looks at who may be given an order
+_STORE_PAUSE_SECONDS = (0.0005, 0.01)  # poll interval (first, longest) of the store
+_PAUSE_SECONDS = 0.005  # poll interval for workers that can take an order
 
 
 class DistributedTransport(Answered):
-    """Sends weights to a worker of TorchRL's ``DistributedCollector``, in the way of its loop.
+    """Transport to a worker of TorchRL's ``DistributedCollector``, in the worker's own protocol.
 
-    That takes an order from a key of a store, receives one tensor after the other in the default
-    process group, and answers by another key; it does so when it has collected its batch. An order
-    is given only when the last one was taken, as it would overwrite it. Between processes of your
-    own use :class:`aiosync.sync.DistributedWeightSyncScheme` and ``connect()``.
+    When the worker has collected its batch, it takes an order from a key of a store, receives one
+    tensor after the other in the default process group, and answers by another key. An order is
+    given only when the worker has taken the last one, because it would overwrite that. Between
+    processes of your own use :class:`aiosync.sync.DistributedWeightSyncScheme` and ``connect()``.
 
     Args:
         store: The store of the collector; not closed.
         rank: Rank of the worker.
-        sync: ``send_weights()`` waits until the worker answered.
-        timeout: Seconds that answers are waited for; ``None`` for ever.
+        sync: True if ``send_weights()`` waits until the worker has answered.
+        timeout: Seconds to wait for an answer; ``None`` for ever.
 
     Attributes:
-        is_alive: Says whether the worker's process lives, if somebody knows.
+        is_alive: Returns False if the worker's process is known to have ended.
     """
 
     def __init__(
@@ -62,27 +62,35 @@ class DistributedTransport(Answered):
         self.sync = sync
         self.is_alive: Callable[[], bool] = lambda: True
         self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
-        self._owed: list[Any] = []  # what a worker that did not answer may still read
+        # The snapshot, and the futures of its sends: the worker may read them until it answers.
+        self._owed: list[Any] = []
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights, and with ``sync`` wait until the worker said that it applied them.
+        """Send weights, and with ``sync`` wait until the worker has answered that it applied them.
 
-        See :class:`MPTransport`; the store may be gone, too (``TransportBroken``).
+        Raises the errors of :class:`MPTransport`, and ``TransportBroken`` if the store fails.
         """
         finish = self.begin(model_id, weights)
         if self.sync:
             finish(self.timeout)
 
     def begin(self, model_id: str, weights: Any) -> Finish:
-        """As for :class:`Answered`; the weights have the names that the worker has."""
-        del model_id  # a worker has one
+        """Copy weights and order the worker to receive them; see :class:`Answered`.
+
+        The weights must have the names that the worker's weights have.
+        """
+        del model_id  # a worker has one model
         return self.order(Copier().copy(weights).rebuild("tensordict"))
 
     def order(self, snapshot: Any) -> Finish:
-        """The same of a TensorDict that nobody changes any more."""
+        """Order the worker to receive a TensorDict, which must not change from now on.
+
+        Returns:
+            A function that waits for the answer.
+        """
         self._wait(self._is_settled, self.timeout)
         if self._owed:
-            self._finish(self.timeout)  # what was given up
+            self._finish(self.timeout)  # take the answer to an order whose wait was given up
         self._owed = [snapshot]
         with _reaching():
             self._store.set(self._order, b"update_weights")
@@ -90,11 +98,14 @@ class DistributedTransport(Answered):
         return self._finish
 
     def is_free(self) -> bool:
-        """Whether an order may be given, or cannot: the last one was taken, and answered."""
+        """Return True if :meth:`order` need not wait.
+
+        That is so if the worker has taken and answered the last order, or if the order will fail.
+        """
         try:
             return not self.is_alive() or self._is_settled()
         except RuntimeError:
-            return True  # order() raises it
+            return True  # order() raises the error of the store
 
     def _is_settled(self) -> bool:
         if self._owed:
@@ -111,13 +122,13 @@ class DistributedTransport(Answered):
             if status != b"updated":
                 raise ApplyError(f"rank {self.rank} answered {status!r}, and not 'updated'")
             for future in futures:
-                future.wait()  # everything was received
+                future.wait()  # does not block: the worker has received everything
 
     def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
         give_up = None if timeout is None else time.monotonic() + timeout
         pause = _STORE_PAUSE_SECONDS[0]
-        # A wait in the store would write to stderr when it ends without success, and keep
-        # Ctrl-C from being seen.
+        # The store is polled, because its own wait writes to stderr when it ends without success,
+        # and lets no Ctrl-C through.
         with _reaching():
             while not condition():
                 if not self.is_alive():
@@ -129,7 +140,7 @@ class DistributedTransport(Answered):
                 pause = min(2 * pause, _STORE_PAUSE_SECONDS[1])
 
     def check_connection(self) -> bool:
-        """Whether the store answers, and the worker's process lives, if somebody knows."""
+        """Return True if the store answers and the worker's process is not known to have ended."""
         try:
             self._store.check([self._answer])
         except RuntimeError:
@@ -139,7 +150,11 @@ class DistributedTransport(Answered):
 
 @contextlib.contextmanager
 def _reaching() -> Iterator[None]:
-    """Say what it means that the store, or the group, raised something."""
+    """Translate errors of the store and of the process group.
+
+    Raises:
+        TransportBroken: The store or the process group failed.
+    """
     try:
         yield
     except RuntimeError as exc:
@@ -148,21 +163,21 @@ def _reaching() -> Iterator[None]:
 
 
 class DistributedWeightUpdater(AtOnceWeightUpdater):
-    """Sends weights to the workers of a ``DistributedCollector``, whose loop is TorchRL's.
+    """Updater for the workers of a ``DistributedCollector``, which run TorchRL's own loop.
 
-    So it sends by the older generation's transport, which speaks with that loop: from a snapshot,
+    It sends by the older generation's transport, which has the protocol of that loop: a snapshot,
     to all workers at the same time.
 
-    Pass it to the collector's constructor, and leave out what the collector will know; or assign
-    it to ``collector.weight_updater``. Only in the constructor can it see to it that policies of
-    workers on this host share no memory with the trainer's. A worker takes an update when it has
-    collected its batch.
+    Pass it to the collector's constructor, and omit the arguments that the collector will have; or
+    assign it to ``collector.weight_updater``. Only if it is passed to the constructor can it make
+    sure that policies of workers on this host share no memory with the trainer's. A worker takes an
+    update when it has collected its batch.
 
     Args:
         store: The store of the collector.
-        policy_weights: Live weights of updates that bring none, with the names that the workers
-            have; of the collector's policy, if omitted.
-        num_workers: How many workers there are.
+        policy_weights: Live weights for updates without weights, with the names that the workers'
+            weights have; those of the collector's policy, if omitted.
+        num_workers: Number of workers.
         sync: Kept for TorchRL's signature: an update always waits for the workers.
         timeout: Seconds for each update; ``None`` waits for ever.
 
@@ -170,8 +185,8 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         ConfigError: The timeout is not positive.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died or did
-    not answer in time. Nothing is known of how workers of a cluster's scheduler live: those are
-    only waited for.
+    not answer in time. The death of a worker of a cluster's scheduler cannot be seen, so the update
+    waits for it until the timeout.
     """
 
     def __init__(
@@ -191,13 +206,13 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         self._transports: dict[int, DistributedTransport] = {}
 
     def register_collector(self, collector: Any) -> None:
-        """Remember the collector, and have its workers get policies of their own.
+        """Remember the collector, and give its workers policies with memory of their own.
 
         Args:
             collector: The collector.
 
         Raises:
-            ConfigError: There is a collector already.
+            ConfigError: A collector was registered before.
         """
         super().register_collector(collector)
         policy = getattr(collector, "_policy_to_send", None)
@@ -211,7 +226,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         return self._known("policy_weights", self.policy_weights)
 
     def _resolve_workers(self, worker_ids: Any) -> list[int]:
-        # TorchRL's collectors pass a rank, which counts from 1; lists are of indices from 0.
+        # TorchRL's collectors pass a rank, which counts from 1; lists hold indices from 0.
         if isinstance(worker_ids, int):
             if worker_ids < 1:
                 raise LocalProtocolError(f"a worker's rank is at least 1, got {worker_ids}")
@@ -219,8 +234,8 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         return self._indices(super()._resolve_workers(worker_ids) or [])
 
     def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
-        # Workers receive what their policy has, in an order of TorchRL's: so a part of the
-        # weights, or another order, is brought into that form first.
+        # Workers receive all tensors of their policy, in TorchRL's order. So the weights, which may
+        # be a part or have another order, are first copied into a snapshot of all tensors.
         factories = getattr(self.collector, "policy_factory", None) or ()
         if any(factory is not None for factory in factories):
             raise ConfigError(
@@ -234,7 +249,8 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             left = math.inf
             if self.timeout is not None:
                 left = sending.began + self.timeout - time.monotonic()
-            # Nobody waits for another one, who may never take the last order.
+            # Each worker gets its order as soon as it is free: another worker may never take its
+            # last order.
             for idx in [idx for idx, each in waiting.items() if each.is_free() or left <= 0]:
                 transport = waiting.pop(idx)
                 transport.timeout = None if self.timeout is None else max(0.0, left)
@@ -255,9 +271,9 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
 
 
 def _private_when_unpickled(policy: nn.Module) -> nn.Module:
-    """A copy of a policy, each unpickled copy of which has memory of its own.
+    """Return a copy of a policy whose unpickled copies each have memory of their own.
 
-    torch pickles tensors for a process of this host as references to memory that all share.
+    torch pickles tensors for a process of this host as references to shared memory.
     """
     twin = make_private(copy.deepcopy(policy))
     twin.__dict__["__reduce_ex__"] = functools.partial(_reduced, twin)

@@ -1,4 +1,4 @@
-"""What an updater has in a worker: a receiver that keeps the policy of a collector up to date.
+"""The worker's side of an updater: a receiver that keeps a collector's policy up to date.
 
 Must not import torchrl.
 """
@@ -57,19 +57,20 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker_idx, hooks=hooks)
     try:
         scheme.connect()
-    except BaseException:  # goes on to the trainer
+    except BaseException:  # raised again: the trainer gets it
         scheme.abort()
         raise
-    weakref.finalize(collector, scheme.abort)  # which keeps it as long
+    # The finalizer also keeps the scheme alive as long as the collector.
+    weakref.finalize(collector, scheme.abort)
 
 
 class WorkerCollector:
-    """Makes the collector inside a worker of a multi-process collector, and its receiver.
+    """Factory of the collector in a worker of a multi-process collector, with its receiver.
 
-    Stands for the ``collector_class`` that the user gave, which TorchRL calls in each worker.
+    It replaces the user's ``collector_class``, which TorchRL calls in each worker.
 
     Args:
-        collector_class: That class or function; ``None`` for TorchRL's default.
+        collector_class: The user's class or function; ``None`` for TorchRL's default.
         scheme: A copy of the trainer's scheme, with no role yet.
     """
 
@@ -81,7 +82,7 @@ class WorkerCollector:
 
     @property
     def _ignore_rb(self) -> Any:
-        """An option of the class, which TorchRL sets; where it looks for it."""
+        """Option of the collector class; TorchRL reads and sets it on the ``collector_class``."""
         return self._resolve()._ignore_rb
 
     @_ignore_rb.setter
@@ -94,39 +95,45 @@ class WorkerCollector:
         return sys.modules["torchrl.collectors"].Collector
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the collector.
+        """Make the collector and its receiver.
 
         Args:
-            args: Of the collector class.
-            kwargs: Of the collector class, ``worker_idx`` among them.
+            args: Arguments of the collector class.
+            kwargs: Keyword arguments of the collector class, ``worker_idx`` among them.
         """
         factory = kwargs.get("policy_factory")
         if factory is not None:
-            # Before the collector looks at the policy: it may keep views of its memory.
+            # The policy moves before the collector gets it, because the collector may keep views of
+            # its memory.
             kwargs["policy_factory"] = lambda: make_private(factory())
         make_private(kwargs.get("policy"))
         collector = self._resolve()(*args, **kwargs)
         try:
             receive(collector, self._scheme, int(kwargs["worker_idx"]))
-        except BaseException:  # goes on to the trainer
+        except BaseException:  # raised again: the trainer gets it
             collector.shutdown()
             raise
         return collector
 
 
 def receive_by_rpc(reference: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
-    """In an RPC worker: keep the policy of the collector behind a reference up to date."""
+    """Keep the policy of an RPC worker's collector up to date; called in that worker.
+
+    ``reference`` refers to the collector, which lies in this process.
+    """
     receive(reference.local_value(), scheme, worker_idx)
 
 
 def make_private(module: Any) -> Any:
-    """Move tensors of a module out of memory that other processes see. Objects stay the same.
+    """Move the tensors of a module out of memory that other processes share.
+
+    The tensor objects stay the same.
 
     Args:
-        module: Anything; only modules are changed.
+        module: Any object; only modules are changed.
 
     Returns:
-        The same module.
+        The same object.
     """
     if isinstance(module, nn.Module):
         for tensor in itertools.chain(module.parameters(), module.buffers()):
