@@ -94,7 +94,7 @@ class TorchRLOwner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """See :class:`aiosync.sync._schemes.Owner`."""
+        """Handle a call, or pass it on to the scheme; see :class:`aiosync.sync._schemes.Owner`."""
         scheme, owned = self._scheme(), self._owned()
         if scheme is None or owned is None or name not in self._handlers:
             return proceed(*args, **kwargs)
@@ -103,7 +103,7 @@ class TorchRLOwner:
         return handler(self, scheme, owned, proceed, given)
 
     def stands_for(self, context: object) -> bool:
-        """See :class:`aiosync.sync._schemes.Owner`."""
+        """Return True for the owned object; see :class:`aiosync.sync._schemes.Owner`."""
         return self._owned() is context
 
     def is_over(self, owned: Any) -> bool:

@@ -57,7 +57,7 @@ class WeightUpdaterBase(abc.ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
-        del args, kwargs  # those of __init__()
+        del args, kwargs  # they are for __init__()
         # This is done for each object, because TorchRL may be imported after this module. TorchRL's
         # collectors only check isinstance().
         module = sys.modules.get("torchrl.collectors.weight_update")
