@@ -1,8 +1,8 @@
 """``aiosync status`` and ``aiosync top``: the state of a weight server or of a listening trainer.
 
 ``status`` prints once everything that a server reports about itself. ``top`` shows repeatedly how
-weights move, on a terminal or on a web page; ``aiosync serve`` serves the same page. Must not
-import torch except where a page is served: users call these commands often.
+weights move, on a terminal or on a web page; ``aiosync serve`` serves the same page.
+Must not import torch except where a page is served: users call these commands often.
 """
 
 from __future__ import annotations

@@ -88,8 +88,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     """
 
     _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
-    # Names of the arguments whose items go to create_transport().
-    _ends: ClassVar[Sequence[str]] = ("pipes",)
+    _ends: ClassVar[Sequence[str]] = ("pipes",)  # arguments with items for create_transport()
     _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
     _shared_transport: Any = None
     _takes_transports = True
@@ -100,12 +99,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """The scheme of this generation for a back-end name, such as ``"shared"`` or ``"none"``.
+        """Make this generation's scheme for a back-end name, such as ``"shared"`` or ``"none"``.
 
         Raises:
-            ConfigError: There is none with that name.
+            ConfigError: This generation has no scheme with that name.
         """
-        from aiosync import legacy  # which imports this module
+        from aiosync import legacy  # imported here, because it imports this module
 
         found = getattr(legacy, aio.scheme_class(backend).__name__, None)
         if found is None:
@@ -242,11 +241,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         return self.create_transport(end)
 
     def _adapted(self, transport: Any) -> Any:
-        """Prepare a transport for senders and receivers; wrap one of TorchRL's present interface.
-
-        Raises:
-            ConfigError: It can neither send nor receive.
-        """
+        """Prepare a transport for senders and receivers; wrap it if it has TorchRL's interface."""
         if not any(hasattr(transport, name) for name in _SENDS_OR_RECEIVES):
             raise ConfigError(
                 f"a {type(transport).__name__} of {type(self).__name__} has neither send_weights() "
@@ -332,10 +327,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def init_on_receiver(  # type: ignore[misc]  # as init_on_sender()
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """Make this object a receiver: like :meth:`init_on_worker` with a ``pipe``.
-
-        Without one, it is the method of :mod:`aiosync.sync`.
-        """
+        """Receive like :meth:`init_on_worker` with a ``pipe``, or like :mod:`aiosync.sync`."""
         self._after_fork()
         if self._receiver is not None:
             raise LocalProtocolError("init_on_worker(): this object is already a receiver")
@@ -786,10 +778,7 @@ class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
     def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
-        """Make this object a receiver; no pipe is needed.
-
-        See :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`.
-        """
+        """Receive without a pipe; see :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`."""
         self.init_on_receiver(model_id, context, **{"pipe": False, **kwargs})
 
     def _init_on_receiver_impl(

@@ -3,8 +3,8 @@
 The server keeps the newest version of each model in memory, and on disk if it is given a directory.
 It passes the trainer's epoch and version on unchanged: a worker cannot tell whether it got them
 from the trainer or from the server. With a store, a version is served once it is on disk, because
-a version that the disk refuses could not be taken back from a worker. Must not import the command
-line.
+a version that the disk refuses could not be taken back from a worker.
+Must not import the command line.
 """
 
 from __future__ import annotations
