@@ -679,6 +679,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         registered = SharedMemTransport(policy_weights).policy_weights
         self.policy_weights: dict[str, TensorDictBase] = registered
         self.auto_register: bool = auto_register
+        self._pickled: object = None
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Register a model; workers that attach before the first send get these values.
@@ -739,9 +740,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncSche
         return transport
 
     def __getstate__(self) -> dict[str, Any]:
-        # The weights are copied, because multiprocessing shares the memory of pickled tensors.
+        # The weights are copied, because multiprocessing shares the memory of pickled tensors. It
+        # passes on their descriptors when it starts the process: the copies must live until then.
         own = {name: weights.detach().clone() for name, weights in self.policy_weights.items()}
-        return {**super().__getstate__(), "policy_weights": own}
+        self._pickled = own
+        return {**super().__getstate__(), "policy_weights": own, "_pickled": None}
 
 
 class _NoTransport:

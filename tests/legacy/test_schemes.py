@@ -8,6 +8,7 @@ import gc
 import pickle
 import queue
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -57,6 +58,27 @@ def test_a_name_makes_the_class_of_that_generation(backend: str, name: str) -> N
     assert scheme.strategy == "state_dict"
     with pytest.raises(aiosync.ConfigError, match=r"aiosync\.sync"):
         legacy.WeightSyncScheme.from_backend("tcp")
+
+
+def _tell(scheme: Any, conn: Connection) -> None:
+    found = scheme.policy_weights.items()
+    conn.send({name: each["bias"].tolist() for name, each in found})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_registered_weights_go_into_a_new_process(method: str) -> None:
+    scheme = SHM({"policy": td(3.0).share_memory_(), "critic": td(4.0)})
+    mine, theirs = Pipe()
+    process = torch.multiprocessing.get_context(method).Process(target=_tell, args=(scheme, theirs))
+    process.start()
+    theirs.close()
+    try:
+        told = mine.recv() if mine.poll(workers.PATIENCE) else None
+    finally:
+        process.join()
+    assert process.exitcode == 0
+    assert told == {"policy": [3.0, 3.0], "critic": [4.0, 4.0]}
 
 
 # -- mistakes ---------------------------------------------------------------------------------
