@@ -1,4 +1,4 @@
-"""Addresses: what is one, what is not, and what happens to the files of Unix sockets."""
+"""Valid and invalid addresses, and the files of Unix sockets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_a_port_is_chosen_and_a_taken_one_refused() -> None:
         assert not sock.getblocking()
         with pytest.raises(ConfigError, match="another process or scheme"):
             bind(address)
-    again, _ = bind(address)  # SO_REUSEADDR: at once
+    # SO_REUSEADDR is set, so the port can be bound again at once.
+    again, _ = bind(address)
     again.close()
 
 
@@ -120,7 +121,8 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="another process or scheme"):
             bind(there)
         assert os.stat(there.path).st_ino == inode
-    assert Path(there.path).is_socket()  # as after a process that was killed
+    # A process that was killed leaves its file in the same way.
+    assert Path(there.path).is_socket()
     sock, _ = bind(there)
     with sock, socket.socket(socket.AF_UNIX) as client:
         client.connect(there.path)

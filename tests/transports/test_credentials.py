@@ -1,4 +1,4 @@
-"""Tokens and certificates: what is accepted, what is refused, and that nothing of it shows."""
+"""Accepted and refused tokens and certificates, whose secrets appear in no text or pickle."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_contexts_check_what_they_have_to() -> None:
 
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://127.0.0.1:0"])
 def test_a_token_that_can_be_guessed(url: str) -> None:
-    """Refused below 8 bytes, and warned of below 16, where other hosts can try."""
+    """A listener that other hosts reach refuses tokens below 8 bytes and warns below 16."""
     open_to_others = "127" not in url
 
     def listen(nbytes: int) -> None:

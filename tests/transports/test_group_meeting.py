@@ -1,6 +1,7 @@
-"""Hosts between which Gloo cannot connect, as with a firewall: that is said, and nothing is left.
+"""Errors and leaks of Gloo groups whose hosts cannot connect, for example behind a firewall.
 
-What Gloo leaves where its device stays calls into freed memory when the network comes back.
+The error names the cause, and the failed group leaves nothing. A device of Gloo that stayed would
+call into freed memory when the network comes back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def threads_of_gloo() -> list[str]:
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[int]:
-    """A port where nothing is refused, and nothing answered: its backlog is full."""
+    """A port that neither refuses nor answers a connection, because its backlog is full."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ def silent_port() -> Iterator[int]:
 
 
 class Forged(dist.Store):
-    """Says that the Gloo of each peer is at the silent port."""
+    """A store that gives the silent port as the address of each peer's Gloo."""
 
     port = 0
 
@@ -69,7 +70,7 @@ class Forged(dist.Store):
         value = self.store.get(key)
         if not key.endswith(self.peer):
             return value
-        # An address of IPv4 as the kernel has it, in a structure of sockaddr_storage's size.
+        # The value has an IPv4 address in the kernel's form, as large as a sockaddr_storage.
         here = rb"(\x88\0{7}\x02\0)..(" + re.escape(socket.inet_aton("127.0.0.1")) + rb")"
         port = struct.pack(">H", self.port)
         forged, count = re.subn(here, lambda found: found[1] + port + found[2], value)
@@ -78,10 +79,11 @@ class Forged(dist.Store):
 
 
 class Blocked(dist.ProcessGroupGloo):
-    """Gives up soon."""
+    """A Gloo group that gives up after 60 ms."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        del options  # errors keep this frame
+        # An error keeps this frame alive, and with it the device that the options have.
+        del options
         super().__init__(Forged(store, rank), rank, size, timedelta(seconds=0.06))
 
 
@@ -96,9 +98,9 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
             async with DistributedTransport.pair() as (left, right):
                 sending = left.send(Update(1, 1, bytes(16)), [bytes(2**18)])
                 errors = await asyncio.gather(sending, right.recv(), return_exceptions=True)
-                # The peer may be the first to give up.
+                # Either end may give up first, so the other one may see a closed peer.
                 assert all(isinstance(each, TransportBroken | PeerClosed) for each in errors)
                 assert any("any port" in str(each) for each in errors)
                 assert any("Connect timeout" in str(each) for each in errors)
-            # While somebody keeps the errors, and with them the frames.
+            # The errors are kept here, and with them their frames: these may hold nothing open.
             assert (descriptors(), threads_of_gloo()) == (before, [])

@@ -1,4 +1,4 @@
-"""A trainer that names shared memory which it did not give, and a worker that writes nonsense."""
+"""Trainers that name shared memory which they did not give, and workers that write nonsense."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ async def test_what_was_never_given_is_never_taken(case: str) -> None:
     loop = asyncio.get_running_loop()
     try:
         joining = asyncio.ensure_future(worker.connect())
-        await loop.sock_recv(mine, 65536)  # its hello
+        # The worker's Hello is not checked here.
+        await loop.sock_recv(mine, 65536)
         mine.sendall(encode_frame(Welcome(EPOCH, 1, 0)))
         mine.sendall(encode_frame(ManifestMessage(Manifest((), 0))))
         socket.send_fds(mine, [encode_frame(PageMessage())], [page])
@@ -108,7 +109,7 @@ async def test_a_worker_that_writes_nonsense_into_its_page_harms_nobody_else() -
 
 
 def _scribble_over_pages() -> None:
-    """Write what only workers write: the second word of each page, at any mapping of it."""
+    """Overwrite the second word of each page, which only workers write, in each mapping of it."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:aiosync" in line and "rw-s" in line:
             start, stop = (int(each, 16) for each in line.split()[0].split("-"))
@@ -133,7 +134,10 @@ async def test_locks_that_nobody_was_given_end_a_send_and_not_the_sender() -> No
 
 @contextlib.contextmanager
 def _locks() -> Iterator[Callable[[int], None]]:
-    """What locks the first slots of each segment of this process, through descriptions of ours."""
+    """A function that locks the slots 0 to ``last`` of each segment of this process.
+
+    The locks belong to file descriptions that this context manager opens and closes.
+    """
     with contextlib.ExitStack() as opened:
         fds = []
         for name in os.listdir("/proc/self/fd"):

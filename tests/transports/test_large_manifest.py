@@ -1,4 +1,4 @@
-"""A manifest of 100,000 leaves: the loop that reads it goes on with what else it has to do."""
+"""Manifests of 100,000 leaves: the event loop that reads one goes on with its other work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def manifest() -> Manifest:
 
 
 class Turns:
-    """Measures how long each turn of the loop takes, in seconds of this thread's own time."""
+    """Durations of all turns of the event loop, in seconds of this thread's CPU time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -39,7 +39,7 @@ class Turns:
         self._handle = self._loop.call_soon(self._turn)
 
     def end(self) -> float:
-        """The longest turn but for one of a hundred."""
+        """End the measurement; return the longest turn apart from the longest one in a hundred."""
         self._handle.cancel()
         return sorted(self.seconds)[int(len(self.seconds) * 0.99)]
 
@@ -66,7 +66,10 @@ async def test_no_turn_of_the_loop_is_long(subject: Subject, manifest: Manifest)
 async def test_what_follows_comes_after_it(
     subject: Subject, subscribes: bool, manifest: Manifest
 ) -> None:
-    """Also where the sender closes the link at once; and a recv() that is cut loses nothing."""
+    """Messages arrive in order, though the sender closes the link at once.
+
+    A cancelled recv() loses none of them.
+    """
     async with subject.factory() as (sender, receiver):
         came: list[Any] = []
 

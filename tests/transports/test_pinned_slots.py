@@ -1,4 +1,4 @@
-"""Slots whose pages an accelerator of a reader was told of."""
+"""Slots whose pages an accelerator of a reader or of the sender has pinned."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ def test_the_memory_of_a_slot_stays_while_a_reader_has_it_pinned() -> None:
     segment = Segment(1, 2**16)
     slot = segment.grow()
     slot.has_memory = True
-    other = reopen(segment.read_only_fd, os.O_RDONLY)  # as a reader has
+    # A reader has a file description of its own.
+    other = reopen(segment.read_only_fd, os.O_RDONLY)
     try:
         fcntl.fcntl(other, SET_LOCK, PINNED[slot.index])
         assert slot.lock()
         slot.view[:4] = b"here"
         segment.shrink(slot)
         assert slot.has_memory and bytes(slot.view[:4]) == b"here"
-        assert slot.lock()  # it was given back
+        # Shrinking has given the slot back, so it can be locked again.
+        assert slot.lock()
     finally:
         os.close(other)
     segment.shrink(slot)

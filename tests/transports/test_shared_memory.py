@@ -1,4 +1,4 @@
-"""Slots of shared memory, and readers that leave."""
+"""Slots of shared memory whose readers leave or go on to newer versions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 def _segment_nbytes() -> int:
-    """Memory of the segments and pages that this process has open."""
+    """Bytes in memory of the segments and pages that this process has open."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        # The descriptor that listdir() used is in the list, and closed by now.
+        with contextlib.suppress(OSError):
             if "memfd:" in os.readlink(f"/proc/self/fd/{name}"):
                 stat = os.stat(f"/proc/self/fd/{name}")
                 found[stat.st_ino] = stat.st_blocks * 512
@@ -31,7 +32,7 @@ def _segment_nbytes() -> int:
 
 
 def _num_written() -> int:
-    """Slots and pages that a sender of this process has mapped."""
+    """Number of slots and pages that this process has mapped to write, as a sender does."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:" in line and line.split()[1].endswith("s") for line in lines)
 
@@ -51,12 +52,14 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written() -> None:
                 kept = dict(target.state_dict())
             models.fill(source, 4.0)
             sending = scheme.send_nowait()
-        with contextlib.suppress(aiosync.PartialSyncError):  # it left before it read that one
+        # The worker left before it read the last version, so the send may fail.
+        with contextlib.suppress(aiosync.PartialSyncError):
             await sending
         await harness.until(lambda: not scheme.sender_transports)
         for value in range(5, 15):
             models.fill(source, float(value))
-            with contextlib.suppress(aiosync.PartialSyncError):  # names who left, once
+            # One of the sends may fail, because it reports the worker that left.
+            with contextlib.suppress(aiosync.PartialSyncError):
                 await scheme.send()
             assert all(bool((each == 3.0).all()) for each in kept.values()), value
         assert num_slots() <= 6
@@ -64,8 +67,9 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written() -> None:
 
 @pytest.mark.parametrize("last_stays", [False, True])
 async def test_slots_of_workers_that_went_on_are_given_back_within_100_sends(last_stays) -> None:
-    """Six workers were in a read of another version each; then all go on, or all but the last."""
-    nbytes = 2**22  # of a slot: all together are not small
+    """Each of six workers reads another version; then all of them go on, or all but the last."""
+    # Seven slots of so many bytes clearly stand out from the other memory.
+    nbytes = 2**22
     scheme = aiosync.SharedMemWeightSyncScheme(guard="reading", require=1)
     scheme.init_on_sender(weights={"weight": torch.zeros(nbytes // 4)})
     workers = [harness.twin(scheme) for _ in range(7)]
@@ -96,13 +100,14 @@ async def test_slots_of_workers_that_went_on_are_given_back_within_100_sends(las
             await scheme.send()
         assert _segment_nbytes() <= before + last_stays * (nbytes + 2**16)
         if not last_stays:
-            # Each has a descriptor. One whose memory was given back stays before one that is used.
+            # The mapping of each slot has a descriptor. A slot whose memory was given back keeps
+            # its mapping as long as a slot after it is used.
             assert _num_written() <= mapped + 2
         await last.aclose()
 
 
 async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -> None:
-    """Each under an index of its own: reports and memory are bounded."""
+    """Workers with ever new indices neither grow the reports nor keep their weights in memory."""
     scheme = aiosync.SharedMemWeightSyncScheme(per_worker_weights=True)
     scheme.init_on_sender(model=models.linear())
     stays, given = harness.twin(scheme), list[weakref.ref[torch.Tensor]]()
@@ -119,7 +124,8 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
             await scheme.send({1000 + idx: weights})
             worker.abort()
             await harness.until(lambda: len(scheme.sender_transports) == 1)
-            with contextlib.suppress(aiosync.PartialSyncError):  # names who left, once
+            # The send may fail, because it reports the worker that left.
+            with contextlib.suppress(aiosync.PartialSyncError):
                 await scheme.send({1000 + idx: weights})
         report = await scheme.send()
         assert len(report.lost) <= 70
@@ -128,7 +134,7 @@ async def test_workers_that_came_once_are_forgotten_and_so_are_their_weights() -
 
 
 async def test_a_version_that_no_worker_would_get_any_more_is_not_kept() -> None:
-    """Once each worker has weights of its own."""
+    """Once each worker has weights of its own, no worker can get the common version."""
     nbytes, held = 8 * 2**20, _segment_nbytes()
     scheme = aiosync.SharedMemWeightSyncScheme(per_worker_weights=True)
     init = {"weights": models.medium()}
@@ -138,5 +144,5 @@ async def test_a_version_that_no_worker_would_get_any_more_is_not_kept() -> None
             await sender.send({0: models.medium(), 1: models.medium()})
             for other in others:
                 await other.wait_for_version(version, timeout=harness.PATIENCE)
-        # Two are read, and two are written next.
+        # Each of the two workers reads one slot, and the next send writes two others.
         assert _segment_nbytes() - held < 4.5 * nbytes

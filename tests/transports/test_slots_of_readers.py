@@ -13,7 +13,7 @@ NBYTES = 2**16
 
 
 def test_an_older_segment_goes_though_an_interrupt_left_its_slot_locked() -> None:
-    """Also where the model holds the slot with the same index of the newer segment."""
+    """The model then holds the slot of the newer segment that has the same index."""
     segments = [Segment(number, NBYTES) for number in (1, 2)]
     descriptors = deque(os.dup(segment.read_only_fd) for segment in segments)
     reader = SlotReader(descriptors)
@@ -24,7 +24,8 @@ def test_an_older_segment_goes_though_an_interrupt_left_its_slot_locked() -> Non
         slot.seal(number, b"", 8)
         reader.announce(SegmentMessage(number, NBYTES, 1))
         reader.words[WANT] = number << 16 | number << 8
-        named = reader.open()  # an interrupt comes before the first is held
+        # The first slot stays locked and is not held, as after an interrupt between the two.
+        named = reader.open()
         assert named is not None and named.version == number
     reader.hold(named)
     assert len(reader.segments) == 2

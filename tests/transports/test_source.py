@@ -1,4 +1,4 @@
-"""Small messages reach their handler however the stream cuts or joins them."""
+"""Delivery of small messages to handlers, and links that have ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ async def test_a_dead_link_keeps_no_memory_until_the_collector_runs(kind: Any, h
             left.subscribe(refuse)
             await asyncio.sleep(0.01)
         await left.aclose()
-        await asyncio.sleep(0.01)  # what the loop still had to call
+        # The loop may still have callbacks that refer to the link.
+        await asyncio.sleep(0.01)
         gone = weakref.ref(left)
         del left
         assert gone() is None
@@ -52,7 +53,10 @@ async def test_a_dead_link_keeps_no_memory_until_the_collector_runs(kind: Any, h
 @pytest.mark.parametrize("how", ["closed", "left by its peer"])
 @pytest.mark.asyncio
 async def test_who_asks_after_the_end_is_told_as_well(how: str) -> None:
-    """A listener hands a link over that may have ended just before."""
+    """call_on_end() calls its callback at once if the link has ended already.
+
+    A listener may hand over a link that ended just before.
+    """
     async with MPTransport.pair() as (left, right):
         await (left if how == "closed" else right).aclose()
         with pytest.raises((PeerClosed, TransportClosed)):

@@ -1,4 +1,4 @@
-"""What TCPTransport does beyond the contract of every transport: dialling, options, deadlines."""
+"""TCPTransport beyond the contract of every transport: dialling, options, and lost peers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_options_of_the_socket() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 30, None])
 async def test_data_and_a_reset_that_come_together(nbytes: int | None) -> None:
-    """uvloop tells of both with one call, and never again."""
+    """uvloop reports the data and the reset with a single callback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         left = socket.create_connection(listening.getsockname())
         right, _ = listening.accept()
@@ -129,7 +129,8 @@ async def test_data_and_a_reset_that_come_together(nbytes: int | None) -> None:
         left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         left.close()
         with pytest.raises(TransportError):
-            await receiving  # a whole message: the kernel may have dropped it with the reset
+            # A whole message may arrive, or the kernel dropped it because of the reset.
+            await receiving
             await transport.recv(timeout=PATIENCE)
 
 
@@ -152,4 +153,6 @@ async def test_answers_to_a_peer_that_has_gone_are_not_written_one_inside_the_ot
         right.abort()
         with pytest.raises(TransportError):
             await left.recv(timeout=PATIENCE)
-    assert deepest == 2  # who hears the peer out, and who would have answered
+    # The answer that finds the peer gone reads the peer's last messages, whose handler is called
+    # inside it. That one writes no answer, so the depth is two.
+    assert deepest == 2

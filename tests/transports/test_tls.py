@@ -1,4 +1,4 @@
-"""TLS under the frames: bytes that wait inside OpenSSL, and how streams end."""
+"""TLS under the frames: bytes that OpenSSL has read ahead, and the ends of streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ PATIENCE = 20
 async def pair(
     faults: Faults | None = None, version: ssl.TLSVersion | None = None
 ) -> AsyncIterator[tuple[TCPTransport, TCPTransport]]:
-    """Who listened and who dialled, with small buffers if a version is given."""
+    """The links of the listener and of the dialer, in this order.
+
+    If a version of TLS is given, the buffers of their sockets are small.
+    """
     files = certificates()
     context = files.listening.listening_context()
     async with contextlib.AsyncExitStack() as stack:
@@ -38,7 +41,8 @@ async def pair(
         listening.setblocking(False)
         if version is not None:
             context.maximum_version = version
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # accepted sockets inherit it
+            # Accepted sockets inherit the sizes of the listening socket.
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 listening.setsockopt(socket.SOL_SOCKET, option, 2**15)
         url = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
         if faults is not None:
@@ -54,7 +58,10 @@ async def pair(
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (100,) * 50, (16_385, 70_000, 5), (300_000, 1)])
 async def test_what_openssl_read_ahead_is_not_forgotten(sizes: tuple[int, ...]) -> None:
-    """Several messages and lent buffers come out of one record; no event announces the rest."""
+    """One TLS record may fill several messages and lent buffers.
+
+    The socket is not readable for the rest of the record, which OpenSSL has read ahead.
+    """
     async with pair() as (left, right):
         for turn in range(3):
             for size in sizes:
@@ -72,14 +79,15 @@ async def test_what_openssl_read_ahead_is_not_forgotten(sizes: tuple[int, ...]) 
 
 
 async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
-    """Also while this end has something to write: a refusal comes at exactly that moment."""
+    """A message is read though this end is writing, which is when refusals arrive."""
     async with pair(version=ssl.TLSVersion.TLSv1_2) as (left, right):
         sending = asyncio.ensure_future(left.send(UPDATE, [bytes(2**23)]))
         await asyncio.sleep(0.2)
-        assert not sending.done()  # nobody reads there
+        # The other end does not read, so that this end cannot finish its write.
+        assert not sending.done()
         await right.send(Fetch(7))
         right.abort()
-        time.sleep(0.05)  # noqa: ASYNC251 - both have come before this end looks
+        time.sleep(0.05)  # noqa: ASYNC251 - the message and the reset arrive before this end reads
         assert (await left.recv()).message == Fetch(7)
         with pytest.raises(TransportBroken):
             await sending
@@ -87,7 +95,7 @@ async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
 
 @pytest.mark.parametrize("faults", [Faults(cut_at=200_000), Faults(corrupt_at=200_000)], ids=str)
 async def test_truncation_in_mid_message(faults: Faults) -> None:
-    """Somebody on the way ends the stream, or changes it: never taken for a whole message."""
+    """A stream that is cut or changed on its way is never taken for a whole message."""
     async with pair(faults) as (left, right):
         await left.send(Fetch(1))
         assert (await right.recv()).message == Fetch(1)
@@ -99,11 +107,15 @@ async def test_truncation_in_mid_message(faults: Faults) -> None:
 
 
 async def test_a_forked_child_ends_no_stream_of_its_parent() -> None:
-    """Its copy of the socket is closed without a word: a close_notify would be the parent's."""
+    """The child closes its copy of the socket without a close_notify.
+
+    The peer would take a close_notify for the parent's.
+    """
     async with pair() as (one, two):
         pid = os.fork()
         if pid == 0:
-            os._exit(0)  # what is closed in a child was closed by fork() already
+            # Hooks of fork() have already closed everything that a child closes.
+            os._exit(0)
         await asyncio.to_thread(os.waitpid, pid, 0)
         await one.send(Fetch(1))
         assert (await two.recv(timeout=PATIENCE)).message == Fetch(1)
