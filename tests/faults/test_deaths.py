@@ -1,4 +1,4 @@
-"""A worker's death is in the first report after the system shows it, with its index and process."""
+"""Dead workers in reports: the first report after a death names the worker's index and process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _stage(state: harness.State, version: int) -> None:
 
 @ANY
 async def test_it_dies_after_it_has_the_version(make: Any) -> None:
-    """Another one has not answered so far, so that the send is not over."""
+    """The other worker has not answered yet, so the send is still going on."""
     scheme = make(apply="manual")
     scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
     async with harness.workers(scheme, models.linear, 2) as crew:
@@ -92,7 +92,7 @@ async def test_a_worker_that_was_closed_is_not_dead(make: Any) -> None:
 
 
 class Trainer:
-    """Has a worker killed when it is asked for its model."""
+    """A context that calls ``before`` when a send asks for the model, as to kill a worker."""
 
     def __init__(self) -> None:
         self.policy = models.linear(1.0)
@@ -155,11 +155,11 @@ async def _join_blocking(state: harness.State) -> None:
     await asyncio.to_thread(state.scheme.connect)
 
 
-# -- many that went --------------------------------------------------------------------------------
+# -- many lost workers -----------------------------------------------------------------------------
 
 
 async def _come_and_go(scheme: Any, count: int, first: int) -> None:
-    """Lose so many workers, each with an index of its own, that say no farewell."""
+    """Connect ``count`` workers with ever new indices, and end each link without a farewell."""
     for idx in range(first, first + count):
         worker = harness.twin(scheme)
         worker.init_on_receiver(model=models.linear(), worker_idx=idx)
@@ -171,7 +171,7 @@ async def _come_and_go(scheme: Any, count: int, first: int) -> None:
 @pytest.mark.parametrize("named", [True, False], ids=["to one", "to all"])
 @ANY
 async def test_workers_that_went_are_forgotten(make: Any, named: bool) -> None:
-    """Also where no send addresses them; each was in a report before."""
+    """Lost workers are forgotten after a report has named them, even if no send addresses them."""
     options = {"reconnect": 0} if make is aiosync.TCPWeightSyncScheme else {}
     scheme = make(require=1, **options)
     scheme.init_on_sender(model=models.linear(1.0), num_workers=None)

@@ -1,4 +1,4 @@
-"""Processes that have no file descriptors left, and what both sides are told."""
+"""Errors on both sides when a process has no file descriptors left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKING = [
 
 @contextlib.contextmanager
 def _starved(left: int) -> Iterator[None]:
-    """Let this process open so many descriptors more."""
+    """Let this process open only ``left`` more descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = list[int]()
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
@@ -64,7 +64,8 @@ def _train(make: Any, left: int, conn: Connection) -> None:
     """A trainer that runs out of descriptors once it listens."""
     trainer = make()
     trainer.init_on_sender(model=models.linear(1.0), num_workers=1)
-    lease = make()  # there is a loop already
+    # This scheme starts the event loop of the facade before the descriptors run out.
+    lease = make()
     lease.init_on_sender(model=models.linear(1.0))
     lease.connect()
     conn.send(trainer)

@@ -1,4 +1,4 @@
-"""Foreign code in a worker closes descriptors, and other files get their numbers."""
+"""Workers in which foreign code closes descriptors, so that other files may get their numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize(
 
 
 class Slow(nn.Module):
-    """A forward that looks at its weights again and again, and says what it saw."""
+    """A model whose forward reads its weights again and again, and returns all values it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Slow(nn.Module):
 
 
 class Folder:
-    """What two processes tell each other without a descriptor that stays open."""
+    """Messages between two processes as files, without a descriptor that stays open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class Folder:
 
 
 class Ends:
-    """A scheme of either API, called in the same way."""
+    """Blocking calls of a scheme of either API."""
 
     def __init__(self, scheme: Any) -> None:
         self.scheme = scheme
@@ -92,7 +92,8 @@ def _compute(scheme: Any, folder: Folder, idx: int, close: Callable[[Folder], No
     ends, model = Ends(scheme), Slow()
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     ends.connect(timeout=harness.PATIENCE)
-    while not folder.said("joined"):  # the promise rests on reads that happen
+    # A worker promises to take versions only if it reads, so it reads until all have joined.
+    while not folder.said("joined"):
         ends.receive(timeout=0.01)
         model()
     close(folder)
@@ -110,12 +111,12 @@ def _nothing(_: Folder) -> None:
 
 
 def _daemonize(_: Folder) -> None:
-    """Close what is open, as a library does that makes a daemon of this process."""
+    """Close all descriptors, as a library does that makes a daemon of this process."""
     os.closerange(3, 256)
 
 
 def _locked() -> list[int]:
-    """Descriptors whose descriptions have locks, as the kernel tells of them."""
+    """Descriptors whose file descriptions have locks, as ``/proc`` shows them."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ def _close_locks(_: Folder) -> None:
 
 
 def _replace_locks(folder: Folder) -> None:
-    """Close them, and have another file take the numbers."""
+    """Close the locked descriptors, and give their numbers to other files."""
     assert _locked()
     for fd in _locked():
         other = os.open(folder.path / f"file-{fd}", os.O_RDWR | os.O_CREAT)
@@ -154,12 +155,13 @@ def _answer(ends: Ends, folder: Folder, model: Slow) -> None:
             told.append(f"ApplyError {exc}")
     with contextlib.suppress(aiosync.AiosyncError):
         ends.close()
-    assert {fd: os.fstat(fd).st_ino for fd in files} == files  # they are not closed in turn
+    # The scheme must not close the other files, which have the numbers of its descriptors.
+    assert {fd: os.fstat(fd).st_ino for fd in files} == files
     folder.say("seen", "\n".join(told))
 
 
 def _close(folder: Folder) -> bool:
-    """Inside of a forward, which goes on."""
+    """Close all descriptors once, inside a forward; return False so that the forward goes on."""
     if not folder.said("closed"):
         _daemonize(folder)
         folder.say("closed")
@@ -247,7 +249,8 @@ def _lose_the_loop(scheme: Any, folder: Folder) -> None:
         except aiosync.TransportClosed as exc:
             told.append(str(exc))
     scheme.shutdown()
-    model()  # which is nobody's any more
+    # After shutdown() the model belongs to no scheme, so a forward raises nothing.
+    model()
     folder.say("seen", str(len(told)))
 
 

@@ -1,4 +1,4 @@
-"""What a trainer's connect() says of processes that end before it is over, and when."""
+"""Processes that end during a trainer's connect(): the errors that name them, and how soon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.schemes import _models as models
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.slow]
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 AT_ONCE_SECONDS = 10.0
-"""Far below harness.PATIENCE, and far above what a busy machine takes."""
+"""Longest time of an immediate error: far below harness.PATIENCE, and enough on a busy machine."""
 
 
 async def _exit(state: harness.State, code: int) -> None:
@@ -50,7 +50,7 @@ async def test_one_ends_while_the_other_starts(make, code) -> None:
         assert error.acked == set()
         expected = f"process {crew[0].pid} ended with exit code {code} before it connected"
         assert expected in str(error.failed[0])
-        # The other one, and a successor, may still come.
+        # The other worker, and a successor of the first one, can still connect.
         assert await crew[1].call(harness.join, 1) == 1
         crew.append(harness.start(scheme, models.linear))
         assert await crew[2].call(harness.join, 0) == 1
@@ -59,7 +59,10 @@ async def test_one_ends_while_the_other_starts(make, code) -> None:
 
 @both
 async def test_it_had_ended_before(make) -> None:
-    """Reaped or not, given as an object or a number, of whatever library."""
+    """A process that ended before the call is named.
+
+    It may be reaped or not, and given as an object of any library or as a number.
+    """
     for kind in ("popen", "reaped", "number"):
         process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -103,7 +106,7 @@ async def test_a_timeout_names_those_that_ended() -> None:
 
 @both
 async def test_a_supervisor_starts_another_one(make) -> None:
-    """In the place of one in the list of processes, or one that nobody was told of."""
+    """The new process may take a place in the list of processes, or be unknown to connect()."""
     scheme = make()
     scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
     async with harness.workers(scheme, models.linear, 3, connect=False) as crew:
@@ -198,7 +201,7 @@ def _refuse(scheme: Any, worker_idx: int | None, started: Any) -> None:
     ],
 )
 async def test_why_each_worker_refused_is_kept(make, indices) -> None:
-    """Also when they exit, and another one gets the index."""
+    """The reasons are kept even if a worker exits and another one gets its index."""
     await asyncio.to_thread(_are_refused, make(require=1), indices)
 
 
@@ -251,7 +254,7 @@ ANY = [*harness.SCHEMES, aiosync.TCPWeightSyncScheme]
 @pytest.mark.parametrize("make", ANY)
 @pytest.mark.parametrize("initial", [True, False], ids=["weights", "no weights"])
 async def test_workers_come_and_leave(make, initial) -> None:
-    """One after the other, each before the next: all of them have come."""
+    """Workers that connect and leave one after the other all count as connected."""
     trainer = make()
     model = models.linear(1.0)
     trainer.init_on_sender(num_workers=3, **({"model": model} if initial else {}))
@@ -262,7 +265,7 @@ async def test_workers_come_and_leave(make, initial) -> None:
         await connecting
         report = await trainer.send(model)
         assert (report.acked, report.left) == (set(), {0, 1, 2})
-        # From now on a worker takes the place of one that is gone.
+        # From now on a new worker gets the index of one that has left.
         assert await _come_and_leave(trainer) == 0
 
 

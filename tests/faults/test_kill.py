@@ -1,7 +1,7 @@
-"""Workers and trainers that die or freeze in any phase: nobody hangs, and nothing is left.
+"""Workers and trainers that die in any phase: no call hangs, and nothing is left.
 
-That nothing is left (descriptors, tasks, processes, shared memory) is what the fixture of
-``conftest.py`` checks after each test.
+The fixture of ``conftest.py`` checks after each test that nothing is left: descriptors, tasks,
+processes, shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 
 
 async def _goes_on(scheme, model, dead: set[int], crew: dict[int, harness.Worker]) -> None:
-    """A new send works, lists the dead, and reaches everybody else."""
+    """Check that a new send works, lists the dead workers, and reaches all others."""
     models.fill(model, 77.0)
     report = await scheme.send()
     assert report.acked == set(crew)
@@ -40,7 +40,7 @@ async def _goes_on(scheme, model, dead: set[int], crew: dict[int, harness.Worker
 
 
 async def _join_and_die(state: harness.State, method: str, called: bool = False) -> None:
-    """Be killed before or after the first call of a method of the link."""
+    """Join, and kill this process before or after the first call of a method of the link."""
 
     async def dying(self: Any, *args: Any, **options: Any) -> None:
         if called:
@@ -57,7 +57,7 @@ async def _join_and_die(state: harness.State, method: str, called: bool = False)
 @both
 @pytest.mark.parametrize("phase", [("send", False), ("send", True), ("recv", True)], ids=str)
 async def test_a_worker_is_killed_while_connecting(make, phase) -> None:
-    """Once it has dialled, has said Hello, or was welcomed."""
+    """The worker dies after it has dialled, after its Hello, or after its Welcome."""
     scheme, model = make(), models.linear(1.0)
     scheme.init_on_sender(model=model, num_workers=2)
     async with harness.workers(scheme, models.linear, 2, connect=False) as crew:
@@ -98,7 +98,7 @@ async def test_what_killed_workers_held_is_used_again() -> None:
 @both
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 async def test_a_worker_behind_a_users_pipe_is_killed(make, method) -> None:
-    """Other processes may hold copies of both ends, so that no end of the stream tells."""
+    """Other processes may hold copies of both ends, so the stream may not end with the worker."""
     scheme, model = make(), models.linear()
     ends = [multiprocessing.Pipe() for _ in range(2)]
     scheme.init_on_sender(model=model, pipes=[ours for ours, _ in ends])
@@ -175,7 +175,8 @@ def _refused(pid: int) -> int:
     [
         (True, True, aiosync.ConnectError),
         (False, True, aiosync.ConnectError),
-        (True, False, aiosync.ConnectTimeout),  # a sandbox forbids them: nothing is known
+        # A sandbox may forbid pidfds, and then the worker cannot know that the trainer ended.
+        (True, False, aiosync.ConnectTimeout),
     ],
 )
 async def test_dialling_a_dead_trainer_fails_at_once(

@@ -1,4 +1,4 @@
-"""FaultProxy does to a stream what its plan says, at the byte that it says, and nothing else."""
+"""FaultProxy: it harms a stream as its plan says, at the given byte, and in no other way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pair:
     server: socket.socket
 
     def ends(self, direction: str) -> tuple[socket.socket, socket.socket]:
-        """Source and destination of a direction."""
+        """Return the source and the destination of a direction."""
         two = (self.dialer, self.server)
         return two if direction == "forward" else two[::-1]
 
@@ -46,7 +46,7 @@ async def dial(url: str) -> socket.socket:
 
 @asynccontextmanager
 async def relayed(plan: PlanSource = None) -> AsyncIterator[Pair]:
-    """One connection through a proxy; leaks of the proxy are the caller's failure."""
+    """One connection through a proxy; the test fails if the proxy leaks anything."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -60,7 +60,7 @@ async def relayed(plan: PlanSource = None) -> AsyncIterator[Pair]:
 
 
 async def send(sock: socket.socket, data: bytes = DATA, *, end: bool = False) -> str:
-    """Send everything; "sent", or "refused" when the connection broke meanwhile."""
+    """Send all data; return "sent", or "refused" if the connection broke meanwhile."""
     try:
         await asyncio.get_running_loop().sock_sendall(sock, data)
         if end:
@@ -71,7 +71,7 @@ async def send(sock: socket.socket, data: bytes = DATA, *, end: bool = False) ->
 
 
 async def read_all(sock: socket.socket) -> tuple[bytes, str]:
-    """What arrives until the end, and how it ended: "end" or "reset"."""
+    """Return the bytes that arrive until the stream ends, and its end: "end" or "reset"."""
     got = bytearray()
     try:
         while block := await asyncio.get_running_loop().sock_recv(sock, 2**16):
@@ -126,7 +126,7 @@ async def test_ends_at_an_offset(direction: str, fault: str, at: int) -> None:
 @by_direction
 @pytest.mark.parametrize("at", [0, 65_536])
 async def test_a_stall_holds_the_source_up_until_resume(direction: str, at: int) -> None:
-    """That of a plan at its byte, before a cut there, and that of all connections now."""
+    """A plan stalls a stream at its byte, before a later cut; stall() stalls all connections."""
     async with relayed(plan_of(direction, stall_at=at, cut_at=200_000)) as pair:
         source, destination = pair.ends(direction)
         sending = asyncio.create_task(send(source, bytes(6_000_000)))
@@ -134,7 +134,8 @@ async def test_a_stall_holds_the_source_up_until_resume(direction: str, at: int)
         assert await is_silent(destination)
         assert not sending.done() and pair.relayed == at
         await send(destination, b"other")
-        assert await read_exactly(source, 5) == b"other"  # the other direction goes on
+        # The plan stalls one direction only.
+        assert await read_exactly(source, 5) == b"other"
         pair.proxy.stall()
         await send(destination, b"x")
         assert await is_silent(source)

@@ -1,4 +1,4 @@
-"""Readers that take no update keep a version each in memory, which goes back when they do."""
+"""Memory of versions that readers do not read, and that is freed once they read or end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop, pytest.mark.slow]
 
 NBYTES = 8 * 2**20
 READERS = 16
-CHUNK = memoryview(bytearray(2**22))  # for what nobody looks at
+# Payloads are read into this memory, and their content is ignored.
+CHUNK = memoryview(bytearray(2**22))
 
 
 def resident() -> int:

@@ -1,8 +1,8 @@
-"""Strangers, liars and floods, while one healthy worker goes on as if nobody else were there.
+"""Strangers, liars and floods, which disturb neither a healthy worker nor its updates.
 
 Each attack runs against a sender that listens and against a weight server, both with a token.
-Meanwhile updates go on to a worker that behaves; afterwards nobody hangs, memory has not grown,
-and (see ``conftest.py``) nothing is left and no error was seen by the loop alone.
+Meanwhile a healthy worker goes on to get updates. Afterwards no call hangs, memory has not grown,
+and (see ``conftest.py``) nothing is left and no error reached the event loop alone.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ GROWTH = 48 * 2**20
 """Bytes that the process may have grown by after an attack; each attack promises far more."""
 
 WIDE = Limits(max_payload_nbytes=2**60)
-"""Of somebody who announces anything."""
+"""Limits of a hostile peer, which announces payloads of any size."""
 
 both = pytest.mark.parametrize("kind", ["scheme", "server"])
 pytestmark = [pytest.mark.slow, pytest.mark.one_loop]
 
 
 class Scene:
-    """Something that listens, and one worker that gets updates from it all the time."""
+    """A listening trainer or weight server, and a healthy worker that gets updates all the time."""
 
     url = ""
     value = 0.0
@@ -87,7 +87,7 @@ class Scene:
             await asyncio.sleep(0.005)
 
     async def goes_on(self, updates: int = 3) -> None:
-        """Wait until that many more updates have arrived."""
+        """Wait until ``updates`` more updates have arrived at the healthy worker."""
         wanted = self.value + updates
         await until(lambda: self.value >= wanted or self.pump.done())
         if self.pump.done():
@@ -108,12 +108,12 @@ class Scene:
         return self.trainer.refused if self.server is None else self.server.status()["refused"]
 
     async def is_refused(self, **wanted: int) -> None:
-        """Wait until so many were refused, each for one of these reasons."""
+        """Wait for the wanted number of refusals, and check their number by reason."""
         await until(lambda: sum(self.refused.values()) >= sum(wanted.values()))
         assert self.refused == wanted
 
     async def join(self, **options: Any) -> Peer:
-        """A peer whose Hello was answered with a Welcome."""
+        """Return a peer whose Hello was answered with a Welcome."""
         peer = await Peer.proven(self.url)
         await peer.send(hello(**options))
         peer.welcome = (await peer.recv(timeout=PATIENCE)).message
@@ -131,7 +131,8 @@ async def scene(
     async with contextlib.AsyncExitStack() as stack:
         if kind == "server":
             stage.server = WeightServer("tcp://127.0.0.1:0", **options)
-            stack.push_async_callback(stage.server.wait_closed)  # raises what was a crash
+            # If the server crashed, wait_closed() raises the error.
+            stack.push_async_callback(stage.server.wait_closed)
             await stack.enter_async_context(stage.server)
             stage.url = stage.server.url
             stage.trainer = aiosync.TCPWeightSyncScheme(stage.url, **common)
@@ -153,7 +154,7 @@ async def scene(
 
 
 class Peer(TCPTransport):
-    """Somebody who has the token, and at any time the socket to write anything to."""
+    """A peer that has the token, and can write any bytes to its socket at any time."""
 
     welcome: Any = None
 
@@ -180,13 +181,14 @@ async def dial(url: str) -> socket.socket:
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     sock = socket.socket()
     sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what is not read waits over there
+    # With a small buffer here, data that is not read waits at the listener.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
     return sock
 
 
 async def read_all(sock: socket.socket) -> bytes:
-    """What comes until the other end has closed, which has to be soon."""
+    """Return the bytes that arrive until the other end closes, which must be soon."""
     got = bytearray()
     async with asyncio.timeout(PATIENCE):
         with contextlib.suppress(ConnectionError):
@@ -196,7 +198,7 @@ async def read_all(sock: socket.socket) -> bytes:
 
 
 async def ends(link: TCPTransport) -> None:
-    """Wait until a link is ended by the other side, which has to be soon."""
+    """Wait until the other side ends a link, which must be soon."""
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(aiosync.TransportError):
             while True:
@@ -205,7 +207,7 @@ async def ends(link: TCPTransport) -> None:
 
 
 def hidden(*shown: object) -> None:
-    """Nothing that is shown has a token in it."""
+    """Check that no text or bytes of these objects contain a token."""
     for thing in shown:
         text = thing if isinstance(thing, bytes) else f"{thing} {thing!r}".encode()
         for secret in (TOKEN, OTHER):
@@ -213,7 +215,7 @@ def hidden(*shown: object) -> None:
                 assert form.encode() not in text, text
 
 
-# -- who has no business here -------------------------------------------------------------------
+# -- peers with wrong credentials ---------------------------------------------------------------
 
 
 def named(files: Certificates) -> TLS:
@@ -225,11 +227,11 @@ def of_nobody(files: Certificates) -> TLS:
 
 
 def none(files: Certificates) -> None:
-    """No TLS."""
+    """Use no TLS."""
 
 
 WRONG: list[tuple[str | None, str | None, str | None, Callable[..., Any], type[Exception], str]] = [
-    # The listener's TLS and token; the dialer's token and TLS; what it is told.
+    # A row has the listener's TLS and token, the dialer's token and TLS, and the dialer's error.
     (None, TOKEN, OTHER, none, aiosync.AuthError, "not the same"),
     (None, TOKEN, None, none, aiosync.AuthError, "give the dialer token="),
     (None, None, TOKEN, none, aiosync.AuthError, "give the listener token="),
@@ -257,7 +259,7 @@ async def test_who_does_not_fit_is_told_at_once(
             credentials = Credentials(token=given, tls=tls(files))
             await TCPTransport.connect(stage.url, credentials=credentials, timeout=PATIENCE)
         hidden(caught.value)
-        # A scheme gives up at once: trying again would not help.
+        # A scheme raises at once, because another try would not help.
         other = aiosync.TCPWeightSyncScheme(stage.url, dial="both", token=given, tls=tls(files))
         async with other:
             other.init_on_receiver("policy", model=nn.Linear(4, 2))
@@ -267,7 +269,7 @@ async def test_who_does_not_fit_is_told_at_once(
         await until(lambda: sum(stage.refused.values()) == 2)
 
 
-# -- who does not speak our language --------------------------------------------------------------
+# -- peers with other protocols and sizes ---------------------------------------------------------
 
 
 @both
@@ -300,7 +302,7 @@ def secured(kind: str, tls: bool, **options: Any) -> contextlib.AbstractAsyncCon
 
 
 def promising(message: Message, *, header: int | None = None, payload: int = 0) -> bytes:
-    """A frame whose prefix promises other sizes."""
+    """Return a frame whose prefix announces other sizes than the frame has."""
     frame = bytearray(encode_frame(message))
     struct.pack_into("<I", frame, 8, header or len(frame) - 24)
     struct.pack_into("<Q", frame, 16, payload)
@@ -319,7 +321,8 @@ async def test_sizes_beyond_the_limits(kind: str, of_stranger: Any, sizes: Any) 
             sock.send(promising(Challenge(secrets.token_bytes(32)), **of_stranger))
             began = time.monotonic()
             await read_all(sock)
-            assert time.monotonic() - began < PATIENCE / 4  # not the handshake's deadline
+            # The size itself is refused, long before the deadline of the handshake.
+            assert time.monotonic() - began < PATIENCE / 4
         await stage.is_refused(FrameTooLarge=1)
         for peer, message in (
             (await Peer.proven(stage.url), hello()),
@@ -329,7 +332,7 @@ async def test_sizes_beyond_the_limits(kind: str, of_stranger: Any, sizes: Any) 
             await ends(peer)
 
 
-# -- who takes long -------------------------------------------------------------------------------
+# -- slow strangers, and too many of them ---------------------------------------------------------
 
 
 @both
@@ -352,7 +355,8 @@ async def test_slow_loris(kind: str, tls: bool, how: str) -> None:
         took = time.monotonic() - began
         if how == "silent" or not tls:
             assert took > 0.9 * SOON
-        assert took < 10 * SOON  # of 20 that it would take
+        # Sending all the data would take 20 times the deadline.
+        assert took < 10 * SOON
         await until(lambda: sum(stage.refused.values()) == 1)
 
 
@@ -366,22 +370,27 @@ async def test_strangers_crowd_out_one_another_and_nobody_else(kind: str) -> Non
         host, _, port = stage.url.removeprefix("tcp://").rpartition(":")
         idle = [stack.enter_context(await dial(stage.url)) for _ in range(100)]
         await stage.goes_on(1)
-        for _ in range(400):  # all of them in the backlog before the loop turns once
+        # All of these connections are in the backlog before the event loop turns once.
+        for _ in range(400):
             stack.enter_context(socket.create_connection((host, int(port))))
-        await stage.is_refused(**{"crowded out": 244})  # 256 stay
-        for sock in idle:  # those that had taken longest
+        # Of the 500 strangers 256 may stay.
+        await stage.is_refused(**{"crowded out": 244})
+        # The idle strangers had taken longest, so they were the first to be dropped.
+        for sock in idle:
             await read_all(sock)
-        (await stage.join()).abort()  # the next one makes room for it
+        # Another stranger is dropped to make room for this peer.
+        (await stage.join()).abort()
 
 
 @both
 @pytest.mark.asyncio
 async def test_at_max_connections_members_stay_and_the_next_is_refused(kind: str) -> None:
-    # The trainer of a server and the healthy worker are two, and one.
+    # A server has links to its trainer and to the healthy worker, a trainer only to the worker.
     own = 2 if kind == "server" else 1
     async with scene(kind, max_connections=own + 3, handshake_timeout=PATIENCE) as stage:
         with contextlib.ExitStack() as stack:
-            for _ in range(20):  # strangers do not count
+            # Strangers take no place away from members.
+            for _ in range(20):
                 stack.enter_context(await dial(stage.url))
             members = [await stage.join() for _ in range(3)]
         crowd = stage.refused
@@ -390,20 +399,21 @@ async def test_at_max_connections_members_stay_and_the_next_is_refused(kind: str
         await until(lambda: stage.refused == {**crowd, "full": 1})
         members.pop().abort()
         async with asyncio.timeout(PATIENCE):
-            while len(members) < 3:  # it takes a moment until its end is seen
+            # The listener notices the end of the aborted link only after a moment.
+            while len(members) < 3:
                 with contextlib.suppress(aiosync.AiosyncError):
                     members.append(await stage.join())
         for member in members:
             member.abort()
 
 
-# -- who has the token and means harm -------------------------------------------------------------
+# -- peers with the token that send no Hello ------------------------------------------------------
 
 
 @both
 @pytest.mark.asyncio
 async def test_peers_that_say_nothing_keep_no_place(kind: str) -> None:
-    """They are strangers until they have said what they want, and make room for who says it."""
+    """Peers are strangers until they send a Hello, and make room for a peer that sends one."""
     own = 2 if kind == "server" else 1
     options: dict[str, Any] = {"handshake_timeout": PATIENCE, "max_connections": own + 8}
     async with scene(kind, **options) as stage:
@@ -411,7 +421,8 @@ async def test_peers_that_say_nothing_keep_no_place(kind: str) -> None:
         began = time.monotonic()
         (await stage.join()).abort()
         assert time.monotonic() - began < PATIENCE / 4
-        await ends(silent.pop(0))  # it had taken longest
+        # The first silent peer had taken longest, so it is the one that is dropped.
+        await ends(silent.pop(0))
         for peer in silent:
             peer.abort()
 
@@ -423,7 +434,10 @@ async def test_peers_that_say_nothing_keep_no_place(kind: str) -> None:
 )
 @pytest.mark.asyncio
 async def test_anything_but_a_hello(kind: str, first: Any) -> None:
-    """Not even that; nor is anything allocated for a payload before it is known who sends it."""
+    """A peer that sends another message first, or none, loses its link.
+
+    Nothing is allocated for a payload before a Hello says who sends it.
+    """
     async with scene(kind) as stage:
         peer = await Peer.proven(stage.url)
         with contextlib.suppress(aiosync.TransportError):
@@ -431,34 +445,39 @@ async def test_anything_but_a_hello(kind: str, first: Any) -> None:
                 await peer.send(Fetch(0), [bytes(2**20)])
             elif first is not None:
                 await peer.send(first)
-        await ends(peer)  # handshake_timeout counts for this as well
+        # A peer that sends nothing loses its link after handshake_timeout.
+        await ends(peer)
 
 
-# -- who comes in a crowd -------------------------------------------------------------------------
+# -- members that lie or flood --------------------------------------------------------------------
 
 
 @both
 @pytest.mark.asyncio
 async def test_a_worker_that_says_it_has_a_version_of_the_future(kind: str) -> None:
-    """The epoch is in every Welcome. Nothing that a worker says may make send() fail."""
+    """A worker learns the epoch from its Welcome, and can then claim any version of it.
+
+    No message of a worker may break send().
+    """
     async with scene(kind) as stage:
         first = await stage.join()
         peer = await stage.join(epoch=first.welcome.epoch, version=2**62, worker_idx=7)
         first.abort()
         message = None
         async with asyncio.timeout(PATIENCE):
-            # It gets what there is, as if it had nothing.
+            # The peer gets the current version, as if it had none.
             while not isinstance(message, Update):
                 message = (await peer.recv(into=lambda _, nbytes: [bytearray(nbytes)])).message
         if kind == "scheme":
             with contextlib.suppress(aiosync.PartialSyncError):
-                await stage.trainer.send(timeout=SOON)  # to everybody
+                # Other than those of the scene, this send addresses the peer, too.
+                await stage.trainer.send(timeout=SOON)
         await stage.goes_on()
         peer.abort()
 
 
 async def flood(sock: socket.socket, frame: bytes, nbytes: int) -> None:
-    """Write the same frame until so much of it was taken, or nothing more is for a while."""
+    """Repeat a frame until the kernel has taken ``nbytes`` bytes, or takes none for a while."""
     block = memoryview(frame * (2**16 // len(frame)))
     rest, taken, refused = block, 0, 0
     with contextlib.suppress(OSError):
@@ -477,19 +496,22 @@ async def flood(sock: socket.socket, frame: bytes, nbytes: int) -> None:
 @both
 @pytest.mark.asyncio
 async def test_fetches_for_ever_that_nobody_reads_the_answers_to(kind: str) -> None:
-    """Nobody calls recv() of the peer, so that the link reads no further than a message."""
+    """Answers do not pile up for a peer that never calls recv().
+
+    The link of such a peer reads no further than one message.
+    """
     async with scene(kind) as stage:
         peer = await stage.join(subscribe=False)
         await flood(peer.sock, encode_frame(Fetch(0)), 4 * 2**20)
         await stage.goes_on()
         waiting = [each for each in gc.get_objects() if type(each) is Current]
-        assert len(waiting) < 16  # what has to be said does not pile up
+        assert len(waiting) < 16
         del waiting
         peer.abort()
 
 
 async def promise(link: TCPTransport, nbytes: int) -> None:
-    """Announce one tensor of so many bytes, and send what would be a part of it."""
+    """Announce a tensor of ``nbytes`` bytes, send one chunk of it, and wait for the link's end."""
     manifest = Manifest((LeafSpec("a", "uint8", (nbytes,), 0, nbytes),), nbytes)
     update = Update(5, 1, manifest.digest, chunk=(0, 2**31), checksum=bytes(16))
     await link.send(Welcome(5, 1, 0))
@@ -499,7 +521,7 @@ async def promise(link: TCPTransport, nbytes: int) -> None:
     await ends(link)
 
 
-# Beyond the limits; and where the limits allow it, but there is no such memory.
+# The first size is beyond the limits. The second is within its limits, but no host has the memory.
 terabytes = pytest.mark.parametrize(
     ("nbytes", "limits"), [(2**40, None), (2**49, Limits(max_payload_nbytes=2**50))]
 )
@@ -517,7 +539,7 @@ async def test_a_trainer_that_promises_a_terabyte_to_the_server(nbytes: int, lim
 
 @contextlib.asynccontextmanager
 async def liar(model: nn.Module, **options: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
-    """A worker that connects, and the link and the socket of a trainer that means harm."""
+    """A worker that connects to a hostile trainer, and the link and the socket of that trainer."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
@@ -548,7 +570,7 @@ async def test_a_trainer_that_promises_a_terabyte_to_a_receiver(nbytes: int, lim
 
 @pytest.mark.asyncio
 async def test_a_trainer_that_floods_and_reads_no_answers() -> None:
-    """Each of its empty updates asks for an answer; they must not pile up at the worker."""
+    """Each empty update asks for an answer, and these answers must not pile up at the worker."""
     async with liar(nn.Module()) as (scheme, link, sock):
         await link.send(Welcome(5, 0, 0))
         await scheme.connecting
@@ -557,9 +579,10 @@ async def test_a_trainer_that_floods_and_reads_no_answers() -> None:
         await link.send(Update(5, 3, empty.digest, checksum=checksum(b"")))
         await scheme.wait_for_version(3)
         stale = Update(5, 2, empty.digest, checksum=checksum(b""))
-        await flood(sock, encode_frame(stale), 32 * 2**20)  # the kernel's buffers are full soon
+        # The kernel's buffers are soon full of answers that the trainer does not read.
+        await flood(sock, encode_frame(stale), 32 * 2**20)
         await until(lambda: scheme.link_lost is not None)
-        assert "without reading the replies" in str(scheme.link_lost)  # that trainer was left
+        assert "without reading the replies" in str(scheme.link_lost)
 
 
 @both
@@ -571,7 +594,7 @@ async def test_tokens_are_shown_nowhere(kind: str, caplog: pytest.LogCaptureFixt
         hidden(peer, stage.trainer, stage.worker, stage.server, stage.refused)
         hidden(stage.server and stage.server.status(), pickle.dumps(stage.worker))
         peer.abort()
-        # What a worker process gets has the token all the same.
+        # A pickle for a worker process shows no token, but the worker can connect with it.
         async with twin(stage.worker) as other:
             other.init_on_receiver("policy", worker_idx=1, model=linear())
             await other.connect()

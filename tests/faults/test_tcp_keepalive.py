@@ -1,4 +1,4 @@
-"""A peer whose host went away without a word is noticed by the kernel's keep-alive."""
+"""The kernel's keep-alive, which notices that a peer's host went away without a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 import aiosync
 
-ADDRESS = "tcp://10.213.0.2:7777"  # seen in these namespaces only
+# This address exists only in the network namespaces of this test.
+ADDRESS = "tcp://10.213.0.2:7777"
 
 SENDER = """
 import asyncio, sys, torch, aiosync
@@ -63,7 +64,7 @@ def ip(*args: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts(a: str, b: str, device: str) -> Iterator[None]:
-    """Two network namespaces, which takes root on Linux, with a link between them."""
+    """Two network namespaces with a link between them; they need root on Linux."""
     with contextlib.ExitStack() as undo:
         try:
             for name in (a, b):
@@ -89,18 +90,19 @@ def test_both_ends_notice_that_the_network_is_gone() -> None:
             argv = ["ip", "netns", "exec", name, sys.executable, "-c", program, ADDRESS]
             process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=root)
             stack.enter_context(process)
-            stack.callback(process.kill)  # `ip` became the program
+            # `ip` has replaced itself with the program, so this kills the program.
+            stack.callback(process.kill)
             return process
 
         sender, receiver = start(b, SENDER), start(a, RECEIVER)
         assert sender.stdout is not None
         assert sender.stdout.readline() == "ready\n"
         assert sender.stdout.readline() == "connected\n"
-        # Nobody is told: packets are dropped from now on.
+        # From now on packets are dropped, and neither end gets a message about it.
         ip("-n", a, "link", "set", device, "down")
         began = time.monotonic()
         assert sender.stdout.readline() == "lost\n"
         assert time.monotonic() - began < 15
-        # Not communicate(): what readline() has read ahead would be lost to it.
+        # communicate() would lose the output that readline() has read ahead.
         assert sender.stdout.readline() in ("TransportBroken\n", "PeerClosed\n")
         assert receiver.communicate(timeout=30)[0] in ("TransportBroken\n", "PeerClosed\n")

@@ -1,8 +1,8 @@
 """One sender and its receivers with a proxy between them that harms the stream at every byte.
 
-The weights of version n are all n, so a torn update shows. What has to hold at any time: a
-receiver has one complete version; it gets the newest as soon as the proxy lets it; and no call
-of the sender lasts longer than its deadline.
+The weights of version n are all n, so a torn update shows. At any time a receiver has one complete
+version; it gets the newest version as soon as the proxy lets it pass; and no call of the sender
+lasts longer than its deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEND = 10.0
 
 
 def small() -> nn.Module:
-    """Three tensors, the payload of which is cut into two chunks."""
+    """Return a model of three tensors, whose payload is cut into two chunks."""
     model = nn.Module()
     for name, size in (("a", 3), ("b", 5), ("c", 16)):
         model.register_parameter(name, nn.Parameter(torch.full((size,), -1.0)))
@@ -43,7 +43,7 @@ CROWD = 32
 
 
 def stamp(model: nn.Module) -> float:
-    """The one value that every element has."""
+    """Return the one value that every element of the model has."""
     values = {value for each in model.parameters() for value in each.detach().tolist()}
     assert len(values) == 1, f"torn: {sorted(values)}"
     return values.pop()
@@ -57,14 +57,15 @@ class Worker:
     scheme: Any
     model: nn.Module
     seen: float = 0.0
-    harmed: Plan | None = None  # of the next connection
+    # Plan of the faults of the next connection.
+    harmed: Plan | None = None
 
     def plan(self, _number: int) -> Plan | None:
         harmed, self.harmed = self.harmed, None
         return harmed
 
     def look(self) -> float:
-        """Check that the model has one complete version, no older than the last time."""
+        """Check that the model has one complete version, no older than at the last check."""
         before, self.seen = self.seen, stamp(self.model)
         assert self.seen >= before, f"{self.seen} after {before}"
         return self.seen
@@ -78,7 +79,7 @@ class Crowd:
     value: float = 0.0
 
     async def send(self) -> Any:
-        """Send the next version; what it raises is an error that is documented, and in time."""
+        """Send the next version; return its report, or the documented error that it raises."""
         self.value += 1
         fill(self.model, self.value)
         try:
@@ -89,9 +90,11 @@ class Crowd:
             return exc
 
     async def settle(self, *, impatient: bool = False) -> None:
-        """Wait until everybody has the newest version, and look at everybody all the time.
+        """Wait until each worker has the newest version, and check all workers meanwhile.
 
-        Impatient: end what waits for bytes that a fault took away, long before its 30 s are over.
+        Args:
+            impatient: True to cut the links of late workers. They may wait for bytes that a fault
+                took away, and would otherwise do so for 30 s.
         """
         began = time.monotonic()
         async with asyncio.timeout(PATIENCE):
@@ -107,7 +110,7 @@ class Crowd:
 async def crowd(
     number: int, build: Callable[[], nn.Module] = small, **options: Any
 ) -> AsyncIterator[Crowd]:
-    """A sender that listens, and connected receivers."""
+    """A sender that listens, and ``number`` connected receivers."""
     options = {
         "chunk_nbytes": CHUNK,
         "stall_timeout": STALL,
@@ -139,10 +142,13 @@ async def crowd(
 async def one_round(
     crowd: Crowd, plans: list[Plan], updates: int, *, impatient: bool = True
 ) -> None:
-    """New links, each with its plan: an update goes with the welcome, and perhaps one after."""
+    """Give each worker a new link with its plan, and send ``updates`` updates.
+
+    The first update goes with the Welcome.
+    """
     for worker, plan in zip(crowd.workers, plans, strict=False):
         worker.harmed = plan
-    # Also those that have no plan any more get a new link.
+    # Workers without a plan in this round get a new link, too.
     before = [worker.proxy.connections for worker in crowd.workers]
     for worker in crowd.workers:
         worker.proxy.cut()
@@ -163,13 +169,13 @@ async def one_round(
 
 
 async def length_of_a_round(updates: int) -> dict[str, int]:
-    """Bytes that an unharmed connection carries in each direction, with some to spare."""
+    """Return the bytes that an unharmed connection carries in each direction, and a few more."""
     async with crowd(1) as one:
         proxy = one.workers[0].proxy
         await one_round(one, [], updates)
         before = proxy.bytes_forward, proxy.bytes_back
         await one_round(one, [], updates)
-        # Versions get longer as they grow: some bytes more.
+        # A version is encoded in more bytes as it grows.
         forward, back = proxy.bytes_forward - before[0], proxy.bytes_back - before[1]
         return {"forward": forward + 8, "back": back + 24}
 
@@ -186,13 +192,15 @@ FAULTS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.heavy)])
 def test_every_byte(kind: str, direction: str, step: int) -> None:
-    """Forward is what a receiver sends (proof, Hello, acks), back is what it gets.
+    """A fault at any byte neither tears an update nor blocks the sender.
 
-    At every seventh byte, which puts it into every field; --heavy does it at every byte.
+    Forward is what a receiver sends (proof, Hello, acks), back is what it gets. There is a fault
+    at every seventh byte, which puts one into every field; with --heavy it is every byte.
     """
 
     async def main() -> None:
-        updates = 1 if kind == "reset" else 2  # that a harmed link carries
+        # Number of updates that a harmed link carries.
+        updates = 1 if kind == "reset" else 2
         length = (await length_of_a_round(updates))[direction]
         every = range(0, length, step)
         async with crowd(CROWD) as many:
@@ -200,17 +208,17 @@ def test_every_byte(kind: str, direction: str, step: int) -> None:
                 offsets = every[first : first + CROWD]
                 plans = [Plan(**{direction: Faults(**FAULTS[kind](at))}) for at in offsets]
                 await one_round(many, plans, updates)
-            # Once the last faults are over, everything is as it was.
+            # After the last faults all workers take updates as before.
             async with asyncio.timeout(SEND):
                 while (await many.send()).acked != frozenset(range(CROWD)):
                     await many.settle()
             await many.settle()
             links = sum(worker.proxy.connections for worker in many.workers)
-        # Every fault cost its link, but for those beyond the last byte or that repeat nothing.
+        # Each fault costs its link, except beyond the last byte or where nothing is repeated.
         rounds = -(-len(every) // CROWD)
         assert links - CROWD * (1 + rounds) > len(every) * 0.5
 
-    # One loop each: both would take twice as long, and the bytes are the same.
+    # Each case runs on one loop: both would take twice as long, and the bytes are the same.
     run("uvloop" if (kind == "reset") == (direction == "forward") else "asyncio", main())
 
 
@@ -233,12 +241,13 @@ async def test_a_silent_link_is_dropped_after_stall_timeout(direction: str) -> N
         assert "stall_timeout" in str(report.failed[0])
         assert STALL <= took < SEND / 3
         assert not one.sender.sender_transports
-        # It is not waited for again, and the next send says that it is lost.
+        # The next send does not wait for the lost worker, and reports it as lost.
         report = await one.send()
         assert isinstance(report, aiosync.PartialSyncError)
         assert worker.look() == 1.0
         if direction == "back":
-            worker.proxy.resume()  # the end of the link arrives, and with it a new one
+            # The end of the link reaches the worker now, which then makes a new one.
+            worker.proxy.resume()
         else:
             worker.proxy.cut()
         await one.settle()
@@ -253,21 +262,23 @@ def test_a_stall_in_every_phase_of_the_handshake() -> None:
         async with crowd(CROWD, reconnect=None) as many:
             forward = [Plan(forward=Faults(stall_at=at)) for at in plans]
             await one_round(many, forward, 1, impatient=False)
-            # Where the link stalls after the handshake the worker hears nothing more: the end of
-            # the link stalls, too, until the proxy lets it go. An answer may take 30 s.
+            # A worker whose link stalls after the handshake gets nothing more: the end of the link
+            # stalls, too, until the proxy resumes. The worker waits 30 s for an answer, so the
+            # clock is moved on.
             loop.call_later(5 * STALL, setattr, loop, "time", lambda: now() + 31)
             for worker in many.workers:
                 loop.call_later(5 * STALL, worker.proxy.resume)
             back = [Plan(back=Faults(stall_at=at)) for at in plans]
             await one_round(many, back, 1, impatient=False)
 
-    run("asyncio", main())  # the clock of uvloop cannot be moved on
+    # uvloop's clock cannot be moved on.
+    run("asyncio", main())
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_slow_link_is_not_taken_for_a_stalled_one() -> None:
-    """A transfer of many times stall_timeout, as long as bytes move."""
+    """A transfer may take many times stall_timeout as long as bytes move."""
     async with crowd(1, build=lambda: Block(300_000), chunk_nbytes=2**20) as one:
         (worker,) = one.workers
         worker.harmed = Plan(back=Faults(delay=STALL / 2))
@@ -279,7 +290,7 @@ async def test_a_slow_link_is_not_taken_for_a_stalled_one() -> None:
 
 
 class Block(nn.Module):
-    """One tensor of so many bytes."""
+    """A model with one tensor of ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
