@@ -1,10 +1,10 @@
 """Write the corpus of hostile streams: ``python -m tests.fuzz.make_corpus``.
 
 The first word of a file's name says how the stream has to end: ``ok`` parses to a clean end,
-``cut`` ends in mid-frame, ``fail`` breaks the rules, ``large`` is over a limit and ``version``
-is another wire version. The limits are those of :mod:`tests.fuzz.target`. The files are kept in
-the repository so that other implementations can use them; a test compares them with this
-script.
+``cut`` ends inside a frame, ``fail`` breaks the rules, ``large`` is over a limit and ``version``
+has another wire version. The limits are those of :mod:`tests.fuzz.target`. The files are kept in
+the repository so that other implementations can use them; a test compares them with the streams
+of this script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiosync.wire import Ack, ManifestMessage, Update, encode_frame
 from tests.fuzz.target import CORPUS
 from tests.unit._frames import DIGEST, MANIFEST, SAMPLES, raw_frame, raw_header
 
-# An acknowledgement, as the release with version 1 wrote it.
+# An acknowledgement as the release with wire version 1 wrote it.
 _VERSION_1 = raw_frame(
     msgpack.packb({"t": "ack", "epoch": 1, "version": 2, "status": 2}), version=1
 )
@@ -43,7 +43,7 @@ def _leaf(**changes: object) -> list[object]:
 
 
 def _nested(depth: int, of: bytes) -> bytes:
-    """An update whose map has one key, with something nested in it."""
+    """Return the header of an update whose map has one key, with ``depth`` nested values in it."""
     return raw_header("update", b"\x81\xa6values\x81\xa1a" + of * depth + b"\x01")
 
 
@@ -70,7 +70,7 @@ def corpus() -> dict[str, bytes]:
     page = raw_header("page", {})
     list32 = b"\xdd\x00\x01\x00\x00"
     streams = {
-        # streams that are legal
+        # These streams are legal.
         "ok-empty": b"",
         "ok-every-message": b"".join(encode_frame(message) for message in SAMPLES),
         "ok-payloads": (encode_frame(Update(1, 2, DIGEST), 5) + b"AIOS\x01") * 3 + ack,
@@ -80,7 +80,7 @@ def corpus() -> dict[str, bytes]:
             b"\x0e\xdf\x00\x00\x00\x02" + msgpack.packb({"epoch": 1, "version": 1})[1:]
         ),
         "ok-deepest-nesting": _update({"values": {"k": _lists(14)}}),
-        # streams that end too early
+        # These streams end too early.
         "cut-in-magic": b"AI",
         "cut-in-prefix": ack[:23],
         "cut-before-header": ack[:24],
@@ -89,7 +89,7 @@ def corpus() -> dict[str, bytes]:
         "cut-before-payload": update[:-70_000],
         "cut-in-payload": update[:-1],
         "cut-announces-much": raw_frame(b"", 2**17, header_nbytes=2**17, crc=0),
-        # prefixes
+        # These streams have illegal prefixes.
         "fail-http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "fail-tls": bytes.fromhex("16030100c8010000c40303"),
         "fail-zeros": bytes(24),
@@ -108,7 +108,7 @@ def corpus() -> dict[str, bytes]:
         "large-header-4-gib": raw_frame(b"", header_nbytes=2**32 - 1, crc=0),
         "large-payload": raw_frame(b"\x80", 2**17 + 1),
         "large-payload-16-eib": raw_frame(b"\x80", 2**64 - 1),
-        # headers of fixed places
+        # These headers have illegal types or illegal fields in fixed places.
         "fail-type-0": raw_frame(b"\0"),
         "fail-type-unknown": raw_frame(b"\x12\x80"),
         "fail-type-only": raw_frame(b"\x01"),
@@ -120,7 +120,7 @@ def corpus() -> dict[str, bytes]:
         "fail-update-flags": _update(flags=4),
         "fail-update-reserved": _update(reserved=1),
         "fail-ack-reserved": _ack(reserved=1),
-        # headers that are no map, or not quite
+        # These headers have no map, or an illegal one.
         "fail-header-nil": raw_frame(b"\x0e\xc0"),
         "fail-header-list": raw_frame(b"\x0e\x91\x80"),
         "fail-header-none": raw_frame(b"\x0e"),
@@ -143,7 +143,7 @@ def corpus() -> dict[str, bytes]:
         "fail-ext-empty": raw_frame(b"\x08\x81\xa1t\xc7\x00\x05"),
         "fail-unknown-field": _ack({"new": 1}),
         "fail-missing-field": _raw("current", epoch=1),
-        # headers that ask for memory or stack
+        # These headers try to use up memory or stack.
         "fail-list-of-4-gi": raw_frame(b"\x0f\x81\xa6values\xdd\xff\xff\xff\xff"),
         "fail-map-of-4-gi": raw_frame(b"\x0f\x81\xa6values\xdf\xff\xff\xff\xff"),
         "fail-bytes-of-4-gib": raw_frame(b"\x0f\x81\xa6values\xc6\xff\xff\xff\xff"),
@@ -155,7 +155,7 @@ def corpus() -> dict[str, bytes]:
         "fail-nested-lists-that-lie": raw_frame(_nested(15, list32) + bytes(70_000)),
         "fail-nested-lists-that-lie-in-512-bytes": raw_frame(_nested(150, b"\xdc\x01\x80")),
         "fail-wide-lists-that-lie": raw_frame(_nested(1, list32 * 10) + bytes(70_000)),
-        # fields
+        # These messages have illegal fields.
         "fail-few-has-a-list": _raw("fetch", min_version=[0]),
         "fail-few-has-many": _raw("fetch", **{f"k{i}": i for i in range(17)}),
         "fail-few-is-nested": _raw("fetch", x={"a": {"b": {}}}),
@@ -181,7 +181,7 @@ def corpus() -> dict[str, bytes]:
         "fail-values-list": _update({"values": [1]}),
         "fail-ext-map-nested": _update({"x": {"a": {"b": 1}}}),
         "fail-ext-map-17": _update({"x": {str(i): i for i in range(17)}}),
-        # manifests
+        # These messages have illegal manifests, but for the last one.
         "fail-manifest-empty": _manifest(),
         "fail-manifest-version": _manifest([2, 0, 0]),
         "fail-manifest-count": _manifest([1, 64, 2**32], _leaf()),
@@ -217,7 +217,7 @@ def corpus() -> dict[str, bytes]:
         "fail-manifest-not-canonical": _raw("manifest", manifest=b"\x93\x01\xcc\x00\x00"),
         "ok-manifest": encode_frame(ManifestMessage(MANIFEST)),
     }
-    # A header whose map is legal but for the length that its prefix announces.
+    # In these streams the header is legal, but the prefix announces another length.
     longer = bytearray(ack)
     struct.pack_into("<I", longer, 8, len(ack) - 24 + 1)
     streams["cut-header-length-plus-1"] = bytes(longer)
@@ -227,7 +227,7 @@ def corpus() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write the files, and remove those that no stream belongs to."""
+    """Write a file for each stream, and remove the files of streams that are gone."""
     streams = corpus()
     CORPUS.mkdir(exist_ok=True)
     for path in CORPUS.glob("*.bin"):

@@ -1,7 +1,7 @@
 """The fuzz target of the wire format, and a generator of inputs for it.
 
-The invariant, in one sentence: any bytes in any cuts either parse or give a documented
-ProtocolError; cuts never change the events; memory is bounded by the limits.
+The invariant: any bytes in any cuts either parse or raise a documented ProtocolError; cuts never
+change the events; memory is bounded by the limits.
 
 Run ``python -m tests.fuzz.target 60`` to try random mutations for 60 seconds; a finding is an
 AssertionError that shows the seed. :func:`check` is also the entry point for other fuzzers.
@@ -82,7 +82,8 @@ def mutate(rng: random.Random) -> bytes:
         if rng.random() < 0.7:
             header = _damage(rng, frame[24:])
             frame[24:] = header
-            if rng.random() < 0.9:  # the checksum is right, so the header is looked at
+            # With a right checksum the decoder reads the damaged header.
+            if rng.random() < 0.9:
                 struct.pack_into("<II", frame, 8, len(header), zlib.crc32(header))
         frames.append(bytes(frame) + payload)
     stream = b"".join(frames)
@@ -93,7 +94,7 @@ def _damage(rng: random.Random, data: bytearray) -> bytearray:
     interesting = b"\x00\x01\x7f\x80\x81\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc4\xc6\xc7\xc9\xca\xcf\xd3"
     interesting += b"\xd4\xd6\xd8\xd9\xdb\xdc\xdd\xde\xdf\xe0\xff"
     for _ in range(rng.randint(1, 3)):
-        # Bytes are changed, put in, taken out, repeated or cut off.
+        # This changes, inserts, removes, repeats or cuts off bytes.
         start = rng.randrange(len(data) + 1)
         stop = start + rng.choice([0, 1, 1, rng.randint(1, 8), rng.randint(1, 30), len(data)])
         byte = bytes([rng.choice([rng.choice(interesting), rng.randrange(256)])])
@@ -104,7 +105,7 @@ def _damage(rng: random.Random, data: bytearray) -> bytearray:
 
 
 def random_cuts(rng: random.Random, nbytes: int) -> list[list[int]]:
-    """Three ways to cut: anywhere, into small pieces, and byte by byte if there are few."""
+    """Return ways to cut: anywhere, into small pieces, and, up to 200 bytes, byte by byte."""
     ways = [[rng.randrange(nbytes + 1) for _ in range(4)], list(range(0, nbytes, 13))]
     if nbytes <= 200:
         ways.append(list(range(nbytes)))
@@ -112,17 +113,17 @@ def random_cuts(rng: random.Random, nbytes: int) -> list[list[int]]:
 
 
 def run_seed(seed: int) -> list[object]:
-    """Check one random input."""
+    """Check the random input of a seed; return its events."""
     rng = random.Random(seed)
     data = mutate(rng)
     try:
         return check(data, random_cuts(rng, len(data)))
-    except Exception as exc:  # whoever runs the fuzzer sees it, with the seed to repeat it
+    except Exception as exc:  # the person who runs the fuzzer sees it, with the seed to repeat it
         raise AssertionError(f"seed {seed}, input {data[:200]!r}") from exc
 
 
 def main(seconds: float) -> None:
-    """Check random inputs for so many seconds."""
+    """Check random inputs for ``seconds`` seconds."""
     seed = first = random.SystemRandom().randrange(2**48)
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:

@@ -1,4 +1,4 @@
-"""The corpus of hostile streams and random mutations, against the invariant of the target."""
+"""The corpus of hostile streams and random mutations, checked by the invariant of the target."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def test_a_corpus_file_ends_as_its_name_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_memory_is_bounded(name: str) -> None:
-    """What is allocated follows the bytes that came, and never what they announce."""
+    """Allocations follow the bytes that have arrived, and never the sizes that they announce."""
     data = (CORPUS / name).read_bytes()
     bound = READ_AHEAD_NBYTES + LIMITS.max_header_nbytes + LIMITS.max_payload_nbytes
     bound += 8 * len(data) + 2**20
     if name.startswith("fail-manifest"):
-        bound += 2**23  # nested lists in a manifest, as docs/topics/wire-format.md says
-    drive([data], LIMITS)  # what is allocated once and kept
+        # Nested lists in a manifest take more memory, as docs/topics/wire-format.md says.
+        bound += 2**23
+    # The first run makes the allocations that are kept, so the second one does not count them.
+    drive([data], LIMITS)
     tracemalloc.start()
     try:
         drive([data], LIMITS)
@@ -65,7 +67,7 @@ def test_memory_is_bounded(name: str) -> None:
 @pytest.mark.slow
 def test_many_random_mutations() -> None:
     ends = [run_seed(seed)[-1] for seed in range(10_000, 14_000)]
-    # The inputs are worth something: many parse, and many fail late.
+    # The inputs are only useful if many of them parse, and many fail late.
     assert ends.count("ok") + ends.count("cut") > 200
     assert sum(end[0] is RemoteProtocolError for end in ends) > 1000
 

@@ -1,4 +1,4 @@
-"""Samples and Hypothesis strategies of messages, and a way to drive a decoder."""
+"""Samples and Hypothesis strategies of messages, frames made by hand, and a driver of decoders."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ SAMPLES: list[Message] = [
 
 
 def feed(decoder: FrameDecoder, data: bytes) -> None:
-    """Copy bytes in, as a link reads them."""
+    """Copy bytes into a decoder, as a link does when it reads them."""
     view = memoryview(data)
     while view:
         target = decoder.get_buffer()
@@ -237,7 +237,7 @@ def raw_header(kind: str, rest: dict[Any, Any] | bytes, **fixed: Any) -> bytes:
     Args:
         kind: Name of the message on the page about the wire format.
         rest: The map, or its bytes.
-        fixed: For update and ack, what is in fixed places, where it is not 1.
+        fixed: For update and ack, the fields in fixed places that do not have the default.
     """
     data = rest if isinstance(rest, bytes) else msgpack.packb(rest) if rest else b""
     at = {"flags": 0, "reserved": 0, "epoch": 1, "version": 1, "nbytes": len(data), **fixed}
@@ -289,12 +289,13 @@ def raw_frame(
 def drive(cuts: Iterable[bytes], limits: Limits | None = None, *, pieces: int = 1) -> list[Any]:
     """Feed the cuts to a decoder; return its events, with each payload before its FrameEnd.
 
-    The last one is what it raised, or whether the stream ended in a frame.
+    The last item is the error that the decoder raised. Without an error it is True if the stream
+    ended inside a frame, and False if it did not.
 
     Args:
         cuts: The bytes as they arrive.
         limits: Limits of the decoder.
-        pieces: How many buffers each payload is spread over.
+        pieces: Number of buffers over which each payload is spread.
     """
     decoder = FrameDecoder() if limits is None else FrameDecoder(limits)
     seen: list[Any] = []

@@ -47,7 +47,7 @@ def travel(message: Message) -> Message:
 def handshake(
     listener_token: bytes | None, dialer_token: bytes | None
 ) -> tuple[AiosyncError | None, AiosyncError | None, list[Message]]:
-    """Play both sides as a transport does; return the error of each, and what travelled."""
+    """Play both sides as a transport does; return the error of each, and all messages."""
     challenge = new_challenge(listener_token)
     received, answer = answer_challenge(travel(challenge), dialer_token)
     seen, errors = [challenge, travel(answer)], list[AiosyncError | None]()
@@ -131,7 +131,7 @@ def flip(data: bytes) -> bytes:
 
 
 class Link(NamedTuple):
-    """What both sides know after the dialer's answer."""
+    """The state of both sides after the dialer's answer, and the functions that verify proofs."""
 
     challenge: Challenge
     answer: Proof
@@ -161,7 +161,7 @@ def test_a_changed_proof_is_refused(change: dict[str, bytes], of_dialer: bool) -
 
 
 def test_a_dialer_is_not_fooled_by_its_own_proof() -> None:
-    """Reflection: the peer knows no token, and sends back what it got."""
+    """Reflection: a peer without the token sends the dialer's own proof back."""
     challenge, answer, _, dialer = link()
     for nonce in (challenge.nonce, answer.nonce):
         with pytest.raises(AuthError):
@@ -169,7 +169,7 @@ def test_a_dialer_is_not_fooled_by_its_own_proof() -> None:
 
 
 def test_a_listener_is_not_fooled_by_another_listener() -> None:
-    """Reflection: what a second listener proves to a real dialer is worth nothing at the first."""
+    """Reflection: the first listener refuses the proof that a second one gave to a real dialer."""
     victim, oracle = link(), link()
     reply, _ = oracle.listener(oracle.answer)
     for stolen in (reply.nonce, victim.challenge.nonce):
@@ -196,7 +196,8 @@ def test_old_proofs_are_worth_nothing_on_another_link() -> None:
 @pytest.mark.parametrize(
     ("token", "required", "mac", "text"),
     [
-        (TOKEN, False, b"", GIVE_LISTENER),  # it pretends to need none
+        # This listener pretends to need no token.
+        (TOKEN, False, b"", GIVE_LISTENER),
         (TOKEN, False, b"m" * 32, GIVE_LISTENER),
         (TOKEN, True, b"", GIVE_LISTENER),
         (None, True, b"", GIVE_DIALER),

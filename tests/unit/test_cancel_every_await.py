@@ -1,4 +1,4 @@
-"""cancel_at_every_await() reaches every suspension, in both moments, and sees what it did."""
+"""cancel_at_every_await(): each suspension is cancelled in both moments, and outcomes are seen."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ async def test_what_an_operation_returns_that_cancels_its_task_again_is_seen() -
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
-            task.cancel()  # for whoever waits next
+            # The next await of this task raises the cancellation.
+            task.cancel()
         return "done"
 
     async def look(outcome: CancelOutcome[str]) -> None:
@@ -54,7 +55,7 @@ async def test_what_an_operation_returns_that_cancels_its_task_again_is_seen() -
 
 
 async def test_only_late_cancellation_finds_a_result_that_nobody_takes() -> None:
-    """The reason for the two moments: a future that has its result already when cancelled."""
+    """This is the reason for two moments: a cancelled task may wait for a future that is done."""
     outcomes: dict[bool, bool] = {}
     futures: list[asyncio.Future[str]] = []
 

@@ -1,4 +1,4 @@
-"""Chunks and checksums: the plan, what arrives, what is refused, fixed values."""
+"""Chunks and checksums: their plan, chunks that arrive or are refused, and fixed values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Receiver(Assembly):
         self.memory = bytearray(nbytes)
 
     def put(self, sender: Sender, index: int, *, damage: bool = False, **changes: Any) -> bool:
-        """Let one chunk arrive, as a transport does it."""
+        """Let one chunk arrive as in a transport; return True if the update is complete."""
         update, data = sender.update(index, **changes), sender.chunks[index]
         start, stop = self.place(update, len(data))
         assert stop - start == len(data)
@@ -72,7 +72,7 @@ def test_an_update_without_chunk_is_one_chunk(nbytes: int) -> None:
 
 
 ILLEGAL: list[tuple[int, dict[str, Any], int]] = [
-    # chunk, what is wrong with it, and bytes; the payload has four chunks
+    # A row has the index of a chunk, its wrong fields, and its bytes. The payload has four chunks.
     (0, {"checksum": None}, 64),
     (0, {"values": {"a": 1}}, 64),
     (0, {"state": b"s"}, 64),
@@ -106,7 +106,7 @@ def test_an_illegal_chunk_is_refused_before_it_is_written(
         target.put(sender, 0)
     with pytest.raises(RemoteProtocolError, match=f"chunk {index}"):
         target.place(sender.update(index, **changes), nbytes)
-    # The next link begins anew, in any cut.
+    # The next link begins with the first chunk, and may cut the payload in another way.
     assert target.good_nbytes == 0
     target.resume()
     other = Sender(payload_of(200), 128)
@@ -125,13 +125,14 @@ def test_a_checksum_of_another_length_never_matches(length: int) -> None:
 
 
 def test_the_whole_is_checked_too() -> None:
-    """Each chunk is what was sent, but one of them is that of another version."""
+    """Each chunk has its checksum, but one of them belongs to another version."""
     sender, other, target = Sender(payload_of(200)), Sender(bytes(200)), Receiver(200)
     for index in (0, 1, 2):
         target.put(other if index == 1 else sender, index)
     with pytest.raises(RemoteProtocolError, match=f"version {VERSION}"):
         target.put(sender, 3)
-    assert target.good_nbytes == 0  # nothing of it is believed; all of it may come again
+    # No chunk counts as good any more, so that all of them can be sent again.
+    assert target.good_nbytes == 0
     assert [target.put(sender, index) for index in range(4)][-1]
     assert target.memory == sender.payload
 
@@ -139,8 +140,10 @@ def test_the_whole_is_checked_too() -> None:
 @pytest.mark.parametrize(
     ("first", "chunk_nbytes", "fits"),
     [
-        (2, 64, True),  # it goes on
-        (0, 64, True),  # it begins anew, also in another cut
+        # This link goes on after the last chunk.
+        (2, 64, True),
+        # These links begin with the first chunk, which may have another size.
+        (0, 64, True),
         (0, 128, True),
         (1, 64, False),
         (3, 64, False),
@@ -166,7 +169,7 @@ def test_another_link_goes_on_or_begins_anew(first: int, chunk_nbytes: int, fits
 @pytest.mark.slow
 @given(st.integers(0, 2000), st.integers(1, 4), st.data())
 def test_a_transfer_over_links_that_are_lost(nbytes: int, units: int, draw: st.DataObject) -> None:
-    """Chunks are damaged, links are lost, and what is complete is what was sent."""
+    """Chunks are damaged and links are lost, but a complete payload is the one that was sent."""
     sender, target = Sender(payload_of(nbytes), 64 * units), Receiver(nbytes)
     complete, faults = False, draw.draw(st.lists(st.integers(0, 9), max_size=12))
     while not complete:

@@ -133,7 +133,7 @@ def test_an_illegal_frame_is_refused(frame: bytes, kind: type[ProtocolError], te
 
 
 def waiting(nbytes: int = 4) -> FrameDecoder:
-    """A decoder that waits for buffers of so many bytes."""
+    """Return a decoder that waits for buffers of ``nbytes`` bytes."""
     decoder = fed(encode_frame(UPDATE, nbytes))
     decoder.next_event()
     return decoder
@@ -146,11 +146,12 @@ def test_the_decoder_drops_lent_buffers_when_the_payload_ends() -> None:
         lent.extend(b"x")
     decoder.buffer_updated(len(decoder.get_buffer()))
     assert decoder.next_event() == FrameEnd()
-    lent.extend(b"x")  # nobody exports it any more
+    # The decoder does not export the buffer any more, so it can grow.
+    lent.extend(b"x")
 
 
 def test_a_large_manifest_is_decoded_in_steps() -> None:
-    """Between two of them a loop can turn; what follows is not looked at before."""
+    """An event loop can turn between two steps; the next frame is decoded after the last step."""
     leaves = [(f"layer.{at}", "float32", (at % 7,), "param", (f"tied.{at}",)) for at in range(5000)]
     manifest = plan_manifest(leaves)
     frames = encode_frame(ManifestMessage(manifest)) + encode_frame(Fetch(1))

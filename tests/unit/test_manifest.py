@@ -1,4 +1,4 @@
-"""Manifest: layout, canonical encoding, and hostile ones that are refused."""
+"""Manifests: their layout and canonical encoding, and hostile ones that are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def entry(name: str = "a", dtype: str = "float32", shape: Any = (2,), **changes:
 
 
 def encoded(records: list[Record], nbytes: int = 64, *, head: Any = None) -> bytes:
-    """Encode by hand, whatever it is. Independent of the code under test."""
+    """Encode a manifest by hand, legal or not. Independent of the code under test."""
     parts = [head if head is not None else [1, nbytes, len(records)], *records]
     return b"".join(map(msgpack.packb, parts))
 
@@ -242,7 +242,7 @@ def test_no_single_changed_byte_passes_unnoticed() -> None:
 
 
 class _Waiting(tuple[LeafSpec, ...]):
-    """No leaves, and whoever looks at them waits."""
+    """A tuple without leaves, whose iteration waits for ``go_on``."""
 
     def __new__(cls) -> _Waiting:
         self = super().__new__(cls)
@@ -266,7 +266,8 @@ def test_a_child_needs_nothing_that_a_thread_of_its_parent_holds() -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            signal.alarm(20)  # ends it
+            # If the child hangs, the alarm ends it.
+            signal.alarm(20)
             os._exit(Manifest((), 0).digest != plan_manifest(()).digest)
         finally:
             os._exit(2)

@@ -1,4 +1,4 @@
-"""Header maps: every message, every illegal field, growth rules, values."""
+"""Header maps of messages: every message, every illegal field, limits, and values."""
 
 from __future__ import annotations
 
@@ -232,7 +232,8 @@ def test_lists_that_lie_about_their_length_cost_next_to_nothing() -> None:
 @pytest.mark.parametrize("padding", [0, 2000])
 def test_nesting_has_one_limit_in_both_directions(kind: str, padding: int) -> None:
     pad = {"pad": "x" * padding} if padding else {}
-    deepest = MAX_DEPTH - 2  # the header and `values` are two levels
+    # The header and `values` are two levels.
+    deepest = MAX_DEPTH - 2
     message = Update(1, 1, DIGEST, values={"k": nested(deepest, kind), **pad})
     assert decode_header(encode_header(message))[0] == message
     with pytest.raises(ConfigError, match="deeper"):

@@ -1,4 +1,4 @@
-"""Versions, what is on its way, and who has it: the sender's bookkeeping without I/O."""
+"""The sender's bookkeeping without I/O: updates in flight, and the workers that have a version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiosync.sender.outbox import MAX_IN_FLIGHT, Outbox, Outcome, Send
 from aiosync.types import AckStatus
 from aiosync.wire import Ack
 
-# -- what is offered to one worker ----------------------------------------------------------------
+# -- updates that are offered to one worker -------------------------------------------------------
 
 
 EPOCH = 42
@@ -29,7 +29,7 @@ SKIPPED = AckStatus.SKIPPED
 
 
 class Part:
-    """An update of some names."""
+    """An update that holds some of the names, and counts its references."""
 
     def __init__(self, version: int, names: str = "abc") -> None:
         self.version = version
@@ -61,13 +61,13 @@ def skipped(version: int, by: int) -> Outcome:
 
 
 def offer_and_take(outbox: Outbox, version: int) -> bool:
-    """Whether a version that is offered now goes out at once, and replaces nothing."""
+    """Return True if a version that is offered now goes out at once, and replaces none."""
     replaced, taken = offer(outbox, Part(version)), outbox.take()
     return not replaced and taken is not None and taken[-1].version == version
 
 
 def outbox_with(*versions: int, received: bool = True) -> Outbox:
-    """An outbox with these versions in flight."""
+    """Return an outbox with these versions in flight."""
     outbox = Outbox(EPOCH, 3)
     for version in versions:
         assert offer_and_take(outbox, version)
@@ -110,10 +110,10 @@ def test_an_answer_to_another_epoch_counts_for_nothing(status: AckStatus) -> Non
 class Link(RuleBasedStateMachine):
     """A sender and a receiver that stages one update at a time, over a link that keeps order.
 
-    A thread of the receiver takes what is staged and is done with it later, while newer ones
-    come. Updates may be parts of the names. The link may be cut. Every version that was offered
-    must end in exactly one outcome, and the outcome must be the truth about the receiver, which
-    never has what the trainer never had.
+    A thread of the receiver takes the staged update and finishes it later, while newer updates
+    arrive. Updates may hold a part of the names. The link may be cut. Each version that was offered
+    must end in exactly one outcome, which must be true of the receiver. The receiver never has
+    weights that the trainer never had.
     """
 
     def __init__(self) -> None:
@@ -121,15 +121,20 @@ class Link(RuleBasedStateMachine):
         self.outbox = Outbox(EPOCH, 0)
         self.inbox = Inbox()
         self.offered = 0
-        self.open: set[int] = set()  # what was offered and has no outcome
+        # Versions that were offered and have no outcome yet.
+        self.open: set[int] = set()
         self.parts: list[Part] = []
-        self.had: dict[int, dict[str, int]] = {0: {}}  # the trainer, with each version
-        self.has: dict[str, int] = {}  # the receiver: of each name, the version
-        self.groups: dict[int, Any] = {}  # what the link took
+        # For each version, the version of each name that the trainer had.
+        self.had: dict[int, dict[str, int]] = {0: {}}
+        # The version of each name that the receiver has.
+        self.has: dict[str, int] = {}
+        # For each version, the group of updates that the link took.
+        self.groups: dict[int, Any] = {}
         self.updates: list[int] = []
         self.acks: list[Ack] = []
         self.staged: int | None = None
-        self.applying: int | None = None  # by a thread, which has taken it
+        # The version that a thread has taken and is applying.
+        self.applying: int | None = None
         self.outcomes: dict[int, Outcome] = {}
         self.applied_log: list[int] = []
         self.refused_log: set[int] = set()
@@ -140,12 +145,14 @@ class Link(RuleBasedStateMachine):
     def record(self, outcomes: list[Outcome]) -> None:
         assert [outcome.version for outcome in outcomes] == sorted(o.version for o in outcomes)
         for outcome in outcomes:
-            self.open.remove(outcome.version)  # a version has one outcome
+            # A version has one outcome: a second one raises KeyError here.
+            self.open.remove(outcome.version)
             self.outcomes[outcome.version] = outcome
 
     @initialize(known=st.booleans())
     def start(self, known: bool) -> None:
-        if known:  # the receiver comes from another trainer, which was further
+        # The receiver may have had another trainer before, with higher versions.
+        if known:
             self.inbox.offer(EPOCH + 1, 1000)
             self.inbox.applied(EPOCH + 1, 1000)
 
@@ -176,7 +183,8 @@ class Link(RuleBasedStateMachine):
     @rule()
     def receive(self) -> None:
         version = self.updates.pop(0)
-        self.inbox.offer(EPOCH, version)  # never stale on a link that keeps order
+        # This never raises StaleVersion, because the link keeps the order.
+        self.inbox.offer(EPOCH, version)
         self.seen.append(version)
         if self.staged is not None:
             self.dropped_log.add(self.staged)
@@ -260,14 +268,14 @@ class Link(RuleBasedStateMachine):
     @invariant()
     def the_receiver_only_moves_forward(self) -> None:
         assert self.applied_log == sorted(set(self.applied_log))
-        # On the link or its answer, staged, being applied or its answer, dropped or its answer.
+        # Up to three versions are on the link, staged, and being applied; others await an answer.
         assert len(self.outbox.in_flight) <= 3 + len(self.acks)
         assert self.outbox.applied in [0, *self.applied_log]
         if self.applied_log:
             assert (self.inbox.epoch, self.inbox.version) == (EPOCH, self.applied_log[-1])
 
     def teardown(self) -> None:
-        """When everything is delivered and applied, the receiver has the newest version."""
+        """Deliver and apply all updates; check that the receiver then has the newest version."""
         if self.closed:
             return
         while self.open:
@@ -296,7 +304,7 @@ TestLink = pytest.mark.slow(Link.TestCase)
 TestLink.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-# -- who has it, and whether that is enough -------------------------------------------------------
+# -- workers that have a version, and whether they are enough -------------------------------------
 
 
 V = 7
@@ -320,7 +328,8 @@ def failed(error: AiosyncError | None = None) -> Outcome:
         (0.51, 4, 3),
         (1.0, 7, 7),
         (0.001, 4, 1),
-        (0.1, 30, 3),  # 0.1 * 30 is more than 3 in floating point
+        # In floating point 0.1 * 30 is more than 3.
+        (0.1, 30, 3),
         (0.7, 10, 7),
         (0.5, 0, 0),
     ],

@@ -1,4 +1,4 @@
-"""The protocol of shared memory as a model: every order of its steps, and what each rule is for."""
+"""The model of the shared memory protocol: every order of its steps, with and without each rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions of a sample, and how old these are."""
+"""Version spans of samples, and their staleness."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ def test_runs_are_merged_and_keep_their_order() -> None:
     ("now", "span", "sample", "token"),
     [
         (5, VersionSpan(5, 5), 0.0, 0.0),
-        (7, VersionSpan(4, 6), 3.0, None),  # nothing was counted
+        # This span has no counts.
+        (7, VersionSpan(4, 6), 3.0, None),
         (7, VersionSpan(4, 6, runs=((4, 0), (6, 0))), 3.0, None),
         (7, VersionSpan(4, 6, runs=((4, 1), (6, 3))), 3.0, 1.5),
         (7, VersionSpan(4, 4, runs=((4, 9),)), 3.0, 3.0),
         (7, None, None, None),
-        (7, VersionSpan(0, 0), None, None),  # weights without a version
+        # Weights without a version have version 0.
+        (7, VersionSpan(0, 0), None, None),
         (7, VersionSpan(0, 6, runs=((0, 1), (6, 3))), None, None),
-        (7, VersionSpan(6, 8, runs=((6, 1), (8, 1))), None, None),  # newer than the trainer's
+        # These spans have versions that are newer than the trainer's newest.
+        (7, VersionSpan(6, 8, runs=((6, 1), (8, 1))), None, None),
         (0, VersionSpan(1, 1), None, None),
     ],
 )
@@ -56,10 +59,14 @@ def test_staleness(
     ("epoch", "first", "last", "first_version", "expected"),
     [
         (MINE, 101, 103, 101, 9.0),
-        (None, 101, 103, 101, 9.0),  # that it is of another run is not known
-        (OTHER, 3, 3, 1, None),  # a trainer that began at 1 again: the oldest samples look fresh
-        (OTHER, 98, 100, 101, 12.0),  # up to the checkpoint
-        (OTHER, 98, 101, 101, None),  # the run before went on after it
+        # A span without an epoch counts as one of the trainer's own run.
+        (None, 101, 103, 101, 9.0),
+        # If a trainer begins at version 1 again, the oldest samples would look fresh.
+        (OTHER, 3, 3, 1, None),
+        # This sample is from before the checkpoint with which the trainer's run began.
+        (OTHER, 98, 100, 101, 12.0),
+        # The other run went on after that checkpoint with the same version numbers.
+        (OTHER, 98, 101, 101, None),
         (OTHER, 105, 105, 101, None),
     ],
 )

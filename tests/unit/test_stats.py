@@ -1,4 +1,4 @@
-"""Statistics in a status: what comes is what went, and what is wrong is refused."""
+"""Statistics in a status: they arrive as they were sent, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANYTHING = st.recursive(
 
 
 def travelled(values: Any) -> Any:
-    """What arrives of values in a status."""
+    """Return the values of a status as they arrive."""
     message, _ = decode_header(encode_header(Status({"stats": values})))
     assert isinstance(message, Status)
     return message.values["stats"]

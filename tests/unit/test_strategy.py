@@ -49,7 +49,8 @@ def test_refusals(target: Any, weights: Any, inplace: bool, text: str) -> None:
         ),
         (
             {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
-            "got .3, 2..*was changed.(\\n|$)",  # a note follows
+            # A note may follow this text.
+            "got .3, 2..*was changed.(\\n|$)",
             "strict",
         ),
         (
@@ -62,7 +63,8 @@ def test_refusals(target: Any, weights: Any, inplace: bool, text: str) -> None:
 def test_a_misfit_says_what_it_is_and_what_helps(weights: Any, says: str, says_not: str) -> None:
     target = nn.Linear(2, 2)
     before = all_bits(target)
-    with pytest.raises(KeyError, match=says) as caught:  # as in TorchRL; and a ValueError
+    # ManifestMismatch is a KeyError, as in TorchRL, and a ValueError, too.
+    with pytest.raises(KeyError, match=says) as caught:
         WeightStrategy().apply_weights(target, weights)
     assert isinstance(caught.value, ManifestMismatch)
     assert says_not not in str(caught.value)
