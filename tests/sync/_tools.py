@@ -1,4 +1,4 @@
-"""What the tests of the facade share: pairs in one process, and processes to interrupt."""
+"""Shared tools for tests of the facade: pairs in one process, and processes to interrupt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE = 40.0
 
 ROOT = Path(__file__).parents[2]
 NOISE = ("Traceback", "Task was destroyed", "never awaited", "Exception ignored", "Fatal")
-"""What nobody wants to see on stderr."""
+"""Texts that must not be on stderr."""
 SHM = aiosync.sync.SharedMemWeightSyncScheme
 PIPE = aiosync.sync.MultiProcessWeightSyncScheme
 SCHEMES = [PIPE, SHM]
@@ -43,20 +43,20 @@ until = wait_until
 
 
 def value_of(model: torch.nn.Module) -> float:
-    """The one value that every parameter has."""
+    """Return the one value that every element of every parameter has."""
     values = {v for parameter in model.parameters() for v in parameter.detach().flatten().tolist()}
     assert len(values) == 1, values
     return values.pop()
 
 
 def value_at(receiver: aiosync.sync.WeightSyncScheme) -> float:
-    """What a read of a receiver\'s model, such as a forward pass, finds everywhere."""
+    """Return the one value that a read of a receiver's model, such as a forward, finds."""
     with receiver.reading():
         return value_of(receiver.model)
 
 
 class Spread(torch.nn.Module):
-    """Tensors that are flipped and many that are copied; a forward says which versions it saw."""
+    """A model of flipped and of copied tensors, whose forward returns the versions that it saw."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ class Spread(torch.nn.Module):
                 tensor.fill_(value)
 
     def forward(self) -> set[float]:
-        time.sleep(5e-4)  # what comes meanwhile is applied by this thread
+        # An update that arrives meanwhile is applied by this thread.
+        time.sleep(5e-4)
         tensors = [tensor.detach() for tensor in (*self.parameters(), *self.buffers())]
         return {float(tensor.flatten()[-1]) for tensor in tensors}
 
@@ -87,7 +88,7 @@ def in_thread(function: Callable[[], Any]) -> threading.Thread:
 
 @contextlib.contextmanager
 def threads(*functions: Callable[[], Any]) -> Iterator[list[threading.Thread]]:
-    """Functions that run meanwhile, and have to end by themselves afterwards."""
+    """Run functions in threads during a block; they have to end by themselves after it."""
     started = [in_thread(function) for function in functions]
     yield started
     for thread in started:
@@ -103,10 +104,11 @@ def roles(
     num_workers: int | None = 1,
     **options: Any,
 ) -> tuple[aiosync.sync.WeightSyncScheme, aiosync.sync.WeightSyncScheme]:
-    """A sender and a receiver that are not connected yet."""
+    """Return a sender and a receiver that are not connected yet."""
     sender = make(timeout=PATIENCE, **options)
     sender.init_on_sender(model_id="policy", model=source, num_workers=num_workers)
-    receiver = copy.copy(sender)  # after it, for those that know an address then
+    # Some schemes know their address only after init_on_sender().
+    receiver = copy.copy(sender)
     receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
     return sender, receiver
 
@@ -130,7 +132,7 @@ def pair(
 
 
 def recv(conn: Connection) -> Any:
-    """What a worker process says, unless it says nothing."""
+    """Return the next message of a worker process; fail if there is none in time."""
     assert conn.poll(PATIENCE), "the worker said nothing"
     return conn.recv()
 
@@ -190,8 +192,8 @@ exec(job["text"])
 class Fresh:
     """An interpreter that has imported torch and runs each script in a fork of itself.
 
-    A fork ends as an interpreter does, with everything that happens when one is torn down, which
-    a worker of multiprocessing does not.
+    A fork ends as an interpreter does, with its whole teardown. A worker of multiprocessing does
+    not.
     """
 
     def __init__(self) -> None:
@@ -214,7 +216,7 @@ class Fresh:
     def script(
         self, text: str, *, resource_warnings: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script to its end."""
+        """Run a script to its end; return its exit status and its output."""
         if not self._ready:
             assert self._line() == "ready"
             self._ready = True
@@ -242,7 +244,7 @@ class Fresh:
 
 
 def is_asleep(thread: threading.Thread) -> bool:
-    """Whether the kernel has nothing to run for a thread of this process."""
+    """Return True if a thread of this process sleeps in the kernel."""
     # A forked child's main thread does not know its own number.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
     stat = Path(f"/proc/self/task/{number}/stat").read_text()
@@ -250,7 +252,11 @@ def is_asleep(thread: threading.Thread) -> bool:
 
 
 def interrupt_when_blocked() -> list[float]:
-    """Send Ctrl-C to this process once its main thread has slept for a while; when that was."""
+    """Send Ctrl-C to this process once its main thread has slept for a while.
+
+    Returns:
+        A list that gets the time of the signal.
+    """
     sent: list[float] = []
 
     def interrupt() -> None:

@@ -1,4 +1,4 @@
-"""A forked child gets an error or a portal of its own, never silence."""
+"""Forked children, in which a call raises an error or gets a portal of its own, and never hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sync import _tools as tools
 
 
 def _in_child(function: Any) -> None:
-    """Call something in a forked child, which has to say that all is well."""
+    """Call a function in a forked child; fail if it raises an error or hangs there."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -51,7 +51,8 @@ def test_the_inherited_scheme_says_what_to_do(make: Any) -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target) as (sender, receiver):
         sender.send()
-        spare = make()  # what has no role yet belongs to nobody
+        # A scheme without a role does not belong to the parent, so the child may use it.
+        spare = make()
 
         def child() -> None:
             for call in (
@@ -78,7 +79,8 @@ def test_the_inherited_scheme_says_what_to_do(make: Any) -> None:
 
         _in_child(child)
         tools.fill(source, 2.0)
-        assert sender.send().acked == {0}  # the child broke nothing
+        # The child has not disturbed the parent's link.
+        assert sender.send().acked == {0}
         assert tools.value_at(receiver) == 2.0
 
 
@@ -113,7 +115,7 @@ def _client_hello() -> bytes:
 
 @pytest.mark.parametrize("dial", ["receiver", "sender"])
 def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
-    """A trainer forks in the middle of a TLS handshake: the other side sees the trainer's end."""
+    """If a trainer forks during a TLS handshake, the other side still sees the trainer's end."""
     files, there = certificates(), free_address()
     tls = files.listening if dial == "receiver" else files.dialling
     sender = aiosync.sync.TCPWeightSyncScheme([there], tls=tls, dial=dial, timeout=None)
@@ -134,12 +136,14 @@ def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
             peer.sendall(_client_hello())
         stack.enter_context(peer)
         peer.settimeout(tools.PATIENCE)
-        assert peer.recv(2**16)  # the trainer is in the handshake
+        # These bytes show that the trainer is in the handshake.
+        assert peer.recv(2**16)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(write)
-            os.read(read, 1)  # it outlives the trainer's scheme
+            # The child outlives the trainer's scheme.
+            os.read(read, 1)
             os._exit(0)
         stack.callback(os.waitpid, pid, 0)
         stack.callback(os.close, write)
@@ -152,9 +156,13 @@ def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
 
 @pytest.mark.slow
 def test_locks_sends_and_reads_stay_in_the_parent() -> None:
-    """Threads that the child does not have held the locks, and waited for the sends."""
+    """A child has neither the locks nor the sends of its parent's threads.
+
+    The threads that hold the locks and wait for the sends do not exist in the child.
+    """
     source, target = tools.filled(1.0), tools.filled(0.0)
-    options = {"num_workers": None, "guard": "reading"}  # with which sends wait for answers
+    # With guard="reading" a send waits for an answer.
+    options = {"num_workers": None, "guard": "reading"}
     with tools.pair(tools.SHM, source, target, **options) as (sender, receiver):
 
         def child() -> None:
@@ -215,7 +223,7 @@ def test_a_fork_of_another_thread_splits_no_update(make: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_child_that_ends_as_a_script_does(loop: str, fresh: tools.Fresh) -> None:
-    """Destructors in the child leave the parent's loop alone."""
+    """Destructors in a child do not touch the parent's event loop."""
     done = fresh.script(
         f"""
 import os, sys, warnings
@@ -240,7 +248,7 @@ print("fine")
     assert done.stderr == ""
 
 
-# -- a signal's handler that raises in the middle of a fork ----------------------------------------
+# -- a signal handler that raises in the middle of a fork ------------------------------------------
 
 _INTERRUPTED_FORKS = """
 import os, signal, sys

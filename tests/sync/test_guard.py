@@ -17,7 +17,7 @@ from tests.sync import _tools as tools
 
 
 class Probe(torch.nn.Module):
-    """Runs ``inside`` in its forward pass."""
+    """A module that calls ``inside`` in its forward."""
 
     def __init__(self, inside: Any = lambda: None) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Probe(torch.nn.Module):
 
 
 class Count:
-    """An apply that notes the threads in which it ran."""
+    """An apply that keeps the numbers of the threads in which it ran."""
 
     def __init__(self) -> None:
         self.threads: list[int] = []
@@ -60,7 +60,7 @@ def _blocks_nothing(guard: Guard) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_update_waits_for_the_outermost_forward_whose_thread_applies_it(fails: bool) -> None:
-    """A nested one does not end the outer one, whether or not it raises."""
+    """A nested forward does not end the read of the outer one, whether or not it raises."""
     depth = 0
     module = Probe(lambda: inside())
     guard, apply = _guarded(module), Count()
@@ -85,7 +85,7 @@ def test_an_update_waits_for_the_outermost_forward_whose_thread_applies_it(fails
 
 
 def test_a_forward_inside_an_update_does_not_wait_for_it() -> None:
-    """``set_extra_state()`` may call the model."""
+    """A model's ``set_extra_state()``, which runs inside an update, may call the model."""
     module = Probe()
     guard = _guarded(module)
     ran = []
@@ -168,7 +168,8 @@ async def test_nested_reads_of_one_task_do_not_wait_for_themselves() -> None:
         async with Reading(guard):
             guard.submit(apply)
             await helper()
-            await asyncio.create_task(helper())  # a child of the task that reads
+            # A task that the reading task has started is inside its read.
+            await asyncio.create_task(helper())
             with Reading(guard):
                 pass
         assert apply.runs == 1

@@ -1,4 +1,4 @@
-"""Ctrl-C in a blocking call ends it at once and leaves nothing running behind the caller."""
+"""Interrupts: Ctrl-C ends a blocking call at once, and leaves nothing running in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sync import _tools as tools
 
 
 def _interrupt(call: Any) -> float:
-    """Seconds from Ctrl-C to its exception."""
+    """Interrupt a call with Ctrl-C; return the seconds from the signal to the exception."""
     sent = tools.interrupt_when_blocked()
     with pytest.raises(KeyboardInterrupt):
         call()
@@ -36,7 +36,8 @@ def interrupted_connect(role: str) -> float:
     scheme = sender if role == "sender" else receiver
     seconds = _interrupt(scheme.connect)
     assert tools.portal_threads() == []
-    with pytest.raises(aiosync.TransportClosed):  # the attempt is over for good
+    # An interrupted scheme cannot connect any more.
+    with pytest.raises(aiosync.TransportClosed):
         scheme.connect()
     sender.shutdown()
     receiver.shutdown()
@@ -61,12 +62,14 @@ def interrupted_send(make: Any) -> float:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target) as (sender, receiver):
         tools.fill(source, 2.0)
-        with receiver.reading():  # this thread reads, so nothing is applied
+        # No update is applied while this thread reads.
+        with receiver.reading():
             seconds = _interrupt(sender.send)
             version = sender.send_async()
             seconds = max(seconds, _interrupt(sender.wait_async))
             assert tools.value_at(receiver) == 1.0
-        assert sender.wait_async().version == version  # the send itself went on
+        # The interrupt has ended the wait, and not the send.
+        assert sender.wait_async().version == version
         assert tools.value_at(receiver) == 2.0
         assert receiver.version == version
     assert tools.portal_threads() == []
@@ -74,7 +77,10 @@ def interrupted_send(make: Any) -> float:
 
 
 def interrupted_forward() -> float:
-    """An update waits for a forward that Ctrl-C ends; nobody ever calls the model again."""
+    """An update that waits for a forward is applied when Ctrl-C ends that forward.
+
+    There is no later forward that could apply it.
+    """
 
     class Slow(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,13 +102,14 @@ def interrupted_forward() -> float:
 
 
 def interrupted_shutdown() -> float:
-    """A second Ctrl-C during the clean-up does not hang either."""
+    """Ctrl-C during shutdown() leaves a scheme that a second shutdown() can close."""
     with tools.pair(tools.SHM, tools.filled(1.0), tools.filled(0.0)) as (sender, receiver):
         started = time.monotonic()
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         for scheme in (sender, receiver):
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4)  # on a busy machine it is over here
+                # On a busy machine the alarm may go off before shutdown() begins.
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
                 scheme.shutdown()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
@@ -112,15 +119,17 @@ def interrupted_shutdown() -> float:
 
 
 class Alarm(Exception):
-    """What a program's own handler of an alarm raises."""
+    """An error that a program's own handler of SIGALRM raises."""
 
 
 SECONDS = float(os.environ.get("INTERRUPTED_SECONDS", "2.5"))
-"""For which alarms go off: ``INTERRUPTED_SECONDS=60 pytest tests/sync/test_interrupts.py``."""
+"""Seconds for which alarms go off. For longer runs:
+``INTERRUPTED_SECONDS=60 pytest tests/sync/test_interrupts.py``.
+"""
 
 
 class Alarms:
-    """Alarms at any moment of what this thread does."""
+    """Alarms that raise an error of ``kind`` at random moments of calls of the main thread."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind, self.armed, self.interrupts = kind, False, 0
@@ -132,12 +141,15 @@ class Alarms:
             raise self.kind
 
     def set(self, most: float, again: float = 0.0) -> None:
-        """Let one go off within so many seconds, and then again and again."""
+        """Let an alarm go off within ``most`` seconds; if ``again``, repeat it at that interval."""
         self.armed = True
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, most), again)
 
     def results(self, call: Any, most: float, before: Any = bool) -> Iterator[Any]:
-        """What calls return that no alarm has interrupted; none goes off in what is before each."""
+        """Repeat a call; yield the results of calls that no alarm has interrupted.
+
+        No alarm goes off in ``before``, which is called before each call.
+        """
         while time.monotonic() < self.until:
             before()
             try:
@@ -152,7 +164,7 @@ class Alarms:
 
 
 class Trainer:
-    """What sends versions with growing values, here or in a thread."""
+    """A trainer that sends versions with growing values, here or in a thread."""
 
     def __init__(self, sender: Any, source: tools.Spread) -> None:
         self.sender, self.source, self.value = sender, source, 0.0
@@ -164,7 +176,8 @@ class Trainer:
 
     def send(self) -> int:
         report = self.sender.send()
-        assert report.acked == {0}  # nothing was refused
+        # The worker has not refused the version.
+        assert report.acked == {0}
         return int(report.version)
 
     def until_stopped(self) -> None:
@@ -174,14 +187,18 @@ class Trainer:
 
 
 def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
-    """Alarms at any moment of a worker's forwards; forwards that were mixed, and interrupts."""
+    """Interrupt a worker's forwards at random moments.
+
+    Returns:
+        The number of forwards that mixed versions, and that of interrupts.
+    """
     source, target = tools.Spread(0.0), tools.Spread(-1.0)
     mixed, newest = 0, 0.0
     with tools.pair(make, source, target) as (sender, _):
         trainer, alarms = Trainer(sender, source), Alarms(kind)
         with tools.threads(trainer.until_stopped):
             try:
-                # Of alarms some have to come too late, on a slow machine as well.
+                # Even on a slow machine some alarms have to come too late, so that forwards end.
                 began = time.monotonic()
                 for _ in range(10):
                     target()
@@ -198,7 +215,11 @@ def interrupted_takes(make: Any, kind: type[BaseException]) -> tuple[int, int]:
 
 
 def interrupted_hook() -> tuple[int, int]:
-    """An alarm in a hook, in a read that takes: interrupts, and refusals that the trainer heard."""
+    """Interrupt a hook, in a read that takes a version.
+
+    Returns:
+        The number of interrupts, and that of refusals that the trainer saw.
+    """
     source, target = tools.filled(0.0), tools.filled(-1.0)
     interrupts = refusals = 0
 
@@ -233,7 +254,7 @@ def interrupted_hook() -> tuple[int, int]:
 
 
 class Ringing(AdmissionGate):
-    """A gate at which an alarm goes off when weights are switched."""
+    """A gate that sends SIGALRM to this process once, during a switch, if ``rings`` is set."""
 
     rings = False
 
@@ -246,7 +267,12 @@ class Ringing(AdmissionGate):
 
 
 def interrupted_switch(kind: type[BaseException]) -> tuple[str, int, list[type[BaseException]]]:
-    """An alarm in the middle of a feed's switch: how the feed stands, and what its loop raised."""
+    """Interrupt a feed's switch in the middle.
+
+    Returns:
+        The feed's state and the model's value after another send, and the errors that reached the
+        event loop.
+    """
     source, target, gate = tools.filled(0.0), tools.filled(-1.0), Ringing()
     raised = list[type[BaseException]]()
 
@@ -290,7 +316,11 @@ def interrupted_switch(kind: type[BaseException]) -> tuple[str, int, list[type[B
 
 
 def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, int]:
-    """Alarms at any moment of a trainer's sends; what went wrong, how many, and segments' bytes."""
+    """Interrupt a trainer's sends at random moments.
+
+    Returns:
+        The number of wrong forwards, that of interrupts, and the mapped bytes of segments.
+    """
     source, target = tools.Spread(0.0), tools.Spread(-1.0)
     wrong, returned = 0, 0.0
     stopped = threading.Event()
@@ -317,7 +347,7 @@ def interrupted_sends(make: Any, kind: type[BaseException]) -> tuple[int, int, i
 
 
 TCP = aiosync.sync.TCPWeightSyncScheme
-# Each takes seconds: the pipe and TCP meet one kind each, and the other one with --heavy.
+# Each case takes seconds, so the pipe and TCP run the second kind only with --heavy.
 ALARMS = {
     (tools.SHM, KeyboardInterrupt): [],
     (tools.SHM, Alarm): [],
@@ -335,7 +365,8 @@ def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]
     wrong, interrupts, segments = tools.in_process(interrupted_sends, make, kind)
     assert wrong == 0
     assert interrupts > 20 * SECONDS
-    assert segments < 8 * 2**20  # a few slots of 0.7 MB
+    # This has room for a few slots of 0.7 MB.
+    assert segments < 8 * 2**20
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The facade has the names, parameters, defaults and documentation of the async classes."""
+"""Parity of the facade and the async classes: names, parameters, defaults and documentation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CLASSES = [
 ]
 
 OTHER_NAMES = {"aclose": "shutdown", "send_nowait": "send_async"}
-"""Async name -> the blocking name, where they differ."""
+"""Async names, and the blocking names that differ from them."""
 
 ONLY_BLOCKING = {"wait_async"}
-"""It awaits the handle."""
+"""Blocking names without a twin: ``wait_async()`` stands for awaiting the handle."""
 
 
 def _public(cls: type) -> dict[str, Any]:
@@ -34,15 +34,17 @@ def _public(cls: type) -> dict[str, Any]:
 
 
 def _options(cls: str = "SharedMemWeightSyncScheme") -> set[str]:
-    """Public attributes of an instance."""
-    if cls == "WeightSyncScheme":  # abstract
+    """Return the public attributes of an instance of a class."""
+    # WeightSyncScheme is abstract, so another class gives the options of the base class.
+    if cls == "WeightSyncScheme":
         cls = "SharedMemWeightSyncScheme"
     return {name for name in vars(getattr(aiosync, cls)()) if name[0] != "_"}
 
 
 def test_the_class_names_are_the_same() -> None:
     schemes = {name for name in aiosync.__all__ if name.endswith("Scheme")}
-    others = {"InitialSyncTransport", "WeightStrategy", "WeightSyncBackend"}  # as TorchRL exports
+    # TorchRL exports these names beside its schemes.
+    others = {"InitialSyncTransport", "WeightStrategy", "WeightSyncBackend"}
     others |= {"connect_all"}
     assert set(aiosync.sync.__all__) - others == schemes == set(CLASSES)
     assert aiosync.sync.WeightStrategy is aiosync.WeightStrategy
@@ -99,7 +101,8 @@ def test_methods_have_the_same_signature_and_documentation(cls: str, name: str) 
     assert twin.__doc__
     expected, found = inspect.signature(original), inspect.signature(twin)
     assert found.parameters == expected.parameters
-    if name not in OTHER_NAMES:  # SendHandle or version
+    # Twins with another name differ in the result: send_async() returns a version, no handle.
+    if name not in OTHER_NAMES:
         assert found.return_annotation == expected.return_annotation
         assert twin.__doc__ == original.__doc__
         assert twin.__name__ == original.__name__ or name == "init_on_worker"

@@ -1,4 +1,4 @@
-"""The thread behind the facade: when it runs, who shares it, how calls and interpreters end."""
+"""The portal, the thread behind the facade: its life, its users, and how calls and programs end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_what_would_block_a_running_loop_is_refused() -> None:
                 with pytest.raises(aiosync.LocalProtocolError) as caught:
                     call()
                 assert f"`{instead}`" in str(caught.value)
-            assert receiver.apply_pending() is None  # it does not wait
+            # apply_pending() does not wait, so the loop's thread may call it.
+            assert receiver.apply_pending() is None
             with receiver.reading():
                 assert (sender.version, receiver.version, receiver.lag) == (1, 1, 0)
 
@@ -110,7 +111,7 @@ def test_a_forgotten_scheme_is_closed_and_says_so_once(
 
 
 def test_a_scheme_that_was_asked_whether_it_is_ready_is_forgotten_at_once() -> None:
-    """And with it closed, if it was connected: not when the collector finds it."""
+    """The scheme does not wait for the garbage collector, which would close it late."""
     scheme = tools.SHM()
     forgotten = weakref.ref(scheme)
     gc.disable()
@@ -153,7 +154,8 @@ def test_connect_without_an_asyncio_loop_says_what_to_use(make) -> None:
     scheme.init_on_sender(model_id="policy", model=models.linear())
     connecting = scheme.connect()
     with pytest.raises(aiosync.LocalProtocolError, match="asyncio event loop"):
-        connecting.send(None)  # as trio steps it: no asyncio loop runs
+        # Trio runs a coroutine in this way, without an asyncio loop.
+        connecting.send(None)
     scheme.abort()
 
 
@@ -197,7 +199,7 @@ def test_exit_without_shutdown(loop: str, make: str, fresh: tools.Fresh) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_shutdown_from_atexit(when: str, fresh: tools.Fresh) -> None:
-    """Registered before the portal's own clean-up it runs after that, and the other way round."""
+    """A function that is registered before the portal's clean-up runs after it, and vice versa."""
     lines = {"before": "", "after": ""}
     lines[when] = "atexit.register(lambda: (receiver.shutdown(), sender.shutdown()))"
     text = _START.format(loop="uvloop", make="SHM", **lines)
@@ -221,7 +223,7 @@ tools.until(lambda: tools.is_asleep(waiting))
     _check(fresh, _START.format(loop="uvloop", make="SHM", before="", after=after))
 
 
-# -- a process that has hardly any descriptors left gets an error, whatever the API ----------------
+# -- a process with hardly any descriptors left gets an error in either API ------------------------
 
 _FEW_DESCRIPTORS = """
 import os, resource

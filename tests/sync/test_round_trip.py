@@ -1,4 +1,4 @@
-"""Weights travel through the facade, in worker processes of every kind."""
+"""Sends through the facade: their reports, failures and lag, and when a scheme is ready."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_send_async_and_wait_async(make: Any) -> None:
             sender.wait_async()
         tools.fill(source, 2.0)
         version = sender.send_async()
-        tools.fill(source, 3.0)  # the snapshot was taken already
+        # The snapshot was taken before, so this value is not sent.
+        tools.fill(source, 3.0)
         assert sender.wait_async().version == version == 2
         assert tools.value_at(receiver) == 2.0
         with pytest.raises(aiosync.LocalProtocolError):
@@ -38,7 +39,8 @@ def test_send_async_and_wait_async(make: Any) -> None:
 def test_wait_async_tells_every_failure_and_the_loop_none(
     make: Any, again: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gc.collect()  # tasks of a loop that a test before this one closed under them
+    # An earlier test may have closed a loop under its tasks, whose messages come with collection.
+    gc.collect()
     caplog.clear()
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target, apply="manual") as (sender, receiver):
@@ -46,7 +48,8 @@ def test_wait_async_tells_every_failure_and_the_loop_none(
         tools.until(lambda: receiver.lag == 1)
         receiver.abort()
         tools.until(lambda: sender.worker_versions == {})
-        second = sender.send_async()  # to nobody
+        # This send has no worker.
+        second = sender.send_async()
         if again:
             assert sender.send_async() == second + 1
         with pytest.raises(aiosync.PartialSyncError) as caught:
@@ -81,7 +84,7 @@ def test_what_nobody_waits_for_is_bounded_and_told_by_the_loop(
 
 
 def test_require_may_be_assigned_between_two_sends() -> None:
-    """Also where the send needs no loop."""
+    """The new value counts even for a send that needs no event loop."""
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(aiosync.sync.SharedMemWeightSyncScheme, source, target) as (sender, _):
         assert sender.send().acked == {0}
@@ -92,7 +95,7 @@ def test_require_may_be_assigned_between_two_sends() -> None:
 
 @pytest.mark.parametrize("make", tools.SCHEMES)
 def test_the_lag_is_bounded_and_told(make: Any) -> None:
-    """Also where the send needs no loop, and observers are called on another thread than it."""
+    """Observers are called on the portal's thread, even if the send needs no event loop."""
 
     class Listener:
         def __init__(self) -> None:

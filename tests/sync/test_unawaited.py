@@ -1,4 +1,4 @@
-"""``sync=False``: ``send()`` returns without waiting, and what failed is raised by a later call."""
+"""``sync=False``: ``send()`` returns without waiting, and a later call raises its failure."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ def test_send_waits_for_nobody(make: Any) -> None:
     with tools.pair(make, source, target, sync=False, apply="manual") as (sender, receiver):
         for value in (2.0, 3.0):
             tools.fill(source, value)
-            report = sender.send()  # nobody applies it
+            # The worker does not apply the update, and send() returns all the same.
+            report = sender.send()
             assert (report.acked, report.waiting) == (set(), {0})
-        tools.fill(source, 4.0)  # the snapshot was taken already
+        # The snapshot was taken before, so this value is not sent.
+        tools.fill(source, 4.0)
         with pytest.raises(aiosync.RecvTimeout):
             sender.send(max_lag=1, timeout=0.01)
         assert receiver.wait_for_version(report.version) == report.version == 3
         assert tools.value_at(receiver) == 3.0
         assert sender.wait_async().acked == {0}
         with pytest.raises(aiosync.ConfigError, match="Worker 7"):
-            sender.send(worker_ids=7)  # a mistake of the call is its own
+            # A wrong argument is raised by the call itself.
+            sender.send(worker_ids=7)
         assert sender.send(worker_ids=0).version == 4
         sender.sync = True
         with pytest.raises(aiosync.PartialSyncError):
@@ -53,7 +56,8 @@ def test_a_failure_is_raised_by_the_next_call_that_sends(make: Any) -> None:
         with pytest.raises(aiosync.PartialSyncError, match="version 2") as caught:
             sender.send()
         assert isinstance(caught.value.failed[0], aiosync.ApplyError)
-        assert sender.version == 2  # that call sent nothing
+        # The call that raised the failure sent nothing.
+        assert sender.version == 2
         assert sender.send().version == 3
         receiver.wait_for_version(3)
         receiver.abort()
