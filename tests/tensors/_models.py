@@ -21,7 +21,7 @@ class Tied(nn.Module):
 
 
 class Stateful(nn.Module):
-    """Has an extra state and nothing else."""
+    """A module with an extra state and nothing else."""
 
     def __init__(self, extra: Any = None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Stateful(nn.Module):
 
 
 class Everything(Stateful):
-    """Parameters, buffers of both kinds, None entries and extra state at two levels."""
+    """A module with parameters, buffers of both kinds, None entries, and two extra states."""
 
     def __init__(self, fill: float = 0.0, extra: Any = None) -> None:
         super().__init__(extra)
@@ -51,7 +51,7 @@ class Everything(Stateful):
 
 
 class Refuses(Stateful):
-    """Writes to its own buffer, then refuses a new extra state."""
+    """A module that writes to its own buffer, and then refuses a new extra state."""
 
     def __init__(self, fill: float, *, refuse: bool) -> None:
         super().__init__(fill)
@@ -72,7 +72,7 @@ class Refuses(Stateful):
 def packed(
     source: Any, extract_as: Any = "tensordict"
 ) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
-    """Take a snapshot into a new buffer."""
+    """Take a snapshot into a new buffer; return its layout, the buffer, and the values."""
     flattener = Flattener(extract_as)
     prepared = flattener.prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
@@ -81,7 +81,7 @@ def packed(
 
 
 def send(source: Any, target: Any, *, copy: bool, strict: bool = True) -> FlatBuffer:
-    """Snapshot one model and apply it to another, or by a Target that is there."""
+    """Take a snapshot of a model, and apply it to another model or through a given Target."""
     layout, flat, values = packed(source)
     receiver = target if isinstance(target, Target) else Target(target, strict=strict)
     receiver.apply_(layout, flat, values, copy=copy)
@@ -123,4 +123,4 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.T
 
 
 class Labelled(torch.Tensor):
-    """A subclass of a tensor, which does nothing of its own."""
+    """A subclass of a tensor without any behaviour of its own."""

@@ -1,4 +1,4 @@
-"""Applying weights: what gets which value, what is refused, and what stays the same object."""
+"""Applying weights: the values that arrive, refusals, and objects that stay the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.tensors._models import (
     send,
 )
 
-# Its package has a private name, and there is no other place to import it from.
+# The module is in a package with a private name, and torch exports the wrappers nowhere else.
 _wrappers = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 
@@ -98,7 +98,8 @@ def test_copy_keeps_the_memory_of_the_target() -> None:
     send(source, target, copy=True).array[:] = 0
     assert (target.weight.data_ptr(), all_bits(target)) == (address, all_bits(source))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # autograd notices the write
+        # Autograd notices that the memory was written.
+        loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,8 @@ def _with_head(weight: Callable[[Tied], torch.Tensor]) -> Tied:
     [
         (Tied, True, True),
         (lambda: Tied("meta"), True, True),
-        (lambda: Tied().to("meta"), True, True),  # which unties them
+        # Moving this model to meta unties its parameters.
+        (lambda: Tied().to("meta"), True, True),
         (lambda: _with_head(lambda _: torch.zeros(5, 3)), False, False),
         (lambda: _with_head(lambda tied: tied.embed.weight.data), False, True),
     ],
@@ -229,7 +231,7 @@ def test_tied_here_but_sent_separately(copy: bool) -> None:
 
 
 class Net(nn.Sequential):
-    """Has what names are given to: parameters, tied ones, buffers, and extra state."""
+    """A model with everything that has a name: parameters, tied ones, buffers, extra state."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2), Tied(), Stateful({"a": [1]}))
@@ -250,7 +252,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _inner_bits(model: nn.Module) -> list[bytes]:
-    """All that a wrapped model has, without what the wrapper has."""
+    """Return the parameters and buffers of a wrapped model, without those of its wrappers."""
     return [value for name, value in all_bits(model).items() if "n_averaged" not in name]
 
 
@@ -277,7 +279,8 @@ FORMS_AND_STRICT: list[tuple[Callable[[Any], Any], bool]] = [
     (nn.Module.state_dict, True),
     (nn.Module.state_dict, False),
     (WeightStrategy().extract_weights, True),
-    (TensorDict.from_module, False),  # which has no extra state
+    # This form has no extra state.
+    (TensorDict.from_module, False),
 ]
 
 
@@ -305,7 +308,8 @@ def test_a_prefix_goes_only_if_all_names_have_it_and_none_fits(copy: bool) -> No
     linear = nn.Linear(2, 2)
     before = all_bits(linear)
     for weights in (
-        AveragedModel(nn.Linear(2, 2)).state_dict(),  # its count has no prefix
+        # The count of this model has no prefix.
+        AveragedModel(nn.Linear(2, 2)).state_dict(),
         {"module.weight": torch.ones(2, 2), "bias": torch.ones(2)},
         {"module.weight": torch.ones(2, 2)},
         {"pre_orig_mod.weight": torch.ones(2, 2), "pre_orig_mod.bias": torch.ones(2)},
@@ -333,7 +337,8 @@ def test_a_child_named_as_a_wrapper_names_its_own_is_no_other_tensor(copy: bool)
         send(form, target, copy=copy)
         assert all_bits(target) == all_bits(source)
     twice = {"weight": torch.ones(2, 2), "module.weight": torch.zeros(2, 2)}
-    with pytest.raises(ManifestMismatch, match="tied"):  # two parts of a state, put together
+    # A state with both names comes of two parts that somebody put together.
+    with pytest.raises(ManifestMismatch, match="tied"):
         send(twice, nn.DataParallel(nn.Linear(2, 2)), copy=copy, strict=False)
 
 
@@ -447,7 +452,10 @@ def test_extra_state_sees_the_new_weights(copy: bool) -> None:
 
 
 def test_extra_state_has_to_be_there_or_is_warned_of_once(copy: bool) -> None:
-    """Otherwise a part of a model stays old, and the trainer is told that all of it is new."""
+    """A missing extra state is refused, or warned of once.
+
+    Otherwise a part of the model would stay old, though the trainer is told that all of it is new.
+    """
     model, target = nn.Module(), Stateful("kept")
     with pytest.raises(ManifestMismatch, match="missing: _extra_state"):
         send(model, target, copy=copy)
@@ -456,7 +464,8 @@ def test_extra_state_has_to_be_there_or_is_warned_of_once(copy: bool) -> None:
     with pytest.warns(UserWarning, match="Stateful, which keeps what it has: _extra_state"):
         send(model, lenient, copy=copy)
     lenient.target = target = Stateful("kept")
-    send(model, lenient, copy=copy)  # a second warning would be an error
+    # A second warning would be an error.
+    send(model, lenient, copy=copy)
     assert target.extra == "kept"
     with pytest.raises(ManifestMismatch, match="unexpected: _extra_state"):
         send(Stateful(1), model, copy=copy)
@@ -527,7 +536,8 @@ def _with_buffer(dtype: torch.dtype) -> nn.Module:
         (torch.float64, torch.bfloat16, True),
         (torch.float16, torch.bfloat16, True),
         (torch.complex128, torch.complex64, True),
-        (torch.bfloat16, torch.float64, False),  # somebody rounded it on its way
+        # A float64 buffer that arrives in bfloat16 was rounded on its way.
+        (torch.bfloat16, torch.float64, False),
         (torch.float64, torch.int64, False),
         (torch.int64, torch.int32, False),
     ],
@@ -614,7 +624,8 @@ def test_tensors(kind: str, copy: bool) -> None:
         WeightStrategy().apply_weights(target, source, inplace=False)
     assert target.b.item() == 0
     receiver = Target(target, strict=False)
-    for value in (1.0, 2.0):  # what gets no weights may be anything; torch would have crashed here
+    # A tensor that gets no weights may be of any kind. Torch would have crashed here.
+    for value in (1.0, 2.0):
         send({"b": torch.tensor([value])}, receiver, copy=copy)
         assert target.b.item() == value
 
@@ -661,7 +672,8 @@ SHARES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda whole: whole,
     lambda whole: whole[:2],
     lambda whole: whole[1:3],
-    lambda whole: whole.t()[:, :2].t(),  # other strides
+    # This view has other strides.
+    lambda whole: whole.t()[:, :2].t(),
 ]
 
 
@@ -721,7 +733,8 @@ def test_extra_state_that_is_refused(copy: bool) -> None:
     with pytest.raises(RuntimeError, match="this state is refused"):
         receiver.apply_(layout, flat, values, copy=copy)
     assert all_bits(target) == before
-    assert target.extra == -1.0  # what it has made of it
+    # The module itself changed its extra state before it refused the new one.
+    assert target.extra == -1.0
     assert (old.exclusive(), flat.exclusive()) == (False, True)
     target.refuse = False
     receiver.apply_(layout, flat, values, copy=copy)
@@ -740,7 +753,8 @@ def torch_saved(model: nn.Module) -> Any:
 
 def pickled(model: nn.Module) -> Any:
     data = pickle.dumps(model)
-    assert len(data) < 30_000  # a view of one big storage would save the whole of it each
+    # If parameters were views of one big storage, each of them would save all of it.
+    assert len(data) < 30_000
     return pickle.loads(data)
 
 
@@ -762,7 +776,8 @@ def test_a_clone_is_independent(clone: Any) -> None:
 def test_compiled_module_sees_new_weights_without_compiling_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if importlib.util.find_spec("tqdm"):  # the compiler shows its progress with it, in a thread
+    # The compiler may show its progress with tqdm, which would start a thread.
+    if importlib.util.find_spec("tqdm"):
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     torch.compiler.reset()
     model, source, graphs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3), []
@@ -787,7 +802,7 @@ def test_compiled_module_sees_new_weights_without_compiling_again(
 
 
 class Model(nn.Module):
-    """Answers with the tensors that a forward computes with."""
+    """A model whose forward returns the numbers in the tensors that it computes with."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -838,7 +853,7 @@ WAYS = [_meta_as_torchrl, _meta_all_parameters, _others]
 
 
 def _params(model: Model) -> dict[str, torch.Tensor]:
-    """The parameters in the tables of the module, not those of its TensorDict."""
+    """Return the parameters in the tables of the module, not those of its TensorDict."""
     return dict(model.params.named_parameters(remove_duplicate=False))
 
 
@@ -864,7 +879,8 @@ def test_both_tables_get_the_weights(split: Any, copy: bool) -> None:
         _check_tables(model)
         assert not lacks_memory(model)
         assert list(model.state_dict()) == names
-    if split is not _others:  # which are separate
+    # _others() makes separate tensors of tied ones.
+    if split is not _others:
         assert _params(model)["tied"] is _params(model)["inner.tied"]
     for flat in buffers:
         receiver.detach_(flat)

@@ -1,4 +1,4 @@
-"""What of a model is found, under which names, what is gathered, and what is refused."""
+"""Collecting weights: the tensors of a model and their names, gathering them, and refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wrappers_that_only_add_a_prefix_are_looked_through() -> None:
 
 
 class Holder(nn.Module):
-    """A module of the user's, with children named as wrappers of torch name theirs."""
+    """A user's module whose children have the names that wrappers of torch give to theirs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Stats(NamedTuple):
 
 
 class Words(dict[str, int]):
-    """A class of the user's, which no other process knows by its name alone."""
+    """A user's class, which another process does not know by its name alone."""
 
 
 @tensorclass
@@ -213,7 +213,7 @@ def test_other_sources_are_refused(source: Any, text: str) -> None:
 
 
 class Renaming(nn.Module):
-    """A state_dict hook gives one parameter another name."""
+    """A module in which a state_dict hook gives one parameter another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Renaming(nn.Module):
 
 
 class Saving(nn.Module):
-    """Keeps a tensor that only its state_dict shows."""
+    """A module with a tensor that only its state_dict shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def test_what_cannot_be_gathered(source: Any) -> None:
     with pytest.raises(ConfigError, match="has no weights"):
         gather_weights(source)
     with pytest.raises(ConfigError, match="extract_as"):
-        gather_weights(nn.Linear(1, 1), extract_as="other")  # type: ignore[arg-type]  # on purpose
+        gather_weights(nn.Linear(1, 1), extract_as="other")  # type: ignore[arg-type]  # is refused
 
 
 @pytest.mark.slow

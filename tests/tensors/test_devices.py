@@ -1,4 +1,4 @@
-"""Copies from and to accelerators, on one whose copies happen when they are waited for."""
+"""Copies from and to accelerators, on a fake one that copies only when somebody waits for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device() -> Iterator[Deferred]:
 
 
 class Many(nn.Module):
-    """Small and odd sizes, some not contiguous, and one larger than a block."""
+    """A model of small and odd sizes, some not contiguous, and one tensor larger than a block."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def many_small() -> dict[str, torch.Tensor]:
 
 
 def private(nbytes: int) -> FlatBuffer:
-    """As a worker maps a slot: what others write there is not to be pinned."""
+    """Return a buffer as a worker maps a slot: it must not be pinned, as others write there."""
     return FlatBuffer(mmap.mmap(-1, max(nbytes, 1)))
 
 
@@ -112,14 +112,16 @@ def test_what_another_stream_has_to_do_yet_is_done_before(device: Deferred, size
     prepared.copy_into(flat)
     assert all(view.eq(1.0).all() for view in flat.views(prepared.layout))
     target, seen = {name: torch.zeros_like(each) for name, each in source.items()}, []
-    device.elsewhere.append(lambda: seen.append(float(target["a"].max())))  # a forward
+    # This stands for a forward on another stream.
+    device.elsewhere.append(lambda: seen.append(float(target["a"].max())))
     Target(target).apply_(prepared.layout, flat, {}, copy=True)
     assert seen == [0.0]
     assert all(each.eq(1.0).all() for each in target.values())
 
 
 def test_other_dtypes_on_the_way(device: Deferred) -> None:
-    large = BLOCK_NBYTES // 8 + 3  # in float64 more than a block, in bfloat16 less
+    # A tensor of this size is larger than a block in float64, and smaller in bfloat16.
+    large = BLOCK_NBYTES // 8 + 3
     source = {"a": torch.arange(7.0), "b": torch.arange(large, dtype=torch.float64)}
     prepared = Flattener(dtype=check_dtypes(torch.bfloat16, "wire_dtype")).prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
@@ -134,14 +136,15 @@ def test_other_dtypes_on_the_way(device: Deferred) -> None:
 
 def test_mixed_with_what_stays_on_the_host(device: Deferred) -> None:
     class Host(torch.Tensor):
-        """No part of the fake accelerator."""
+        """A tensor that is not on the fake accelerator."""
 
     source = {"a": torch.ones(3), "b": torch.ones(5).as_subclass(Host), "c": torch.ones(7)}
     prepared = Flattener().prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
     prepared.copy_into(flat)
     assert all(view.eq(1.0).all() for view in flat.views(prepared.layout))
-    assert device.num_transfers == 2  # nothing is written between
+    # No transfer writes between the two tensors of the device, where the host's tensor is.
+    assert device.num_transfers == 2
 
 
 def test_a_worker_reads_the_pages_of_a_slot_directly(device: Deferred) -> None:
@@ -183,7 +186,8 @@ def test_memory_of_others_that_cannot_be_mapped_again_goes_through_pinned_blocks
     prepared = Flattener().prepare(source)
     private = FlatBuffer(mmap.mmap(-1, prepared.layout.nbytes), share=share)
     prepared.copy_into(private)
-    target = {name: torch.zeros(2**18) for name in "aceg"}  # four blocks, each in its turn
+    # These four tensors go through four blocks, one after the other.
+    target = {name: torch.zeros(2**18) for name in "aceg"}
     apply = Target(target, strict=False).apply_
     for _ in range(3):
         for each in target.values():

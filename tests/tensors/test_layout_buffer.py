@@ -1,4 +1,4 @@
-"""Layouts, flat buffers, when a buffer may be given new content, and how it is copied."""
+"""Layouts and flat buffers: when a buffer may get new content, and how it is copied."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_a_held_view_is_noticed_until_it_dies(hold: Callable[[nn.Linear], Any]) 
 
 def test_views_that_share_memory_moved_are_made_anew() -> None:
     model, flat, layout = flipped()
-    model.share_memory()  # moves the memory of a view away from the buffer
+    # This moves the memory of a view away from the buffer.
+    model.share_memory()
     assert not flat.exclusive()
     model.double()
     assert flat.exclusive()
@@ -102,8 +103,10 @@ def test_the_pieces_are_the_copy(step: int) -> None:
 @pytest.mark.parametrize(
     "tensors",
     [
-        [torch.zeros(16) for _ in range(100)],  # many small ones: a copy is quicker
-        [torch.zeros(1024, 1024).t()[:, :512]],  # not one block
+        # Many small tensors are quicker to copy.
+        [torch.zeros(16) for _ in range(100)],
+        # This tensor is not one block of memory.
+        [torch.zeros(1024, 1024).t()[:, :512]],
         [torch.zeros(2**20, dtype=torch.complex64).conj()],
     ],
     ids=["small", "strided", "conjugated"],

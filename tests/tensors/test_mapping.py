@@ -1,4 +1,4 @@
-"""Maps from a trainer's names and dtypes to those of a model."""
+"""Weight maps from a trainer's names and dtypes to those of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MIDDLE, LAYERS, WORDS = 16, 4, 2, 4, 24, 2, 
 
 
 def llama(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """The names and shapes of a small Llama checkpoint, with random bits."""
+    """Return tensors of random bits with the names and shapes of a small Llama checkpoint."""
     q, kv = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (WORDS, HIDDEN)}
     for layer in range(LAYERS):
@@ -74,7 +74,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-# -- what it is for -----------------------------------------------------------------------------
+# -- the main use -------------------------------------------------------------------------------
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([torch.float32, torch.bfloat16]))
@@ -132,7 +132,8 @@ def test_split_undoes_merge_along_every_dimension(
 
 def test_the_order_of_the_steps() -> None:
     mapping = WeightMap(
-        drop="old",  # before it gets its new name
+        # Names are dropped before they are renamed.
+        drop="old",
         rename={"a": "fused", "b": "old"},
         split={"fused": {"x": 1, "y": 2}},
         merge={"z": ("y", "old")},
@@ -242,7 +243,7 @@ def test_what_was_made_keeps_nothing_alive(options: Any) -> None:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """Has weak references."""
+    """An array that can have weak references."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Snapshots: what is copied, and that a changed source is noticed."""
+"""Snapshots: the copied values, changes of the source that are noticed, and casts."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ def test_changes_of_the_module_are_seen(change: str, kind: str) -> None:
         model.large = nn.Parameter(torch.ones(2**17))
     contents(flattener, model)
     CHANGES[change](model)
-    for _ in range(2):  # the second time with the new plan
+    # The second snapshot uses the new plan.
+    for _ in range(2):
         prepared = flattener.prepare(model)
         add_one(model)
         found = {name: bits(view) for name, view in copied(prepared).items()}
@@ -239,7 +240,8 @@ def test_ties_that_dissolve_are_seen() -> None:
     assert contents(flattener, model).keys() == {"embed.weight"}
     model.head.weight = nn.Parameter(torch.zeros(5, 3))
     assert contents(flattener, model) == expected(model)
-    model.head.weight.data = model.embed.weight.data  # tied by memory, not by object
+    # These parameters are tied by their memory, and are two objects.
+    model.head.weight.data = model.embed.weight.data
     flattener = Flattener()
     assert contents(flattener, model).keys() == {"embed.weight"}
     model.head.weight.data = torch.zeros(5, 3)
@@ -324,7 +326,7 @@ def test_tied_parameters_are_one_leaf_and_a_pattern_fits_any_name(rule: Any) -> 
 
 
 class Statistics(nn.Module):
-    """What a running mean keeps: a count and sums that less precision would falsify."""
+    """A module with the state of a running mean, which a lower precision would falsify."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -335,7 +337,10 @@ class Statistics(nn.Module):
 
 
 def _renaming(model: nn.Module) -> nn.Module:
-    """With a hook its ``state_dict()`` is asked, which does not say what a buffer is."""
+    """Add a hook to a model, so that its names come from ``state_dict()``.
+
+    A state_dict does not say which of its tensors are buffers.
+    """
     model.register_state_dict_post_hook(lambda *_: None)
     return model
 
@@ -365,7 +370,8 @@ def test_a_single_dtype_does_not_round_statistics(
         }
     [record] = caplog.records
     assert "float64 buffers are sent as they are: 0.count;" in record.getMessage()
-    for rule in ({"*": BF16}, {"*.count": BF16}):  # what the record advises
+    # The log record advises rules like these.
+    for rule in ({"*": BF16}, {"*.count": BF16}):
         assert copied(Flattener(extract_as, dtype=rule).prepare(source))["0.count"].dtype is BF16
     assert len(caplog.records) == 1
 

@@ -1,4 +1,4 @@
-"""Buffers that are not persistent: updates overwrite them, keep out of them, or are refused."""
+"""Buffers that are not persistent: updates overwrite them, leave them alone, or are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tensors._models import packed, send
 
 
 class Recurrent(nn.Module):
-    """Has a hidden state, a cache, and weights."""
+    """A model with weights, and with a hidden state and a cached table that are not persistent."""
 
     def __init__(self, value: float = 0.0, rows: int = 4) -> None:
         super().__init__()
@@ -73,7 +73,8 @@ def test_persistent_fills_what_has_no_memory(copy: bool) -> None:
 def test_another_shape_is_kept_and_named_once(mode: Any, copy: bool) -> None:
     target = Recurrent(rows=2)
     receiver = Target(target)
-    send(Recurrent(1.0), receiver, copy=copy)  # other sizes from the start are no change
+    # A buffer that had another size from the start does not count as changed.
+    send(Recurrent(1.0), receiver, copy=copy)
     assert (target.hidden == 0).all() and (target.table == 1).all()
     with mode():
         target(torch.ones(1, 2))
@@ -82,7 +83,8 @@ def test_another_shape_is_kept_and_named_once(mode: Any, copy: bool) -> None:
     assert target.hidden.shape == (1, 2) and (target.table == 2).all()
     with mode():
         target(torch.ones(1, 2))
-    send(Recurrent(3.0), receiver, copy=copy)  # a second warning would be an error
+    # A second warning would be an error.
+    send(Recurrent(3.0), receiver, copy=copy)
     assert (target.scale == 3).all()
 
 
@@ -114,7 +116,8 @@ def test_what_the_process_changed_is_overwritten_and_named(change: str, copy: bo
     do, is_named = CHANGES[change]
     target = Recurrent()
     receiver = Target(target)
-    do(target)  # before the first update
+    # A change before the first update is not named.
+    do(target)
     for value in (1.0, 2.0):
         send(Recurrent(value), receiver, copy=copy)
     do(target)

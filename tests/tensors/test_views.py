@@ -1,4 +1,4 @@
-"""What is kept of a version keeps its values, also where the model's tensors are not flipped."""
+"""Kept tensors of a version, which keep their values even if the model's tensors do not flip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tensors._models import Refuses, add_one, all_bits, send
 
 
 class Table(nn.Module):
-    """Has buffers that its forward gives views of."""
+    """A model whose forward returns a view of one of its buffers."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -25,14 +25,15 @@ class Table(nn.Module):
         self.register_buffer("rows", torch.full((4, 3), value))
         self.register_buffer("steps", torch.tensor(number))
         self.register_buffer("hidden", torch.full((2, 2), value), persistent=False)
-        self.register_buffer("large", torch.full((40_000,), value))  # is not copied with others
+        # This buffer is so large that it is not copied together with others.
+        self.register_buffer("large", torch.full((40_000,), value))
 
     def forward(self) -> torch.Tensor:
         return self.rows[1:].t()
 
 
 def _saved(model: Table) -> list[torch.Tensor]:
-    """What a graph keeps for its backward."""
+    """Return the tensors that a graph keeps for its backward."""
     saved, x = list[torch.Tensor](), torch.ones(3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
         (x * model.rows[1]).sum()
@@ -87,7 +88,8 @@ def test_buffers_that_nothing_views_stay_where_they_are() -> None:
         True,
         True,
     ]
-    for value in (5, 6):  # nothing views the new one
+    # Nothing views the new memory, so it is written in place.
+    for value in (5, 6):
         send(Table(value), receiver, copy=False)
         assert [buffer.data_ptr() for buffer in target.buffers()] == now
     assert (kept == 3).all()
@@ -118,7 +120,7 @@ def test_with_copy_addresses_stay_and_views_follow() -> None:
 
 @pytest.mark.parametrize("views", [False, True])
 def test_buffers_in_one_storage(views: bool) -> None:
-    """Tied ones stay tied, slices of a block get their values, and the block its own."""
+    """Tied buffers stay tied, and slices of a block are updated; a kept block stays as it was."""
 
     def build(number: int) -> nn.Module:
         model = nn.Module()
@@ -158,7 +160,7 @@ def test_a_refusal_puts_the_old_memory_back() -> None:
 
 @pytest.mark.parametrize("kind", ["dict", "tensordict"])
 def test_containers_are_written_to_as_others_view_their_tensors(kind: str) -> None:
-    """``weights=model.state_dict()`` is a way to update that model."""
+    """A worker with ``weights=model.state_dict()`` updates that model."""
     model = nn.BatchNorm1d(2)
     state = model.state_dict()
     target: Any = state if kind == "dict" else TensorDict(state)
