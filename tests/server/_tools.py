@@ -40,7 +40,7 @@ async def trainer(
 
 
 async def send(scheme: Any, value: float) -> Any:
-    """Send a version that is all ``value``."""
+    """Send a version whose elements are all ``value``; return its report."""
     fill(scheme.it, value)
     return await scheme.send(scheme.it)
 
@@ -66,14 +66,14 @@ async def worker(
 
 
 async def refused(joining: Any, error: type[Exception], text: str) -> None:
-    """A trainer or a worker is not let in."""
+    """Check that a trainer or a worker cannot connect, because of this error."""
     with pytest.raises(error, match=text):
         async with joining:
             pytest.fail("was let in")
 
 
 def described(server: WeightServer, model_id: str = "policy") -> dict[str, Any]:
-    """The status of one model."""
+    """Return the status of one model, as the server tells it."""
     found = [each for each in server.status()["models"] if each["model_id"] == model_id]
     assert len(found) == 1
     return found[0]

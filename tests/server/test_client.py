@@ -1,4 +1,4 @@
-"""What asks a weight server or a trainer once: whole transfers, cut ones, and clear refusals."""
+"""Clients that pull once from a weight server or a trainer: whole and cut transfers, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 class Counter(nn.Module):
-    """A parameter, and an extra state with a tensor in it."""
+    """A module with a parameter, and with a tensor in its extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ async def test_a_trainer_that_listens_is_asked_in_the_same_way(scheme: str, tmp_
         await source.connect()
         first = await WeightClient(source.address).pull(timeout=PATIENCE)
         await until(lambda: not source.sender_transports)
-        assert not (await source.send()).lost  # who only asked is no worker that was lost
+        # A client that has only pulled does not count as a lost worker.
+        assert not (await source.send()).lost
         fill(model, 2.0)
         waiting = asyncio.ensure_future(
             WeightClient(source.address).pull(min_version=first.version + 2, timeout=PATIENCE)
@@ -107,7 +108,7 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
         assert proxy.connections == 3
         assert pulled.reconnects == 2
         assert pulled.nbytes == 2**23
-        # Two links brought something, and nothing of it came again but what was cut.
+        # Complete chunks are not sent again: only those that were cut are repeated.
         assert proxy.bytes_back < 2**23 + 3 * 2**18 + 2**16
         assert seen == sorted(seen)
         assert seen[-1] == pulled.nbytes
@@ -153,7 +154,8 @@ async def test_nobody_there_is_an_error_at_once(call: Any, tmp_path: Path) -> No
 async def test_who_never_answers_is_given_up(call: Any, error: Any, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "silent"))
-        silent.listen()  # the kernel connects, and nobody says anything
+        # The kernel accepts the connection, and no message follows.
+        silent.listen()
         with pytest.raises(error, match="did not answer within 0.1 s"):
             await call(WeightClient(f"unix://{tmp_path / 'silent'}"), timeout=0.1)
 

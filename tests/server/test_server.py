@@ -34,7 +34,7 @@ from tests.server._tools import URL, described, refused, send, trainer, worker
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
-# -- models and who brings them ---------------------------------------------------------------
+# -- models and their trainers ----------------------------------------------------------------
 
 
 async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
@@ -52,7 +52,10 @@ async def test_a_second_trainer_is_refused_until_the_first_has_gone() -> None:
 
 
 async def refusal(scheme: Any) -> AiosyncError:
-    """Why a trainer that dials again is not let in, as its sends raise it."""
+    """Return the error for which the server refuses a trainer that dials again.
+
+    A send of that trainer raises it.
+    """
     while True:
         with pytest.raises(PartialSyncError) as caught:
             await send(scheme, 9.0)
@@ -96,7 +99,7 @@ async def test_a_run_that_was_replaced_does_not_come_back(
 
 
 async def test_a_run_that_was_replaced_takes_over_when_it_is_told_to() -> None:
-    """A, B and A again, each of which is meant; and then B, which is not."""
+    """Trainer A takes over from B when it is told to, but B does not take over from A."""
     async with (
         WeightServer(URL) as server,
         FaultProxy(server.url) as first,
@@ -133,7 +136,8 @@ async def test_a_worker_that_is_ready_has_weights() -> None:
         await refused(
             worker(server, timeout=0.2), ConnectTimeout, "got no version of 'policy' within 0.2 s"
         )
-        plain = aiosync.TCPWeightSyncScheme(server.url)  # which dials a trainer as well
+        # A scheme without dial="both" can also dial a weight server, as it would dial a trainer.
+        plain = aiosync.TCPWeightSyncScheme(server.url)
         plain.init_on_receiver(model=linear())
         async with plain:
             with pytest.raises(ConnectTimeout, match="weights of: none yet"):
@@ -214,9 +218,8 @@ async def test_models_that_workers_ask_for_keep_no_trainer_out() -> None:
             await send(source, 1.0)
             await scheme.wait_for_version(1)
         await stack.aclose()
-        async with worker(
-            server, "other", initial=False
-        ):  # those that nobody asks for any more are forgotten
+        # The server forgets models that no worker asks for any more.
+        async with worker(server, "other", initial=False):
             names = {each["model_id"] for each in server.status()["models"]}
             assert {"policy", "other"} <= names and len(names) <= 3
 
@@ -275,7 +278,8 @@ async def test_who_comes_later_gets_the_newest_of_each_name(tmp_path: Path, stor
                 assert model_of(asking) == BOTH
             pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
             assert (pulled.version, held(pulled.mapping())) == (last.version, BOTH)
-        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)  # without a trainer, too
+        # The trainer has left, and the server still has its weights.
+        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
         assert held(pulled.mapping()) == BOTH
 
 
@@ -311,7 +315,7 @@ async def test_a_client_gets_the_newest_of_each_name(parts: list[Any], expected:
     assert {name: tensor.tolist() for name, tensor in pulled.mapping().items()} == expected
 
 
-# -- who may only read ------------------------------------------------------------------------
+# -- peers that may only read -----------------------------------------------------------------
 
 TOKEN, PULL_TOKEN = "a secret of the trainers", "a secret of the workers"
 
@@ -364,16 +368,18 @@ async def test_a_trainer_does_not_repeat_what_a_restarted_server_has(tmp_path: P
             await until(lambda: source.sender_transports.get(0) not in (None, before))
             await until(lambda: bool(described(second)["workers"]))
             found = second.stats()["policy"]
-            assert min(found.age, found.workers[0].age) > 0.1  # not since the restart
+            # The age counts from the time of the send, and not from the restart.
+            assert min(found.age, found.workers[0].age) > 0.1
             assert (await send(source, 2.0)).version == 2
             await scheme.wait_for_version(2)
-            assert described(second)["updates"] == 1  # version 1 came from the disk alone
+            # Only version 2 has arrived, as version 1 came from the disk.
+            assert described(second)["updates"] == 1
             await until(lambda: described(second)["workers"][0]["lag"] == 0)
 
 
 @contextlib.contextmanager
 def without(store: Path) -> Iterator[None]:
-    """The directory of a store is gone meanwhile: whatever is written there fails."""
+    """Move the directory of a store away during a block, so that writing to it fails."""
     away = store.with_name("away")
     store.rename(away)
     try:
@@ -418,7 +424,7 @@ async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> 
 
 
 class SlowStore:
-    """Holds every save until :meth:`go`, and notes the versions."""
+    """A patch of ``WeightStore.save()`` that waits for :meth:`go`, and keeps the versions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.versions: list[int] = []
@@ -451,9 +457,11 @@ async def test_versions_that_come_faster_than_the_disk_are_saved_as_one(
             handles.append(source.send_nowait(source.it))
             await until(lambda number=number: described(server)["updates"] == number)  # type: ignore[misc]
         assert slow.versions == [1]
-        ended = [False, True, True, True, True, False]  # once the trainer has heard of it
+        # Versions 2 to 5 have been replaced, and the trainer hears of that.
+        ended = [False, True, True, True, True, False]
         await until(lambda: [handle.done() for handle in handles] == ended)
-        assert described(server)["version"] == 0  # what is not on disk yet may be refused
+        # The disk may still refuse a version, so none is served yet.
+        assert described(server)["version"] == 0
         slow.go()
         reports = [await handle for handle in handles]
         assert slow.versions == [1, 6]
@@ -490,7 +498,8 @@ async def test_stats_count_what_came_and_traces_pass_through() -> None:
             await until(lambda: server.stats()["policy"].lag == 0)
             found = await asyncio.to_thread(server.stats)
             told = await WeightClient(server.url).status()
-            assert encode_values(told) == told  # plain
+            # The status has only plain values.
+            assert encode_values(told) == told
             (model,) = told["models"]
             (row,) = model["workers"]
             assert (model["tensors"], row["version"], row["lag"]) == (2, 2, 0)
@@ -522,7 +531,7 @@ async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: 
 
 
 async def pour(source: Any) -> None:
-    """Send without a pause until it is cancelled."""
+    """Send again and again until the task is cancelled."""
     handles = []
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The store of the weight server: what was saved comes back bit for bit, or an error does."""
+"""The store of the weight server: a saved update is loaded bit for bit, or an error is raised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Entry = tuple[str, str, tuple[int, ...], str, tuple[str, ...]]
 
 
 def update_of(entries: list[Entry], *, seed: int = 0, **fields: Any) -> StoredUpdate:
-    """An update of random bytes; its padding is random as well."""
+    """Return an update of random bytes; its padding is random, too."""
     layout = Layout(plan_manifest(entries))
     buffer = FlatBuffer(layout.nbytes)
     buffer.array[:] = np.random.default_rng(seed).integers(0, 256, layout.nbytes, np.uint8)
@@ -72,7 +72,7 @@ def the_file(store: WeightStore) -> Path:
     return Path(store.directory, name)
 
 
-# -- what comes back --------------------------------------------------------------------------
+# -- updates that are loaded ------------------------------------------------------------------
 
 VALUES = {"_extra_state": {"n": 1, "x": [1.5, None, True, "ü\0"], "b": b"\0\xff"}, "e": {}}
 
@@ -246,7 +246,7 @@ def test_any_flipped_bit_is_noticed(store: WeightStore) -> None:
 
 
 def _rewritten(path: Path, **changes: str | None) -> None:
-    """Change metadata of a file as somebody would who does not know the header's checksum."""
+    """Change the metadata of a file without updating the header's checksum."""
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     table = json.loads(whole[8 : 8 + length])
@@ -283,7 +283,8 @@ def test_a_header_that_lies_is_refused(
 ) -> None:
     store.save("m", small())
     _rewritten(the_file(store))
-    assert store.load("m") is not None  # rewriting alone changes nothing
+    # A rewritten file without changes can still be loaded.
+    assert store.load("m") is not None
     _rewritten(the_file(store), **changes)
     with pytest.raises(StoreError, match=why):
         store.load("m")

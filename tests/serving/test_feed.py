@@ -1,4 +1,4 @@
-"""The weight feed: a server that follows its trainer, and goes on without it."""
+"""The weight feed of an inference server, which follows its trainer, and goes on without it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def trainer(source: nn.Module, address: str, workers: int | None = None, *
 
 
 async def admitted(feed: WeightFeed, **options) -> int:
-    """The version of a request that is over at once."""
+    """Return the version of a request that ends at once."""
     async with feed.request(**options) as version:
         return version
 
@@ -67,7 +67,8 @@ async def test_requests_that_do_not_end_make_it_stale_and_a_newer_version_overta
         assert "1 requests that were running did not end" in status.reason
         assert status.stale_for > 0
         assert status.connected
-        assert await admitted(feed, timeout=PATIENCE) == 1  # others are served meanwhile
+        # Other requests are served while the switch cannot happen.
+        assert await admitted(feed, timeout=PATIENCE) == 1
         holder.cancel()
         await handles[-1]
         await until(lambda: feed.status.state == "live")
@@ -105,7 +106,7 @@ async def _outcome(handle: aiosync.SendHandle) -> None:
 
 
 class Held(Engine):
-    """Loads versions, from a certain one on once it is told to."""
+    """An engine whose loads, from number ``first`` on, wait until ``go_on`` is set."""
 
     def __init__(self, first: int = 1) -> None:
         super().__init__()
@@ -124,7 +125,8 @@ async def test_a_function_loads_in_a_thread_while_the_loop_goes_on(address: str)
         await feed.ready.wait(timeout=PATIENCE)
         handle = scheme.send_nowait()
         await until(engine.entered.is_set)
-        await refused(feed, "a switch of the weights")  # while they are being loaded
+        # No request is admitted while the weights are being loaded.
+        await refused(feed, "a switch of the weights")
         engine.go_on.set()
         await handle
         assert feed.version == 2
@@ -164,7 +166,8 @@ async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_loaded(addr
         models.fill(source, 9.0)
         async with trainer(source, address):
             await until(lambda: feed.status.newest == 1)
-            assert feed.lag == 1  # all versions of the new trainer
+            # The lag counts all versions of the new trainer.
+            assert feed.lag == 1
             engine.go_on.set()
             seen = set()
             async with asyncio.timeout(PATIENCE):
@@ -173,7 +176,8 @@ async def test_a_new_trainer_comes_while_a_version_of_the_old_one_is_loaded(addr
                         if feed.epoch == first:
                             seen.add((version, float(engine.weights["bias"][0])))
                     await asyncio.sleep(0)
-            assert seen <= {(2, 5.0)}  # nobody was told that these are version 1
+            # No request was told that the old weights are version 1 of the new trainer.
+            assert seen <= {(2, 5.0)}
             async with feed.request(epoch=feed.epoch) as version:
                 assert version == 1
                 assert (engine.weights["bias"] == 9.0).all()
@@ -196,7 +200,7 @@ async def test_a_function_that_does_not_return_holds_up_nobody_who_closes(addres
 
 
 class Slow(nn.Module):
-    """Computes for as long as it is told to."""
+    """A model whose forward lasts until ``go_on`` is set."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -230,7 +234,8 @@ async def test_whoever_closes_waits_for_no_forward_of_another_thread(
         assert not [each for each in threading.enumerate() if "aiosync-apply" in each.name]
         target.go_on.set()
         await forward
-        assert models.filled(target, 1.0)  # as it was when the feed was closed
+        # The model is as it was when the feed was closed.
+        assert models.filled(target, 1.0)
         await _outcome(handle)
 
 
@@ -262,13 +267,16 @@ async def refused(feed: WeightFeed, text: str) -> None:
 
 async def test_a_server_that_joins_answers_once_it_is_as_new_as_its_source(address: str) -> None:
     source, engine = models.linear(), Held()
-    gate = AdmissionGate(initial_version=1)  # of a checkpoint
+    # The gate begins with the version of a checkpoint.
+    gate = AdmissionGate(initial_version=1)
     feed = feed_of(address, load=engine.load, gate=gate)
     async with feed:
-        assert await admitted(feed, timeout=0) == 1  # as long as nothing newer is known
+        # Requests are admitted as long as the feed knows of no newer version.
+        assert await admitted(feed, timeout=0) == 1
         async with trainer(source, address) as scheme:
             for _ in range(3):
-                await scheme.send()  # to nobody: the feed was not let in yet, or it waits for it
+                # The feed may not be connected yet, so a send may have no worker.
+                await scheme.send()
             await until(engine.entered.is_set)
             status = feed.status
             assert status.state == "starting" and not feed.ready
@@ -359,7 +367,8 @@ async def test_a_feed_that_is_started_again_joins_again(address: str) -> None:
             assert await admitted(feed, timeout=PATIENCE) == 3
     engine.go_on.clear()
     engine.entered.clear()
-    async with trainer(source, address) as scheme:  # counts from 1 again: 3 is not newer
+    # This trainer counts from 1 again, so version 3 of the old one is not newer.
+    async with trainer(source, address) as scheme:
         async with feed:
             await until(engine.entered.is_set)
             assert (feed.version, feed.status.waits_for) == (3, 1)

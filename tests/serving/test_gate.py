@@ -1,4 +1,4 @@
-"""The admission gate: who is let in when, and what a switch waits for."""
+"""The admission gate: when it admits requests, and how long a switch of the weights waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def refused(entry: Admission | Swap, error: type[Exception], text: str) ->
 
 
 async def admitted(gate: AdmissionGate, **options: Any) -> int:
-    """The version of a request that is over at once."""
+    """Return the version of a request that ends at once."""
     async with gate.request(**options) as version:
         return version
 
@@ -108,7 +108,8 @@ async def test_a_switch_waits_for_the_requests_that_run_and_new_ones_for_it() ->
     async def switch() -> None:
         async with gate.swap():
             log.append("switched")
-            await turns()  # nobody gets in meanwhile
+            # The gate admits no request during the switch.
+            await turns()
             assert gate.running == 0
 
     switching = asyncio.ensure_future(switch())
@@ -168,7 +169,8 @@ async def test_a_switch_that_fails_or_is_cancelled_changes_nothing(mode) -> None
             await switching
     assert await admitted(gate, timeout=0) == 1
     async with gate.swap() as swap:
-        swap.version = 1  # nothing new after all
+        # A switch to the same version does not count.
+        swap.version = 1
     assert (gate.version, gate.swaps) == (1, 0)
     with pytest.raises(aiosync.LocalProtocolError, match="at least 1"):
         async with gate.swap(version=0):
@@ -213,7 +215,8 @@ async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
     async with gate.request():
         switching = asyncio.ensure_future(switch(gate))
         await turns()
-        async with gate.request(timeout=0) as version:  # must not wait for what waits for it
+        # The switch waits for the outer request, so the inner one must not wait for the switch.
+        async with gate.request(timeout=0) as version:
             assert version == 1
             assert gate.running == 1
         async with gate.batch(timeout=0):
@@ -223,7 +226,8 @@ async def test_a_request_inside_a_request_is_a_part_of_it() -> None:
             aiosync.AdmissionTimeout,
             "inside another request",
         )
-        child = asyncio.create_task(_hold(gate))  # what it starts is a part of it, too
+        # A request in a task that this request starts is a part of it, too.
+        child = asyncio.create_task(_hold(gate))
         await turns()
         await refused(gate.swap(), aiosync.LocalProtocolError, "wait for itself")
     assert gate.running == 1
@@ -243,15 +247,18 @@ async def test_immediate_switches_between_batches() -> None:
             switching = asyncio.ensure_future(switch(gate))
             await turns()
             assert not switching.done()
-            async with gate.batch(timeout=0):  # a part of the batch around it
+            # A batch inside a batch is a part of it, and does not wait for the switch.
+            async with gate.batch(timeout=0):
                 pass
+        # The switch does not wait for the end of the request.
         async with asyncio.timeout(10):
-            await switching  # the request still runs
+            await switching
         async with gate.batch() as version:
             assert version == 2
         assert request.versions == (1, 2)
         await switch(gate)
-        assert request.versions == (1, 2)  # nothing was computed with the third
+        # The request has computed no batch with the third version.
+        assert request.versions == (1, 2)
     assert request.versions == (1, 2)
     assert (gate.running, gate.version) == (0, 3)
 
@@ -342,11 +349,14 @@ async def test_options_and_errors() -> None:
         await AdmissionGate().ready.wait(timeout=0.01)
 
 
-# -- which versions answered a request ------------------------------------------------------------
+# -- the versions that answered a request ---------------------------------------------------------
 
 
 async def test_the_runs_of_a_request_are_those_of_its_tokens() -> None:
-    """Weights that are their version: what each of many requests says is what made its tokens."""
+    """The span of each of many requests has the versions that made its tokens.
+
+    The weights are their version, so that a token shows it.
+    """
     gate = AdmissionGate(mode="immediate", initial_version=1)
     weights = 1
     spans: list[tuple[VersionSpan, list[int]]] = []
@@ -383,7 +393,7 @@ async def test_an_engine_counts_the_tokens_of_requests_that_it_computes_together
     gate = AdmissionGate(mode=mode, initial_version=3)
     short, long = gate.request(), gate.request()
     async with short, gate.batch():
-        pass  # reads the prompt: no token of the answer
+        pass  # the batch reads the prompt, and makes no token of the answer
     async with long:
         switching = asyncio.ensure_future(switch(gate)) if mode == "immediate" else None
         long.count(3, 5)
@@ -434,9 +444,11 @@ async def test_nobody_is_let_in_before_the_version_that_is_required(mode) -> Non
         await switch(gate, version, epoch)
     await waiting
     assert log == [("late", 58)]
-    await switch(gate, 1, 0xB)  # a trainer that was restarted later
+    # A trainer that restarts later counts from 1 again.
+    await switch(gate, 1, 0xB)
     assert gate.ready and gate.waits_for == 0
-    gate.require(1, 0xB)  # is there
+    # The gate already has the version that is required here.
+    gate.require(1, 0xB)
     assert gate.ready
 
 
