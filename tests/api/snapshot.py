@@ -1,7 +1,7 @@
 """The promised API as text, one file a module. ``python -m tests.api.snapshot`` writes it.
 
-Who changes the API on purpose writes the files anew in the same commit. Where a name is defined,
-and from which private classes a class inherits its methods, does not show.
+A commit that changes the API on purpose also has the new files. They do not show in which module a
+name is defined, nor from which private classes a class inherits its methods.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MODULES = [
     "aiosync.transports",
     "aiosync.types",
 ]
-# The rest of aiosync.transports can be imported and is not promised.
+# The other names of aiosync.transports can be imported, but they are not promised.
 ONLY = {
     "aiosync.transports": {
         *("TLS", "Credentials", "Received", "Transport", "TransportBackend"),
     }
 }
-# The objects that do the work of a scheme: the names are promised, what they can do is not.
+# These objects do the work of a scheme. Their names are promised, their members are not.
 NAMES_ONLY = {"aiosync.WeightReceiver", "aiosync.WeightSender"}
-# Names of `aiosync` that are described where they are defined.
+# Names of `aiosync` that these modules define are described in the files of these modules.
 HOMES = [
     "aiosync.errors",
     "aiosync.events",
@@ -60,12 +60,12 @@ OPERATORS = {
 
 
 def needs_vllm(module: str) -> bool:
-    """Whether the module cannot be imported here, as vLLM has an environment of its own."""
+    """Return True if the module needs vLLM, which may be only in an environment of its own."""
     return module.endswith(".vllm") and importlib.util.find_spec("vllm") is None
 
 
 def describe(module: str) -> str:
-    """What a module promises, with a line for each name and each member of a class."""
+    """Return the promises of a module, a line for each name and each member of a class."""
     return "\n".join(_lines(module)) + "\n"
 
 
@@ -93,7 +93,7 @@ def _home(module: str, name: str) -> str | None:
 
 
 def _class_lines(name: str, cls: type, module: str) -> Iterator[str]:
-    """A class, with what it has beyond the nearest promised one that it inherits from."""
+    """Yield a class and its members, without those of the nearest promised base class."""
     base = next((base for base in cls.__mro__[1:] if base in _promised(module)), None)
     yield f"class {name}({'' if base is None else base.__name__})"
     known = set() if base is None or base.__module__ == "builtins" else set(_members(base))
@@ -102,7 +102,7 @@ def _class_lines(name: str, cls: type, module: str) -> Iterator[str]:
 
 @functools.cache
 def _promised(module: str) -> set[type]:
-    """Classes that a class of this module may be said to inherit from."""
+    """Return the classes that the text may name as a base of a class in this module."""
     found = {value for value in vars(builtins).values() if inspect.isclass(value)} - {object}
     for name in {"aiosync", *HOMES, module}:
         loaded = importlib.import_module(name)
@@ -133,7 +133,8 @@ def _member(name: str, value: Any, owner: type | None = None) -> str:
         returns = inspect.signature(value.fget).return_annotation if value.fget else "Any"
         return f"{name}: {returns}{'' if value.fset is None else ' (settable)'}"
     if owner is not None and not inspect.isfunction(value) and not inspect.isdatadescriptor(value):
-        value = getattr(owner, name, None)  # bound: class methods, descriptors of methods
+        # Class methods and descriptors of methods show their signature only when they are bound.
+        value = getattr(owner, name, None)
     if inspect.isroutine(value) or (callable(value) and not inspect.isclass(value)):
         kind = "async def" if inspect.iscoroutinefunction(value) else "def"
         return f"{kind} {name}{_signature(value)}"
@@ -143,7 +144,8 @@ def _member(name: str, value: Any, owner: type | None = None) -> str:
 def _signature(value: Any) -> str:
     try:
         return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
-    except (TypeError, ValueError):  # a protocol, or built in
+    except (TypeError, ValueError):
+        # A protocol or a built-in has no signature.
         return "(...)"
 
 

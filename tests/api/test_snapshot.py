@@ -1,4 +1,4 @@
-"""What users may rely on changes on purpose only: see ``tests.api.snapshot``."""
+"""The promised API, which changes on purpose only: see ``tests.api.snapshot``."""
 
 from __future__ import annotations
 

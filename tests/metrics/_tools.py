@@ -1,4 +1,4 @@
-"""Sources of metrics that have done something, and a client that reads what is served."""
+"""Sources of metrics with some activity, and a client that reads the served metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 async def ask(url: str, request: str) -> Answer:
-    """Send text to a server, and read until it ends the link."""
+    """Send text to a server, and return its answer, read until it ends the link."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     async with asyncio.timeout(PATIENCE):
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -54,7 +54,7 @@ class Everything(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def everything() -> AsyncIterator[Everything]:
-    """A trainer and a worker that had some sends, a gate that let somebody in, two samples."""
+    """A trainer and a worker with some sends, a gate that admitted a request, and two samples."""
     model, gate = linear(), AdmissionGate(initial_version=1)
     scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
     async with here(scheme, linear(), sender={"model": model}) as (sender, receiver):
@@ -71,7 +71,7 @@ async def everything() -> AsyncIterator[Everything]:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Each time series: name and labels, with its value."""
+    """Return the value of each time series by its name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in metrics.collect()
@@ -80,7 +80,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 
 
 def total(metrics: Metrics, name: str, **labels: str) -> float:
-    """The sum of a sample over the series that have these labels."""
+    """Return the sum of a sample over all series that have these labels."""
     return sum(
         value
         for (found, has), value in samples(metrics).items()

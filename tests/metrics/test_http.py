@@ -1,4 +1,4 @@
-"""``/metrics``, ``/healthz`` and ``/readyz``: who is answered what, and what nobody can do."""
+"""``/metrics``, ``/healthz`` and ``/readyz``: the answers to clients, and refused requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_who_asks_is_answered(request_: str, status: int) -> None:
 @asynchronous
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/nothing"])
 async def test_a_name_that_somebody_else_may_have_chosen_is_refused(path: str) -> None:
-    """A page of another site has a name of its own lead here, and its script reads the answers."""
+    """A page of another site could point its own name here, and read the answers with a script."""
     async with serve(Metrics(), ANY) as url:
         for host in (
             "evil.example",
@@ -142,7 +142,8 @@ async def test_strangers_are_bounded_and_end_with_the_server() -> None:
                 while sum(each.done() for each in ends) < 8:
                     await asyncio.sleep(0.001)
             assert sum(each.done() for each in ends) == 8
-            assert (await get(url, "/healthz")).status == 200  # whoever says nothing is in no way
+            # Connections that send nothing do not keep others out.
+            assert (await get(url, "/healthz")).status == 200
         async with asyncio.timeout(30):
             await asyncio.gather(*ends)
         assert loop.time() < began + 9, "it takes ten seconds until links are ended anyway"
@@ -231,7 +232,8 @@ async def test_an_address_that_is_taken_or_none_is_refused() -> None:
 
 
 @asynchronous
-@pytest.mark.parametrize("turns", [1, 3])  # after 2 asyncio drops it; the garbage collector ends it
+# After 2 turns asyncio drops the connection, which the garbage collector then ends.
+@pytest.mark.parametrize("turns", [1, 3])
 async def test_a_connection_that_comes_as_it_closes_ends_with_it(turns: int) -> None:
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
@@ -241,7 +243,8 @@ async def test_a_connection_that_comes_as_it_closes_ends_with_it(turns: int) -> 
             sock.setblocking(False)
             for _ in range(turns):
                 await asyncio.sleep(0)
-        async with asyncio.timeout(5):  # half of what it takes until links are ended anyway
+        # This is half of the time after which links are ended anyway.
+        async with asyncio.timeout(5):
             await _end(loop, sock)
 
 

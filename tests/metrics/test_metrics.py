@@ -1,4 +1,4 @@
-"""What the metrics say, by Prometheus' own parsers; and what trainers' logs get."""
+"""Values of the metrics, read by Prometheus' own parsers, and entries for trainers' logs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_values_are_those_of_the_sources() -> None:
 
 @pytest.mark.asyncio
 async def test_sources_with_the_same_labels_are_one_series() -> None:
-    """Counters add up, and of gauges the worst is shown."""
+    """Counters of sources with the same labels add up, and gauges show the worst value."""
     scheme = aiosync.MultiProcessWeightSyncScheme()
     async with crowd(scheme, [linear(), linear()], sender={"model": linear()}) as (sender, two):
         metrics = Metrics(*two)
@@ -141,7 +141,8 @@ def test_the_log_has_what_happened_since_it_was_asked() -> None:
     metrics.on_sync(_event(snapshot=2.0, wire=3.0))
     assert metrics.as_log() == {"perf/weight_sync_s": 4.0, "perf/weight_sync_transfer_s": 2.5}
     assert metrics.as_log() == {}
-    metrics.on_sync(dataclasses.replace(_event(wire=9.0), outcome="skipped"))  # is no sync's time
+    # A skipped update does not count as a sync, so its time is not in the log.
+    metrics.on_sync(dataclasses.replace(_event(wire=9.0), outcome="skipped"))
     assert metrics.as_log() == {}
     metrics.on_sync(_event("receiver", stage=1.0, apply=0.5, pause=0.25))
     assert metrics.as_log() == {"perf/weight_sync_s": 1.5, "perf/weight_sync_pause_s": 0.25}
@@ -208,7 +209,8 @@ def test_the_page_has_the_table() -> None:
 
 
 SELECTOR = re.compile(r"(aiosync_\w+)(?:\{([^}]*)\})?")
-PARTS = r"_(?:bucket|count|sum)$"  # of histograms
+# A histogram has samples with these endings.
+PARTS = r"_(?:bucket|count|sum)$"
 
 
 def test_the_dashboard_asks_for_what_there_is() -> None:

@@ -74,7 +74,7 @@ def trace(state: State) -> None:
 
 
 async def traced(state: State, version: int) -> list[dict[str, Any]]:
-    """The spans of this process, once that version is among them."""
+    """Return the spans of this worker process once one of them has the version."""
     await wait_for_version(state, version)
 
     def found() -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ async def test_one_trace_goes_through_the_trainer_and_its_workers(scheme, export
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", None])
 def test_a_send_of_the_blocking_api_is_within_the_callers_span(address, exporter) -> None:
-    """Also where it is not this thread that sends."""
+    """The parent is right even if another thread than the caller's sends."""
     made, sync = provider(exporter), aiosync.sync
     scheme = sync.TCPWeightSyncScheme(address) if address else sync.SharedMemWeightSyncScheme()
     with scheme:
@@ -147,7 +147,8 @@ def test_a_send_of_the_blocking_api_is_within_the_callers_span(address, exporter
                 scheme.send()
                 scheme.send()
             give_up = time.monotonic() + PATIENCE
-            while len(exporter.get_finished_spans()) < 7:  # the loop tells who observes
+            # Observers are called on the event loop, so the spans may end later than the sends.
+            while len(exporter.get_finished_spans()) < 7:
                 assert time.monotonic() < give_up
                 time.sleep(0.001)
     sends = [each for each in exported(exporter) if each["name"] == "aiosync.send"]
@@ -159,7 +160,8 @@ async def test_the_span_of_a_send_that_was_refused_is_an_error(exporter) -> None
     async with here(
         aiosync.MultiProcessWeightSyncScheme(), linear(), sender={"model": linear()}
     ) as (sender, receiver):
-        tracing = Tracing(provider(exporter))  # one may serve both sides
+        # One observer may serve both sides.
+        tracing = Tracing(provider(exporter))
         for each in (sender, receiver):
             each.add_observer(tracing)
         with pytest.raises(aiosync.PartialSyncError):

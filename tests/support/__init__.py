@@ -1,1 +1,1 @@
-"""What tests of several rooms use."""
+"""Tools that tests in several folders share."""

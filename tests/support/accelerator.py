@@ -1,6 +1,7 @@
-"""An accelerator whose memory is that of the CPU, and whose copies happen when they are waited for.
+"""A fake accelerator in the memory of the CPU, which copies only when somebody waits for it.
 
-A wait that is missing shows: the copy was not made yet. Models in this process are on it.
+Code that does not wait for a copy finds that it was not made yet. The models of this process are
+on this accelerator.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from aiosync.tensors.accelerator import accelerator, use_accelerator
 
 
 class Deferred:
-    """Does what was asked of it, in order, once somebody waits.
+    """A fake accelerator that does its work, in order, once somebody waits.
 
     Attributes:
-        elsewhere: What other streams have to do yet: done by :meth:`synchronize` alone, and after
-            what was begun by copies.
-        taken: Bytes of its memory that were asked for.
-        num_transfers: How often bytes went to or from it.
-        is_busy: Waits do not end before this is set; ``None`` where they end at once.
-        skips: So many waits end at once all the same.
+        elsewhere: Work of other streams that is not done yet. Only :meth:`synchronize` does it,
+            after the copies that were begun.
+        taken: Number of bytes of its memory that were allocated.
+        num_transfers: Number of transfers to or from it.
+        is_busy: An event before which no wait ends; ``None`` if waits end at once.
+        skips: Number of the next waits that do not wait for ``is_busy``.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,7 @@ class Deferred:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Deferred]:
-    """Have models of this process be on such an accelerator."""
+    """Use a fake accelerator for the models of this process during a block."""
     before, fake = accelerator(), Deferred()
     use_accelerator(fake)
     try:

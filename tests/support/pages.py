@@ -1,4 +1,4 @@
-"""The pages of the documentation, their blocks of code, and what a reader is told to type."""
+"""The pages of the documentation, their blocks of code, and the lines that a reader types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# Without the built site, which has a twin of each page.
+# The built site is left out, because it has a copy of each page.
 PAGES = [
     ROOT / "README.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts),
@@ -23,27 +23,27 @@ SHELLS = {"bash", "console", "sh", "shell"}
 
 
 def name_of(page: Path) -> str:
-    """Its path in the checkout."""
+    """Return the path of a page in the checkout."""
     return str(page.relative_to(ROOT))
 
 
 @dataclass(frozen=True)
 class Block:
-    """What stands in a fence."""
+    """A fenced block of a page."""
 
     page: Path
     line: int
     language: str
     text: str
     shown: str | None = None
-    """The output that the page shows right below it."""
+    """The output that the page shows right below the block."""
 
     def __str__(self) -> str:
         return f"{name_of(self.page)}:{self.line}"
 
 
 def blocks(page: Path) -> list[Block]:
-    """Those of a page, in order."""
+    """Return the blocks of a page, in order."""
     text = page.read_text()
     return [
         Block(page, text.count("\n", 0, each.start()) + 1, each[2].strip(), each[3], each[4])
@@ -52,12 +52,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shell_blocks(page: Path) -> list[str]:
-    """The texts of its shell blocks, in order."""
+    """Return the texts of a page's shell blocks, in order."""
     return [block.text for block in blocks(page) if block.language in SHELLS]
 
 
 def typed_lines(text: str) -> Iterator[str]:
-    """What somebody types: where there are prompts, what follows them. Else all of it."""
+    """Yield the commands that a reader types: the lines after prompts, or all without prompts."""
     prompts = re.findall(r"^ *[$%] ((?:.*\\\n)*.*)", text, re.MULTILINE)
     lines = "\n".join(prompts) if prompts else text
     typed = ""
@@ -74,6 +74,7 @@ def typed_lines(text: str) -> Iterator[str]:
 def _is_whole(typed: str) -> bool:
     try:
         shlex.split(typed, comments=True)
-    except ValueError:  # within quotes
+    except ValueError:
+        # A quotation is still open.
         return False
     return True

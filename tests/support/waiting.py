@@ -1,4 +1,4 @@
-"""Waiting for what no event tells about, ports to wait at, and what a process has mapped."""
+"""Waiting for conditions without an event, free ports, and the memory that a process has."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PATIENCE = float(os.environ.get("PATIENCE", "40"))
 
 
 async def until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
-    """Let the loop turn until ``condition()``."""
+    """Let the event loop turn until ``condition()`` is true, for at most ``limit`` seconds."""
     async with asyncio.timeout(limit):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 def wait_until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
-    """The same for a thread without a loop."""
+    """Wait in a thread without a loop until ``condition()`` is true, at most ``limit`` seconds."""
     deadline = time.monotonic() + limit
     pause = threading.Event()
     while not condition():
@@ -33,14 +33,18 @@ def wait_until(condition: Callable[[], bool], limit: float = PATIENCE) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and wait until each of its threads has: on a busy machine they go on."""
+    """Stop a process, and wait until each of its threads has stopped.
+
+    On a busy machine threads go on for a while after the signal.
+    """
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
 
     def have_stopped() -> bool:
         try:
             stats = [(task / "stat").read_text() for task in tasks.iterdir()]
-        except OSError:  # one has just ended
+        except OSError:
+            # A thread has just ended.
             return False
         return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
@@ -48,35 +52,35 @@ def stop(pid: int) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface where nobody listens."""
+    """Return a port of the loopback interface on which no socket listens."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 def free_address() -> str:
-    """The address of such a port."""
+    """Return the address of a port of the loopback interface on which no socket listens."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
 def mapped_nbytes(name: str = "") -> int:
-    """Bytes that this process has mapped of what has such a name; of any by default."""
+    """Return the number of bytes in mappings with ``name`` in their line; by default in all."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = (line.split(maxsplit=1)[0].split("-") for line in lines if name in line)
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
 def resident_nbytes() -> int:
-    """Bytes of memory that this process has."""
+    """Return the number of bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_slots() -> int:
-    """Slots of shared memory that this process has mapped."""
+    """Return the number of mappings of shared memory in this process, such as slots."""
     return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def wake_ups(pid: int) -> dict[str, int]:
-    """Voluntary context switches of each thread of a process."""
+    """Return the voluntary context switches of each thread of a process, by its number."""
     found = {}
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
         [switches] = re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", path.read_text(), re.M)
