@@ -1,4 +1,4 @@
-"""Trainers, workers and bare links for the tests of the weight server."""
+"""Trainers and workers for the tests of the weight server."""
 
 from __future__ import annotations
 

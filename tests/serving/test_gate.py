@@ -393,7 +393,8 @@ async def test_an_engine_counts_the_tokens_of_requests_that_it_computes_together
     gate = AdmissionGate(mode=mode, initial_version=3)
     short, long = gate.request(), gate.request()
     async with short, gate.batch():
-        pass  # the batch reads the prompt, and makes no token of the answer
+        # This batch reads the prompt, and makes no token of the answer.
+        pass
     async with long:
         switching = asyncio.ensure_future(switch(gate)) if mode == "immediate" else None
         long.count(3, 5)

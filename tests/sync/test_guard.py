@@ -74,7 +74,8 @@ def test_an_update_waits_for_the_outermost_forward_whose_thread_applies_it(fails
             raise ZeroDivisionError
         if depth < 4:
             with pytest.raises(ZeroDivisionError) if fails and depth == 3 else no_error:
-                module()  # recursion
+                # The forward calls itself.
+                module()
         assert apply.runs == 0
         assert guard.reading_here
 

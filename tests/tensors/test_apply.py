@@ -586,7 +586,7 @@ def test_values_packed_by_nobody_are_refused(value: Any, copy: bool) -> None:
     assert target["_extra_state"] == "old"
 
 
-# -- what cannot be a target, and failures in the middle -------------------------------------------
+# -- objects that cannot be a target ---------------------------------------------------------------
 
 
 def _inference() -> torch.Tensor:

@@ -279,7 +279,7 @@ def test_other_modules_are_not_refused(build: Any) -> None:
     assert collect(nn.Sequential(build())).leaves
 
 
-# -- gathering where there is nothing to gather ---------------------------------------------------
+# -- gathering weights that are not distributed ---------------------------------------------------
 
 
 @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])

@@ -84,7 +84,8 @@ def test_a_thousand_small_tensors_are_one_transfer(device: Deferred) -> None:
 
 
 def test_memory_of_the_device_is_bounded(device: Deferred) -> None:
-    source = {f"{n:02}": torch.full((2**20,), float(n)) for n in range(40)}  # 160 MiB
+    # These tensors take 160 MiB, which is more than one block of the device's memory.
+    source = {f"{n:02}": torch.full((2**20,), float(n)) for n in range(40)}
     prepared = Flattener().prepare(source)
     flat = FlatBuffer(prepared.layout.nbytes)
     prepared.copy_into(flat)
