@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
 from operator import attrgetter, itemgetter
@@ -28,11 +27,10 @@ from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
 from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.flatten import Signature
-from aiosync.tensors.misfit import DTYPE_HINT, STRICT_HINT, difference
+from aiosync.tensors.matching import BufferChoice, Matching, Spot, Strict
 from aiosync.tensors.places import Undo, put, store
 from aiosync.tensors.transient import TransientBuffers
 from aiosync.tensors.values import (
-    EXTRA_STATE,
     inner_names,
     is_plain_tensordict,
     is_tensor_collection,
@@ -47,7 +45,6 @@ from aiosync.tensors.walk import (
     Place,
     find_nested,
     memory_key,
-    plain_name,
     walk,
 )
 
@@ -64,12 +61,6 @@ Mode: TypeAlias = Literal["flip", "copy", "replace"]
 the places of the old ones.
 """
 
-Strict: TypeAlias = bool | Literal["warn"]
-"""``"warn"`` is strict, but missing extra state only causes a warning."""
-
-BufferChoice: TypeAlias = Literal["all", "persistent"]
-"""The buffers of a module that get weights: with ``"persistent"`` others only without memory."""
-
 Loader: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """Takes the names and tensors of one version. The tensors are views of received memory, which is
 valid and unchanged until the loader returns: it copies what it keeps, and writes to no tensor.
@@ -80,36 +71,6 @@ _QUICK_NBYTES = 2**18
 _SMALL_NUMEL = 2**15  # for more, torch shares a copy out to threads, which is slower
 _is_cpu = attrgetter("is_cpu")
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@dataclass(slots=True, eq=False)
-class Spot:
-    """One tensor of the target, with every place where it is found, and the leaves that it gets.
-
-    Leaves that were sent separately, for names that are one tensor here, must have the same bytes:
-    the first of them counts.
-    """
-
-    tensor: torch.Tensor
-    places: list[Place]
-    leaves: list[int] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Dotted name of the first place."""
-        return self.places[0].name
-
-    @property
-    def is_optional(self) -> bool:
-        """True if the tensor is no part of ``state_dict()``: then its weights may be missing."""
-        return not any(place.persistent for place in self.places)
-
-    @property
-    def is_buffer(self) -> bool:
-        """True if the tensor is only a buffer of modules: then its values may be rounded."""
-        return all(
-            place.kind == "buffer" and isinstance(place.owner, nn.Module) for place in self.places
-        )
 
 
 class Plan:
@@ -176,10 +137,18 @@ class Plan:
         self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
         self._refuse_kinds()
         self._signature = Signature(self.tensors)
-        self.values: list[Place] = []
-        self.stateless: list[str] = []
-        self.transient: dict[str, torch.Tensor] = {}
-        self._match(layout, values, strict=strict, buffers=buffers)
+        matched = Matching(
+            self.found,
+            self.spots,
+            layout,
+            values,
+            in_module=self.tree is not None,
+            strict=strict,
+            buffers=buffers,
+        )
+        self.values: list[Place] = matched.values
+        self.stateless: list[str] = matched.stateless
+        self.transient: dict[str, torch.Tensor] = matched.transient
         self.assigned: list[Spot] = [spot for spot in self.spots if spot.leaves]
         self.equal: list[Spot] = [spot for spot in self.assigned if len(spot.leaves) > 1]
         self._refuse_overlapping()
@@ -235,91 +204,6 @@ class Plan:
         tree = self.tree
         same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
         return same and self._signature.same(self.tensors)
-
-    def _match(
-        self, layout: Layout, values: Mapping[str, Any], *, strict: Strict, buffers: BufferChoice
-    ) -> None:
-        """Decide which tensor gets which leaf, and which place which value."""
-        leaves, index = layout.manifest.leaves, layout.index
-        inner = inner_names(values)
-        missing: list[str] = []
-        mismatched: dict[str, str] = {}
-        taken: set[str] = set()
-        sent_names = index.keys() | values.keys()
-        plain_names = {plain_name(name): name for name in sent_names}
-        own_names = {place.name for place in self.found.places} | self.found.values.keys()
-        prefix = self._leading(sent_names) if strict else ""
-
-        def names_of(place: Place) -> list[str]:
-            """Return the names under which a place's weights were sent, with other wrappers."""
-            others = {plain_names.get(plain_name(each)) for each in (place.name, place.path)}
-            known = [prefix + place.name, *(() if prefix else others - own_names)]
-            return [name for name in known if name in sent_names] or [place.name]
-
-        for spot in self.spots:
-            names = [name for place in spot.places for name in names_of(place)]
-            sent = {index[name]: name for name in reversed(names) if name in index}
-            plain = [] if sent else [name for name in names if name in values]
-            for name in plain:
-                mismatched[name] = f"expected a tensor, got a {type(values[name]).__name__}"
-            taken.update(names if sent else plain)
-            if sent and spot.is_optional and not spot.tensor.is_meta:
-                if buffers == "persistent":
-                    continue
-                self.transient[spot.name] = spot.tensor
-                # A tensor of another shape, or in inference mode, is state that this process made
-                # anew.
-                fits = all(spot.tensor.shape == leaves[leaf].shape for leaf in sent)
-                if spot.tensor.is_inference() or not fits:
-                    continue
-            for leaf, name in sent.items():
-                why = difference(spot, leaves[leaf].shape, layout.dtypes[leaf], strict)
-                if why:
-                    mismatched[name] = why
-            missing += [] if sent or plain or spot.is_optional else names
-            spot.leaves = sorted(sent)
-        for place in self.found.values.values():
-            name = names_of(place)[0]
-            if name in values or (name in index and self.tree is not None):
-                self.values.append(place._replace(name=name))
-                taken.add(name)
-            elif strict == "warn" and name.rpartition(".")[2] == EXTRA_STATE:
-                self.stateless.append(name)
-            else:
-                missing.append(name)
-        extra = [name for name in (*index, *values) if name not in taken and name not in inner]
-        unexpected = [
-            name for name in extra if name in values or leaves[index[name]].kind != "transient"
-        ]
-        lost = sorted(inner - index.keys())
-        disjoint = bool(not taken and missing and unexpected)
-        if mismatched or lost or disjoint or (strict and (missing or unexpected)):
-            hint = "Nothing was changed."
-            if any("dtype" in why for why in mismatched.values()):
-                hint += DTYPE_HINT
-            if strict and all(why.startswith("expected dtype") for why in mismatched.values()):
-                hint += STRICT_HINT
-            raise ManifestMismatch(
-                missing=[*missing, *lost] if strict or disjoint else lost,
-                unexpected=unexpected if strict or disjoint else (),
-                mismatched=mismatched,
-                hint=hint,
-            )
-
-    def _leading(self, sent: Set[str]) -> str:
-        """Return the ``module.`` in front of all names that were sent, if they fit without it.
-
-        A ``state_dict()`` of a data-parallel model has this prefix. It is not removed from parts of
-        weights: once parts are put together, the same tensor would have two names.
-        """
-        needed = {place.name for place in self.found.places if place.persistent}
-        needed |= self.found.values.keys()
-        prefix = ""
-        while sent and all(name.startswith(prefix) for name in sent):
-            if needed <= {name.removeprefix(prefix) for name in sent}:
-                return prefix
-            prefix += "module."
-        return ""
 
     def _refuse_overlapping(self) -> None:
         """Raise if a tensor that gets weights shares memory with one that gets other weights."""

@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "another dtype is cast in silence",
-        "tensors/misfit.py",
+        "tensors/matching.py",
         "if tensor.dtype is not dtype and (exact or not castable):",
         "if False:",
         contract("refused_names"),
