@@ -245,7 +245,8 @@ class UpdateReader:
         named = (update.epoch, update.version, update.digest)
         current, landing = self._assembly, self._landing
         if landing is None or landing.nbytes != layout.nbytes:
-            current = self._landing = self._assembly = None  # before another one is allocated
+            # The old buffer's memory goes back before another one is allocated.
+            current = landing = self._landing = self._assembly = None
             landing = self._landing = self._buffers.take(layout.nbytes)
         if current is None or (current.epoch, current.version, current.digest) != named:
             self._began = time.perf_counter()
