@@ -604,9 +604,30 @@ class Worker:
             transport, welcome = await kept.connect(timeout)
         except ConnectTimeout as exc:
             raise ConnectTimeout(f"model {self._given.model_id!r}: {exc}") from exc
+        self.runtime = receiver = self._make_receiver(scheme, transport, kept)
+        receiver.start()
+        # Only a weight server sends a note: its weights will come.
+        if initial and scheme._subscribes and (welcome.version or welcome.note):
+            left = None if ends is None else max(0.0, ends - clock())
+            late = self._say_late(scheme, welcome, timeout or 0)
+            await receiver.wait_for_first(welcome, timeout=left, late=late)
+        none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
+        scheme._life.log("joined", f"joined the trainer{none_yet}", receiver.version)
+        lacks = self._given.lacks() if scheme.apply == "auto" else None
+        # The model may come late, or its name may be wrong.
+        if lacks is not None:
+            warnings.warn(
+                f"{lacks}: updates wait until there is one, or until scheme.model is set",
+                stacklevel=2,
+            )
+
+    def _make_receiver(
+        self, scheme: WeightSyncScheme, transport: Transport, kept: KeptLink[Transport, Welcome]
+    ) -> WeightReceiver:
+        """Return the receiver of a new link, with the options of the scheme."""
         # Only streams can be restored.
         lasting = getattr(scheme, "reconnect", 0.0) if scheme._gives_up else None
-        self.runtime = receiver = WeightReceiver(
+        return WeightReceiver(
             transport,
             resolve=self._given.target,
             apply=scheme.apply,
@@ -627,27 +648,17 @@ class Worker:
             meter=scheme._life.meter,
             log=scheme._life.log,
         )
-        receiver.start()
-        # Only a weight server sends a note: its weights will come.
-        if initial and scheme._subscribes and (welcome.version or welcome.note):
-            late = "the initial weights did not arrive"
-            note = f"; {welcome.note}" if welcome.note else ""
-            if not welcome.version:
-                late = f"the weight server got no version of {self._given.model_id!r}"
-                scheme._life.log("waiting", f"the weight server has no version yet{note}")
-            left = None if ends is None else max(0.0, ends - clock())
-            late = f"model {self._given.model_id!r}: {late}"
-            error = ConnectTimeout(f"{late} within {timeout or 0:g} s{note}")
-            await receiver.wait_for_first(welcome, timeout=left, late=error)
-        none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
-        scheme._life.log("joined", f"joined the trainer{none_yet}", receiver.version)
-        lacks = self._given.lacks() if scheme.apply == "auto" else None
-        # The model may come late, or its name may be wrong.
-        if lacks is not None:
-            warnings.warn(
-                f"{lacks}: updates wait until there is one, or until scheme.model is set",
-                stacklevel=2,
-            )
+
+    def _say_late(
+        self, scheme: WeightSyncScheme, welcome: Welcome, seconds: float
+    ) -> ConnectTimeout:
+        """Return the error for initial weights that do not arrive; log that a server has none."""
+        name, note = self._given.model_id, f"; {welcome.note}" if welcome.note else ""
+        late = "the initial weights did not arrive"
+        if not welcome.version:
+            late = f"the weight server got no version of {name!r}"
+            scheme._life.log("waiting", f"the weight server has no version yet{note}")
+        return ConnectTimeout(f"model {name!r}: {late} within {seconds:g} s{note}")
 
     async def prepare(self, scheme: WeightSyncScheme, model: Any) -> None:
         """Let a hook prepare the model, before any update is received."""
