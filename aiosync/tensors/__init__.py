@@ -7,8 +7,9 @@ its names. This package must never import asyncio or a transport.
 """
 
 from aiosync.tensors.apply import Target
-from aiosync.tensors.buffer import FlatBuffer, Layout, torch_dtype
+from aiosync.tensors.buffer import FlatBuffer, Layout
 from aiosync.tensors.copying import CopyPool, copy_bytes
+from aiosync.tensors.dtypes import torch_dtype
 from aiosync.tensors.flatten import (
     Flattener,
     LiveBytes,

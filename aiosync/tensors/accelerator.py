@@ -9,14 +9,11 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from aiosync.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aiosync.tensors.buffer import FlatBuffer
 
 __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
 
@@ -24,6 +21,24 @@ PINNED_NBYTES = 2**18
 """Number of bytes from which pinning memory pays."""
 
 _PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister()
+
+
+class HostMemory(Protocol):
+    """A block of host memory that an accelerator may register, as a flat buffer is.
+
+    Attributes:
+        address: Address of the first byte.
+        nbytes: Number of bytes.
+        read_only: True if nothing may write to the memory.
+        block: Lives as long as the memory.
+        pinned: Ends the registration when it is called, or when ``block`` goes.
+    """
+
+    address: int
+    nbytes: int
+    read_only: bool
+    block: Any
+    pinned: weakref.finalize[[int, torch.device, int], Any] | None
 
 
 class Accelerator(Protocol):
@@ -50,7 +65,7 @@ class Accelerator(Protocol):
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Return memory of the host that the device reads directly."""
 
-    def pin(self, flat: FlatBuffer, device: torch.device) -> None:
+    def pin(self, flat: HostMemory, device: torch.device) -> None:
         """Let the device reach a flat buffer directly, if it can: then the buffer is ``pinned``."""
 
 
@@ -84,7 +99,7 @@ class _Torch:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def pin(self, flat: FlatBuffer, device: torch.device) -> None:
+    def pin(self, flat: HostMemory, device: torch.device) -> None:
         if device.type != "cuda" or flat.pinned is not None:
             return
         flags = _PORTABLE | _READ_ONLY if flat.read_only else _PORTABLE

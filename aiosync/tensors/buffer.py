@@ -21,11 +21,11 @@ import torch
 
 from aiosync.errors import ConfigError
 from aiosync.tensors.copying import copy_bytes
+from aiosync.tensors.dtypes import DTYPES, torch_dtype
 from aiosync.tensors.values import inner_names
 from aiosync.wire import (
     ALIGNMENT,
     DEFAULT_LIMITS,
-    DTYPE_NBYTES,
     LeafSpec,
     Manifest,
     plan_manifest,
@@ -39,47 +39,21 @@ if TYPE_CHECKING:
     from aiosync.types import Limits
 
 __all__ = [
-    "DTYPES",
     "FlatBuffer",
     "Layout",
     "Part",
     "in_flat_memory",
     "merged",
-    "torch_dtype",
     "use_count",
 ]
 
-_BY_NAME: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in DTYPE_NBYTES
-    if isinstance(getattr(torch, name, None), torch.dtype)
-}
-_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
-
 _MAPPED_NBYTES = 2**20
-
-DTYPES = _BY_DTYPE.keys()
-"""The dtypes that can travel."""
 
 use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """Returns the number of tensors that refer to a storage. Private API of torch since 2.1."""
 
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The memory of every flat buffer that is alive, or that has a living view."""
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name from a manifest.
-
-    Raises:
-        ConfigError: The name is unknown, or this version of torch has no such dtype.
-    """
-    dtype = _BY_NAME.get(name)
-    if dtype is None:
-        raise ConfigError(
-            f"unknown dtype {name!r}; torch {torch.__version__} has: {', '.join(_BY_NAME)}"
-        )
-    return dtype
 
 
 class Layout:
@@ -126,7 +100,7 @@ class Layout:
         facts = (
             (
                 each.name,
-                _BY_DTYPE.get(each.tensor.dtype, str(each.tensor.dtype)),
+                DTYPES.get(each.tensor.dtype, str(each.tensor.dtype)),
                 each.tensor.shape,
                 each.kind,
                 each.aliases,

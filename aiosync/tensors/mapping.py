@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from aiosync.errors import ConfigError, ManifestMismatch
-from aiosync.tensors.buffer import DTYPES
 from aiosync.tensors.copying import copy_tensors
+from aiosync.tensors.dtypes import DTYPES
 
 __all__ = ["DtypeRule", "Dtypes", "Pattern", "WeightMap", "check_dtypes"]
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
-from aiosync.tensors.buffer import DTYPES
+from aiosync.tensors.dtypes import DTYPES
 from aiosync.tensors.values import (
     EXTRA_STATE,
     ROOT_STATE,
