@@ -141,14 +141,20 @@ class Listener:
         return None
 
     def _turn_away(self) -> None:
-        """Accept one connection with the spare descriptor, only to tell the dialer the reason."""
+        """Accept one connection with the spare descriptor, only to tell the dialer the reason.
+
+        The connection is the spare one from then on: if it ended at once, a dialer that has not
+        sent its Hello yet would get an error from that, and not read the reason.
+        """
         if self._spare is not None:
             self._spare.close()
-            with contextlib.suppress(OSError):
-                sock, _address = self._sock.accept()
-                with sock:
-                    sock.send(encode_frame(Refuse(ConnectError.__name__, _NO_ROOM_TEXT)))
-        self._spare = self._open_spare()
+            self._spare = None
+            with contextlib.suppress(OSError), OPENING:
+                self._spare, _address = self._sock.accept()
+                close_in_child(self._spare)
+                self._spare.send(encode_frame(Refuse(ConnectError.__name__, _NO_ROOM_TEXT)))
+        if self._spare is None:
+            self._spare = self._open_spare()
 
     def _strangers_are_new(self) -> bool:
         """Return True if the newest 32 strangers all came within the last 0.25 s.
