@@ -1,4 +1,4 @@
-"""The contract of schemes: what every scheme does, as a list of checks.
+"""The contract of schemes: the duties of every scheme, as a list of checks.
 
 delivery: send_applies, several_workers,
 late_joiner_gets_what_was_sent, no_first_weights, forms_of_weights, changed_source, worker_ids,
@@ -15,18 +15,25 @@ apply_weights, calls_that_give_up, wait_staged, calls_in_a_loop,
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 
-spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version.
+spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version, last_read,
+last_read_of_tasks_and_threads.
 
-lifetime: cut_link, other_trainer, worker_before_trainer, worker_comes_again,
-leaving_is_not_dying, rolling_restart, restarted_trainer, replaced_model, replaced_while_read,
-late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
+lifetime: context_passes_on, context_sends_on, cut_link, other_trainer, worker_before_trainer,
+worker_comes_again, leaving_is_not_dying, rolling_restart, restarted_trainer, replaced_model,
+replaced_while_read, late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
 close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
 
 cancelling: cancel_send, cancelled_send_goes_on, cancel_receive, cancel_connect,
 cancel_connect_of_a_worker, cancel_close.
 
-Works with any test-runner: ``await check.run(factory, hooks)`` for each of
-:data:`tests.contract.suite.CONTRACT_CHECKS`. The modules of scenarios import neither pytest nor a
-private name; ``test_*.py`` run all of them over shared memory, pipes and TCP, and those of
-:data:`tests.contract.suite.ANYWHERE` over process groups (and RPC and Ray, in tests/schemes).
+changing: steps_beside_a_send, steps_in_a_thread, writes_beside_a_send, a_step_that_raised.
+
+costs: stats, observers, observed_refusals, observer_raises, bounded_lag, lag_by_hand,
+lag_of_the_dead.
+
+The suite works with any test-runner: ``await check.run(factory, hooks)`` for each of
+:data:`tests.contract.suite.CONTRACT_CHECKS`. The modules of checks import neither pytest nor a
+private name. ``test_*.py`` run all checks over shared memory, pipes and TCP, and those of
+:data:`tests.contract.suite.ANYWHERE` over process groups (and RPC and Ray, in tests/schemes). The
+first line of a check's docstring is the statement that it tests.
 """

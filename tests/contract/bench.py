@@ -1,4 +1,4 @@
-"""What a check of the contract works with, and what the author of a scheme hands to the suite.
+"""Tools of the contract's checks, and the hooks that a scheme's author hands to the suite.
 
 This module must never import pytest, nor a private name.
 """
@@ -27,17 +27,21 @@ from tests.support.waiting import until as until
 
 LEAKS = ("tasks", "fds", "processes", "shm", "mappings")
 DEVICE = os.environ.get("DEVICE", "cpu")
-"""Where the models of the checks are: ``DEVICE=cuda pytest tests/contract`` runs them on a GPU, and
-``DEVICE=deferred`` on what :mod:`tests.support.accelerator` has in its place."""
+"""Device of the models of the checks.
+
+``DEVICE=cuda pytest tests/contract`` runs the checks on a GPU, and ``DEVICE=deferred`` on the
+stand-in of :mod:`tests.support.accelerator`.
+"""
 if DEVICE == "deferred":
-    use_accelerator(Deferred())  # in the processes of workers, too
+    # Processes of workers import this module, so they use the stand-in, too.
+    use_accelerator(Deferred())
     DEVICE = "cpu"
 
 
 class SchemeFactory(Protocol):
-    """Makes a scheme without a role: ``factory(timeout=5.0)``. Options are those of every scheme.
+    """Factory of schemes without a role: ``factory(timeout=5.0)``, with options of every scheme.
 
-    A pickle of it, once it has the sender's role, is a worker's.
+    A pickle of a scheme that has the sender's role becomes a worker's scheme.
     """
 
     def __call__(self, **options: Any) -> aiosync.WeightSyncScheme: ...
@@ -45,20 +49,21 @@ class SchemeFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What an author can offer beyond the factory; checks that lack theirs are skipped.
+    """Optional tools of a scheme's author; a check is skipped if its hooks are missing.
 
     Attributes:
-        hire: Makes workers elsewhere: given a worker's scheme and the arguments of its
-            ``init_on_receiver()``, what has the coroutines of :class:`Worker`. Only for the
-            checks in :data:`tests.contract.suite.ANYWHERE`.
-        process: The same, each in a process of its own from then on, with the attribute ``pid``
-            and the methods ``stop()`` and ``cont()``.
+        hire: Makes a worker in another process: takes a worker's scheme and the arguments of its
+            ``init_on_receiver()``, and returns an object with the coroutines of :class:`Worker`.
+            Only for the checks in :data:`tests.contract.suite.ANYWHERE`.
+        process: Like ``hire``, but starts a process for each worker; its object also has the
+            attribute ``pid`` and the methods ``stop()`` and ``cont()``.
         relay: ``async with relay(scheme) as (worker, cut, lead_to)`` gives a worker's scheme whose
-            link goes through something that ``cut()`` severs, and ``lead_to(scheme)`` leads to
-            another sender from the next link on. For schemes that dial again.
-        address: Makes options with which a worker finds a sender of which it has no pickle yet.
-        final: Options that make the loss of a link final, where workers would dial again.
-        pulls: Options that make workers get only what they pull.
+            link passes a relay. ``cut()`` cuts the link, and ``lead_to(scheme)`` directs the next
+            links to another sender. For schemes that dial again.
+        address: Makes options with which a worker finds a sender that got its role only after the
+            worker's pickle was made.
+        final: Options that make the loss of a link final, for schemes that would dial again.
+        pulls: Options with which workers get only the updates that they pull.
     """
 
     hire: Callable[[Any, dict[str, Any]], Any] | None = None
@@ -73,7 +78,7 @@ class Hooks:
 
 
 class Net(nn.Module):
-    """``forward`` returns one number of its first and one of its last layer."""
+    """Model whose ``forward`` returns one number of its first and one of its last layer."""
 
     def __init__(self, value: float, size: int) -> None:
         super().__init__()
@@ -89,22 +94,22 @@ class Net(nn.Module):
 
 
 def small(value: float = -1.0) -> Net:
-    """A model of 400 bytes."""
+    """Return a model of 400 bytes."""
     return Net(value, 5)
 
 
 def wide(value: float = -1.0) -> Net:
-    """The same names as :func:`small`, in other shapes."""
+    """Return a model with the names of :func:`small` and other shapes."""
     return Net(value, 7)
 
 
 def large(value: float = -1.0) -> Net:
-    """10 MiB: more than is copied on an event loop."""
+    """Return a model of 10 MiB, more than a sender copies on its event loop."""
     return Net(value, 2**17)
 
 
 def value_of(scheme: Any, model: nn.Module) -> float:
-    """The one number that every parameter of a worker's model has, seen inside ``reading()``."""
+    """Return the one number that all parameters of a worker's model have inside ``reading()``."""
     with scheme.reading():
         found = {float(each) for p in model.parameters() for each in p.detach().aminmax()}
     assert len(found) == 1, f"a mix of versions: {sorted(found)}"
@@ -121,55 +126,55 @@ class Worker:
         self.scheme, self.model = scheme, model
 
     async def connect(self) -> None:
-        """Meet the sender."""
+        """Connect to the sender."""
         await self.scheme.connect(timeout=PATIENCE)
 
     async def value(self) -> float:
-        """The number that its model has."""
+        """Return the number that the worker's model has."""
         return value_of(self.scheme, self.model)
 
     async def version(self) -> int:
-        """The version that its model has."""
+        """Return the version that the worker's model has."""
         return int(self.scheme.version)
 
     async def wait(self, version: int) -> None:
-        """Wait until its model has a version."""
+        """Wait until the worker's model has a version."""
         await self.scheme.wait_for_version(version, timeout=PATIENCE)
 
     async def hold(self) -> None:
-        """Begin a read that does not end."""
+        """Begin a read that never ends."""
         self.scheme.reading().__enter__()
 
     async def leave(self) -> None:
-        """Close it."""
+        """Close the worker's scheme."""
         await self.scheme.aclose()
 
     async def die(self) -> None:
-        """End it as the death of its process would: without a farewell."""
+        """End the scheme as the death of its process would: without a farewell."""
         self.scheme.abort()
 
 
 def hire(scheme: Any, init: dict[str, Any]) -> Worker:
-    """Give a scheme the role of a receiver in this process."""
+    """Give a scheme the role of a receiver in this process; return its worker."""
     scheme.init_on_receiver(**init)
     return Worker(scheme, init["model"])
 
 
 class Crew:
-    """A sender with its model, and its workers, in the order in which they joined."""
+    """A sender with its model, and its workers in the order in which they were hired."""
 
     def __init__(self, bench: Bench, sender: Any, source: Any) -> None:
         self.bench, self.sender, self.source = bench, sender, source
         self.workers: list[Any] = []
 
     async def send(self, value: float, **options: Any) -> aiosync.SendReport:
-        """Fill the sender's model and send it."""
+        """Fill the sender's model with ``value`` and send it."""
         fill(self.source, value)
         report: aiosync.SendReport = await self.sender.send(**options)
         return report
 
     def send_nowait(self, value: float, **options: Any) -> aiosync.SendHandle:
-        """Fill the sender's model and send it in the background."""
+        """Fill the sender's model with ``value`` and send it in the background."""
         fill(self.source, value)
         handle: aiosync.SendHandle = self.sender.send_nowait(**options)
         return handle
@@ -177,7 +182,7 @@ class Crew:
     def hire(
         self, model: Any, worker_idx: int | None = None, *, apply: str | None = None, **init: Any
     ) -> Any:
-        """A receiver that is not connected yet; with ``apply`` its own."""
+        """Make a worker that is not connected yet; ``apply`` replaces that option of its scheme."""
         init = {"model_id": "policy", "model": model, "worker_idx": worker_idx, **init}
         scheme = self.bench.twin(self.sender)
         scheme.apply = apply or scheme.apply
@@ -185,40 +190,41 @@ class Crew:
         return self.workers[-1]
 
     async def join(self, model: Any, worker_idx: int | None = None, **init: Any) -> Any:
-        """A worker that connects now."""
+        """Make a worker, connect it, and return it."""
         worker = self.hire(model, worker_idx, **init)
         await worker.connect()
         return worker
 
     async def values(self) -> list[float]:
-        """The number that each worker's model has."""
+        """Return the number that each worker's model has."""
         return [await worker.value() for worker in self.workers]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a check works with.
+    """The factory and the hooks that a check works with.
 
     Attributes:
-        make: Makes a scheme.
-        hooks: What else the author offers.
+        make: Factory of the schemes.
+        hooks: The author's hooks.
     """
 
     make: SchemeFactory
     hooks: Hooks = field(default_factory=Hooks)
 
     def twin(self, scheme: Any) -> Any:
-        """What arrives when a scheme is pickled into a worker."""
+        """Return the scheme that a worker gets by a pickle of ``scheme``."""
         return pickle.loads(pickle.dumps(scheme))
 
     @contextlib.asynccontextmanager
     async def sender(
         self, source: Any, init: dict[str, Any] | None = None, **options: Any
     ) -> AsyncIterator[Crew]:
-        """A sender that is not connected; closed at the end, after its workers."""
+        """A crew whose sender is not connected; the end closes its workers and then the sender."""
         scheme = self.make(**{"timeout": PATIENCE, **options})
         crew = Crew(self, scheme, source)
-        async with contextlib.AsyncExitStack() as ending:  # each ends, also when one is cut
+        # The stack ends each scheme, even if the end of another one is cancelled.
+        async with contextlib.AsyncExitStack() as ending:
             ending.push_async_callback(scheme.aclose)
             try:
                 scheme.init_on_sender(**{"model_id": "policy", "model": source, **(init or {})})
@@ -237,7 +243,7 @@ class Bench:
         worker: dict[str, Any] | None = None,
         **options: Any,
     ) -> AsyncIterator[Crew]:
-        """A connected sender with one connected worker for each target."""
+        """A crew of a connected sender and one connected worker for each target."""
         asked = {"num_workers": len(targets), **(init or {})}
         async with self.sender(source, asked, **options) as crew:
             for idx, target in enumerate(targets):
@@ -248,7 +254,7 @@ class Bench:
 
     @property
     def elsewhere(self) -> Bench:
-        """The same, with workers in processes of their own."""
+        """The same bench, whose workers have processes of their own."""
         return Bench(self.make, replace(self.hooks, hire=self.hooks.process))
 
 
@@ -262,8 +268,8 @@ class Check:
     Attributes:
         name: Stable name.
         description: The statement, in one sentence.
-        needs: Names of the :class:`Hooks` that it uses.
-        body: The coroutine function.
+        needs: Names of the :class:`Hooks` that the check uses.
+        body: The coroutine function of the check.
     """
 
     name: str
@@ -272,20 +278,20 @@ class Check:
     body: Callable[[Bench], Awaitable[None]]
 
     def skip_reason(self, hooks: Hooks) -> str | None:
-        """Why this check cannot run, or ``None``."""
+        """Return the reason why this check cannot run; ``None`` if it can."""
         missing = sorted(need for need in self.needs if getattr(hooks, need) is None)
         return f"needs the hook {', '.join(missing)}" if missing else None
 
     async def run(
         self, make: SchemeFactory, hooks: Hooks | None = None, leaks: tuple[str, ...] = LEAKS
     ) -> None:
-        """Run the check; raises when the statement does not hold, hangs, or leaves something."""
+        """Run the check; raise if its statement does not hold, it hangs, or it leaves resources."""
         async with assert_no_leaks(kinds=leaks), asyncio.timeout(PATIENCE + 5):
             await self.body(Bench(make, hooks or Hooks()))
 
 
 def needs(*names: str) -> Callable[[Any], Any]:
-    """Note which hooks a check needs."""
+    """Return a decorator that notes which hooks a check needs."""
 
     def mark(body: Any) -> Any:
         body.needs = frozenset(names)
@@ -295,7 +301,10 @@ def needs(*names: str) -> Callable[[Any], Any]:
 
 
 def as_check(body: Any) -> Check:
-    """The entry of a ``check_*`` coroutine function."""
+    """Make a check of a ``check_*`` coroutine function.
+
+    The first line of the function's docstring becomes the statement.
+    """
     description = (body.__doc__ or "").strip().splitlines()[0]
     name = body.__name__.removeprefix("check_")
     return Check(name, description, getattr(body, "needs", frozenset()), body)
@@ -305,7 +314,7 @@ def as_check(body: Any) -> Check:
 
 
 async def raises(kind: type[BaseException], call: Awaitable[Any]) -> Any:
-    """Await something that has to raise ``kind``; returns the exception."""
+    """Await a call that has to raise ``kind``; return the exception."""
     try:
         result = await call
     except kind as exc:
@@ -314,7 +323,7 @@ async def raises(kind: type[BaseException], call: Awaitable[Any]) -> Any:
 
 
 def refuses(kind: type[BaseException], call: Callable[[], Any]) -> Any:
-    """Call something that has to raise ``kind``; returns the exception."""
+    """Call a function that has to raise ``kind``; return the exception."""
     try:
         result = call()
     except kind as exc:
@@ -324,7 +333,7 @@ def refuses(kind: type[BaseException], call: Callable[[], Any]) -> Any:
 
 @contextlib.asynccontextmanager
 async def background(*calls: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Tasks that run meanwhile; cancelled at the end, as far as they still run."""
+    """Background tasks of these calls; the end cancels those that still run."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.sleep(0)

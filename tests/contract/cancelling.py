@@ -1,4 +1,7 @@
-"""Cancelling each call at each of its await points. Imports neither pytest nor a private name."""
+"""Cancellation of each call at each of its await points.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Stage:
 
 
 async def check_cancel_send(bench: Bench) -> None:
-    """send() may be cancelled at every await: the next one reaches everybody."""
+    """After a send() that was cancelled at any await the next send() reaches every worker."""
     for build in (small, large):
         stage = Stage(bench, build)
         await cancel_at_every_await(
@@ -59,7 +62,7 @@ async def check_cancel_send(bench: Bench) -> None:
 
 
 async def check_cancelled_send_goes_on(bench: Bench) -> None:
-    """What a cancelled send() had copied arrives as it was; later changes do not."""
+    """A cancelled send() delivers the weights that it had copied, without later changes."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         [worker] = crew.workers
         async with background(crew.send(2.0)) as [sending]:
@@ -73,7 +76,7 @@ async def check_cancelled_send_goes_on(bench: Bench) -> None:
 
 
 async def check_cancel_receive(bench: Bench) -> None:
-    """receive(), wait_for_version(), pull(): cancelled at any await, they lose no update."""
+    """receive(), wait_for_version() and pull() lose no update when cancelled at any await."""
     for call, args in (
         ("receive", {}),
         ("wait_for_version", {"version": 2}),
@@ -98,7 +101,7 @@ async def check_cancel_receive(bench: Bench) -> None:
 
 
 async def check_cancel_connect(bench: Bench) -> None:
-    """A sender whose connect() is cancelled is closed; workers learn that there is no trainer."""
+    """A cancelled connect() closes the sender, and its workers learn that there is no trainer."""
     stage = Stage(bench)
 
     async def connect() -> None:
@@ -124,7 +127,7 @@ async def check_cancel_connect(bench: Bench) -> None:
 
 
 async def check_cancel_connect_of_a_worker(bench: Bench) -> None:
-    """A worker whose connect() is cancelled is closed; another takes its place."""
+    """A cancelled connect() closes the worker, and another worker may take its index."""
     stage = Stage(bench)
 
     @contextlib.asynccontextmanager
@@ -147,7 +150,8 @@ async def check_cancel_connect_of_a_worker(bench: Bench) -> None:
             await again.connect()
         try:
             await asyncio.wait_for(stage.waiting, PATIENCE)
-        except aiosync.PartialSyncError as exc:  # it noticed that the first attempt had gone
+        except aiosync.PartialSyncError as exc:
+            # The sender may have noticed the end of the worker's first attempt.
             assert set(exc.failed) == {0}
         await stage.works()
 
@@ -157,7 +161,7 @@ async def check_cancel_connect_of_a_worker(bench: Bench) -> None:
 
 
 async def check_cancel_close(bench: Bench) -> None:
-    """aclose() may be cancelled at every await: the scheme is closed all the same."""
+    """aclose() that is cancelled at any await closes the scheme all the same."""
     for side in ("sender", "worker"):
         stage = Stage(bench)
 

@@ -1,5 +1,7 @@
-"""Weights that change while they are sent: what arrives is whole, or the call says so. Imports
-neither pytest nor a private name."""
+"""Weights that change during a send: each update is whole, or the call raises.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _SENDS = 8
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Each step adds 1 to every parameter."""
+    """Return an optimizer of which each step adds 1 to every parameter."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, -1.0)
     return torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
@@ -34,11 +36,12 @@ async def check_steps_beside_a_send(bench: Bench) -> None:
                 await asyncio.sleep(0)
                 optimizer.step()
             assert (await sending).acked == {0}
-            await crew.workers[0].value()  # which looks for a mix
+            # value() fails if the model mixes versions.
+            await crew.workers[0].value()
 
 
 async def check_steps_in_a_thread(bench: Bench) -> None:
-    """An optimizer may step in another thread while send() runs, or send_nowait() copies."""
+    """An optimizer may step in another thread while send() runs or send_nowait() copies."""
     for build in (small, large):
         model, over = build(0.0), threading.Event()
         optimizer = _optimizer(model)
@@ -61,7 +64,7 @@ async def check_steps_in_a_thread(bench: Bench) -> None:
 
 
 async def check_writes_beside_a_send(bench: Bench) -> None:
-    """Who else writes to weights while they are copied is told, and nothing is published."""
+    """Other writes to the weights during a copy make send() raise, and nothing is published."""
     model, told = large(0.0), 0
     async with bench.crew(model, [large()]) as crew:
         [worker] = crew.workers
@@ -80,7 +83,8 @@ async def check_writes_beside_a_send(bench: Bench) -> None:
                 assert "layers.0" in str(exc)
                 assert "send_nowait()" in str(exc)
                 assert crew.sender.version == before
-            await worker.value()  # which looks for a mix
+            # value() fails if the model mixes versions.
+            await worker.value()
             if told > 3:
                 break
         assert told
@@ -89,7 +93,7 @@ async def check_writes_beside_a_send(bench: Bench) -> None:
 
 
 async def check_a_step_that_raised(bench: Bench) -> None:
-    """A step that raised, in whatever thread, holds no send up; nor does one that sends."""
+    """A step that raised, in any thread, delays no send; nor does a step whose hook sends."""
     model = large(0.0)
     optimizer: Any = _optimizer(model)
 

@@ -11,6 +11,6 @@ from tests.schemes import _harness as harness
 
 @pytest.fixture(scope="session", name="forkserver")
 def _forkserver() -> None:
-    """Checks look for processes that are left: this one is not theirs."""
+    """Start the fork server before the checks, so that none of them finds it as a leak."""
     harness.context("forkserver")
     server.ensure_running()

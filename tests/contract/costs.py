@@ -1,6 +1,6 @@
-"""What statistics and observers tell, and how far workers may be behind.
+"""Statistics, observers, and the lag that workers may have.
 
-Imports neither pytest nor a private name.
+This module imports neither pytest nor a private name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Observer that keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[aiosync.SyncEvent] = []
@@ -38,14 +38,14 @@ class Listener:
         self.events.append(event)
 
     async def told(self, number: int) -> list[aiosync.SyncEvent]:
-        """The events, once there are so many."""
+        """Return the events once there are ``number`` of them, and no more."""
         await until(lambda: len(self.events) >= number)
         assert len(self.events) == number
         return self.events
 
 
 class Tracer(Listener):
-    """Gives each send a span."""
+    """Observer that gives each send a span."""
 
     trace: object = TRACE
 
@@ -55,7 +55,7 @@ class Tracer(Listener):
 
 
 async def check_stats(bench: Bench) -> None:
-    """stats() counts sends and versions on both sides, says how each worker does, and stays."""
+    """stats() counts sends and versions, has each worker's state, and works after the end."""
     async with bench.sender(small(1.0), {"num_workers": 3}) as crew:
         sender = crew.sender
         found = sender.stats()
@@ -78,7 +78,8 @@ async def check_stats(bench: Bench) -> None:
         assert (found.lag, found.started, found.finished["ok"]) == (0, 3, 3)
         assert found.nbytes == 3 * report.nbytes
         assert sum(found.finished.values()) == 3
-        assert found.seconds == {}  # nobody listens
+        # Phases are timed for observers only, and there is none.
+        assert found.seconds == {}
         states = [(each.index, each.version, each.lag, each.state) for each in found.workers]
         assert states == [(0, 4, 0, "ready"), (1, 4, 0, "lost"), (2, 4, 0, "left")]
         assert all(0 <= each.age < PATIENCE for each in (found, *found.workers))
@@ -96,7 +97,7 @@ async def check_stats(bench: Bench) -> None:
 
 
 async def check_observers(bench: Bench) -> None:
-    """Observers are told of each send and each version, with its phases and the sender's trace."""
+    """Observers get an event for each send and version, with its phases and the sender's trace."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build()]) as crew:
             worker, began = crew.workers[0].scheme, time.time()
@@ -130,7 +131,7 @@ async def check_observers(bench: Bench) -> None:
 
 
 async def check_observed_refusals(bench: Bench) -> None:
-    """What a worker refuses is so called on both sides; a trace that is none does not travel."""
+    """An event of a refused update says so on both sides; an invalid trace does not travel."""
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
         refuses(aiosync.ConfigError, lambda: worker.add_observer(object()))
@@ -149,11 +150,12 @@ async def check_observed_refusals(bench: Bench) -> None:
         for scheme in (crew.sender, worker):
             found = scheme.stats()
             assert (found.refused, found.finished["refused"]) == (1, 1)
-        assert await crew.sender.wait_lag_below(1, timeout=PATIENCE) == 0  # nothing is on its way
+        # Only a worker with an update on its way counts, and this one refused its update.
+        assert await crew.sender.wait_lag_below(1, timeout=PATIENCE) == 0
 
 
 async def check_observer_raises(bench: Bench) -> None:
-    """An observer that raises is removed, and the log says so once; sends and others go on."""
+    """An observer that raises is removed, and logged once; sends and other observers go on."""
 
     class Broken(Listener):
         def on_sync(self, event: aiosync.SyncEvent) -> None:
@@ -195,7 +197,7 @@ async def check_observer_raises(bench: Bench) -> None:
 
 
 async def check_bounded_lag(bench: Bench) -> None:
-    """wait_lag_below() waits for slow workers, on both sides, and send(max_lag=) does first."""
+    """wait_lag_below() waits for slow workers on both sides; send(max_lag=) does so at first."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         sender, worker = crew.sender, crew.workers[0].scheme
         assert await sender.wait_lag_below(1) == await worker.wait_lag_below(1) == 0
@@ -224,7 +226,7 @@ async def check_bounded_lag(bench: Bench) -> None:
 
 
 async def check_lag_by_hand(bench: Bench) -> None:
-    """A worker that applies by hand is behind until it does; waiting until it is not is by hand."""
+    """With apply="manual" a worker lags until it applies, as its wait_lag_below() does."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         [worker] = crew.workers
         for number in (2.0, 3.0):
@@ -244,13 +246,14 @@ async def check_lag_by_hand(bench: Bench) -> None:
         crew.send_nowait(4.0)
         await worker.scheme.wait_staged(4)
         started = worker.scheme.stats().started
-        await worker.leave()  # with a version that it never applied
+        # The worker leaves with a version that it never applied.
+        await worker.leave()
         assert worker.scheme.stats().started == started
 
 
 @needs("process")
 async def check_lag_of_the_dead(bench: Bench) -> None:
-    """A worker that dies while it is waited for is waited for no more."""
+    """wait_lag_below() stops waiting for a worker that dies."""
     async with bench.elsewhere.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         worker.stop()

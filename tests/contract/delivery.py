@@ -1,4 +1,7 @@
-"""What arrives, where, and under which version. Imports neither pytest nor a private name."""
+"""Delivery of updates: their values, their workers and their versions.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.contract.bench import (
 
 
 async def check_send_applies(bench: Bench) -> None:
-    """connect() and send() return when the workers have the version, which grows by one."""
+    """connect() and send() return once the workers have the version, which grows by one."""
     async with bench.crew(small(1.0), [small()]) as crew:
         assert (crew.sender.version, await crew.values()) == (1, [1.0])
         assert await crew.workers[0].version() == 1
@@ -43,7 +46,7 @@ async def check_send_applies(bench: Bench) -> None:
 
 
 async def check_several_workers(bench: Bench) -> None:
-    """Every worker gets every version, also when models are large."""
+    """Every worker gets every version, of small and of large models."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build() for _ in range(3)]) as crew:
             for number in (2.0, 3.0, 4.0):
@@ -52,7 +55,7 @@ async def check_several_workers(bench: Bench) -> None:
 
 
 async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
-    """A worker that comes late gets the newest weights as they were sent, and all that follow."""
+    """A worker that joins late gets the newest weights as they were sent, and later updates."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build()], init={"num_workers": None}) as crew:
             await crew.send(2.0)
@@ -63,13 +66,14 @@ async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
             assert await crew.values() == [2.5, 2.5]
             for worker in crew.workers:
                 await worker.leave()
-            await crew.send(3.0)  # to nobody
+            # No worker is connected.
+            await crew.send(3.0)
             fill(crew.source, 9.0)
             assert await (await crew.join(build())).value() == 3.0
 
 
 async def check_no_first_weights(bench: Bench) -> None:
-    """Without initial weights workers connect at version 0, and nobody is ready until a send()."""
+    """Without initial weights workers connect at version 0; the sender is ready after a send()."""
     target = small()
     async with bench.crew(None, [target]) as crew:
         assert (crew.sender.version, await crew.values()) == (0, [-1.0])
@@ -86,7 +90,7 @@ async def check_no_first_weights(bench: Bench) -> None:
 
 
 async def check_forms_of_weights(bench: Bench) -> None:
-    """send() takes a module, a state dict or a TensorDict in the place of the registered model."""
+    """send() takes a module, a state dict or a TensorDict instead of the registered model."""
     async with bench.crew(small(1.0), [small()]) as crew:
         flat = small(3.0).state_dict()
         forms: list[Any] = [small(2.0), flat, aiosync.WeightStrategy().extract_weights(small(4.0))]
@@ -96,7 +100,7 @@ async def check_forms_of_weights(bench: Bench) -> None:
 
 
 async def check_changed_source(bench: Bench) -> None:
-    """The sender's parameters may move, and be made anew, between two sends."""
+    """The sender's parameters may get other memory, or be replaced, between two sends."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build()]) as crew:
             for number in range(2, 10):
@@ -110,7 +114,7 @@ async def check_changed_source(bench: Bench) -> None:
 
 
 async def check_worker_ids(bench: Bench) -> None:
-    """send(worker_ids=) changes only those workers, and refuses one that never connected."""
+    """send(worker_ids=) updates only these workers, and refuses one that never connected."""
     async with bench.crew(small(1.0), [small() for _ in range(3)]) as crew:
         report = await crew.send(2.0, worker_ids=[0, 2])
         assert (report.acked, await crew.values()) == ({0, 2}, [2.0, 1.0, 2.0])
@@ -119,16 +123,18 @@ async def check_worker_ids(bench: Bench) -> None:
         assert "7" in str(error)
         error = await raises(aiosync.ConfigError, crew.sender.send(worker_ids=[]))
         assert "nobody" in str(error)
-        for mask in (True, torch.tensor(True), torch.tensor([True, False, True])):  # no indices
+        # Masks are no indices.
+        for mask in (True, torch.tensor(True), torch.tensor([True, False, True])):
             await raises(aiosync.ConfigError, crew.sender.send(worker_ids=mask))
-        assert crew.sender.version == 3  # a version that nobody would ever have is not drawn
+        # A refused send() takes no version, because no worker would ever have it.
+        assert crew.sender.version == 3
         assert await crew.values() == [2.0, 3.0, 2.0]
         assert (await crew.send(4.0)).acked == {0, 1, 2}
         assert await crew.values() == [4.0] * 3
 
 
 async def check_per_worker_weights(bench: Bench) -> None:
-    """With per_worker_weights each worker gets its own, also one that comes again later."""
+    """With per_worker_weights each worker gets its own weights, also when it joins again."""
     async with bench.crew(small(1.0), [small(), small()], per_worker_weights=True) as crew:
         report = await crew.sender.send({0: small(5.0), 1: small(6.0)})
         assert (report.acked, await crew.values()) == ({0, 1}, [5.0, 6.0])
@@ -141,13 +147,14 @@ async def check_per_worker_weights(bench: Bench) -> None:
 
 
 async def check_parts(bench: Bench) -> None:
-    """With strict=False a send may hold some of the names: the others keep their values."""
+    """With strict=False a send may hold some of the names; the other names keep their values."""
     async with bench.crew(small(1.0), [small()], strict=False) as crew:
         [worker] = crew.workers
         await crew.sender.send({"layers.0": torch.full((5, 4), 2.0)})
         with worker.scheme.reading():
             assert worker.model() == (2.0, 1.0)
-        async with worker.scheme.reading():  # neither takes the other's place meanwhile
+        # The read delays both updates, and neither may replace the other.
+        async with worker.scheme.reading():
             first = crew.sender.send_nowait({"layers.0": torch.full((5, 4), 3.0)})
             second = crew.sender.send_nowait({"layers.4": torch.full((5, 4), 4.0)})
         assert (await first).acked == (await second).acked == {0}
@@ -157,7 +164,7 @@ async def check_parts(bench: Bench) -> None:
 
 
 async def check_parts_for_a_late_joiner(bench: Bench) -> None:
-    """With strict=False a worker that comes late gets the newest of every name."""
+    """With strict=False a worker that joins late gets the newest weights of every name."""
     init = {"num_workers": None}
     async with bench.crew(small(1.0), [small()], init=init, strict=False) as crew:
         await crew.sender.send({"layers.0": torch.full((5, 4), 2.0)})
@@ -169,7 +176,7 @@ async def check_parts_for_a_late_joiner(bench: Bench) -> None:
 
 
 class Rich(nn.Module):
-    """Has tied parameters, buffers of both kinds, several dtypes, and extra state."""
+    """Model with tied parameters, buffers of both kinds, several dtypes, and extra state."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -190,7 +197,7 @@ class Rich(nn.Module):
 
 
 async def check_everything_travels(bench: Bench) -> None:
-    """Parameters, tied ones, buffers, dtypes and extra state arrive, with either strategy."""
+    """Parameters, tied parameters, buffers, dtypes and extra state arrive with either strategy."""
     for strategy in ("tensordict", "state_dict"):
         async with bench.crew(Rich(2.0), [Rich(0.0)], strategy=strategy) as crew:
             for value in (2.0, 3.0):
@@ -210,7 +217,7 @@ async def check_everything_travels(bench: Bench) -> None:
 
 
 async def check_nothing_is_aliased(bench: Bench) -> None:
-    """What the trainer or a worker writes into its own tensors is seen by nobody else."""
+    """Writes of the trainer or of a worker to its own tensors change no other model."""
     for build in (small, large):
         async with bench.crew(build(1.0), [build(), build()]) as crew:
             one, two = crew.workers
@@ -218,7 +225,8 @@ async def check_nothing_is_aliased(bench: Bench) -> None:
             fill(crew.source, 8.0)
             assert await crew.values() == [2.0, 2.0]
             old, one.model = one.model, build()
-            one.scheme.model = one.model  # the old one keeps its values in memory of its own
+            # The replaced model keeps its values in memory of its own.
+            one.scheme.model = one.model
             fill(old, 9.0)
             assert await crew.values() == [2.0, 2.0]
             assert crew.source.layers[0].unique().tolist() == [8.0]
@@ -228,14 +236,15 @@ async def check_nothing_is_aliased(bench: Bench) -> None:
             fill(one.model, 6.0)
             assert await two.value() == 7.0
             assert crew.source.layers[0].unique().tolist() == [7.0]
-            await two.leave()  # its model keeps its values, too
+            # The model of a worker that left keeps its values, too.
+            await two.leave()
             for number in range(8, 12):
                 await crew.send(float(number), worker_ids=0)
             assert two.model() == (7.0, 7.0)
 
 
 async def check_kept_values(bench: Bench) -> None:
-    """What a worker keeps of a version, in whatever way, stays as it was."""
+    """Tensors of a version that a worker keeps, in whatever way, never change."""
     async with bench.crew(small(1.0), [small()]) as crew:
         model, kept = crew.workers[0].model, []
         for value in range(2, 32):
@@ -251,7 +260,7 @@ async def check_kept_values(bench: Bench) -> None:
 
 
 class Running(nn.Module):
-    """Its buffers are copied where parameters are pointed at what arrived."""
+    """Model with buffers: an update copies these, while parameters take the update's memory."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -264,7 +273,7 @@ class Running(nn.Module):
 
 
 async def check_kept_buffers(bench: Bench) -> None:
-    """Views of a buffer keep their values too, and its object stays; but not with apply_copy."""
+    """Kept views of a buffer keep their values, and its object stays; apply_copy writes to it."""
     for strategy in ("tensordict", "state_dict"):
         async with bench.crew(Running(1.0), [Running(0.0)], strategy=strategy) as crew:
             model, kept = crew.workers[0].model, list[tuple[int, torch.Tensor]]()
@@ -284,7 +293,7 @@ async def check_kept_buffers(bench: Bench) -> None:
 
 
 class Scale(nn.Module):
-    """Autograd keeps its parameter itself, where it keeps a view of a linear layer's."""
+    """Model whose parameter itself is saved by autograd; of a linear layer's it saves a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +304,7 @@ class Scale(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Each forward makes its hidden state anew, which is that of this process."""
+    """Model whose forward replaces its hidden state, which belongs to this process alone."""
 
     def __init__(self, value: float, rows: int) -> None:
         super().__init__()
@@ -309,7 +318,7 @@ class Recurrent(nn.Module):
 
 
 async def check_state_of_a_worker(bench: Bench) -> None:
-    """buffers="persistent" keeps updates out of hidden states; one of another size always stays."""
+    """Updates skip hidden states with buffers="persistent", and always those of another size."""
     for apply_copy in (False, True):
         options = {"buffers": "persistent", "apply_copy": apply_copy}
         async with bench.crew(Recurrent(1.0, 4), [Recurrent(0.0, 4)], **options) as crew:
@@ -326,7 +335,7 @@ async def check_state_of_a_worker(bench: Bench) -> None:
 
 
 async def check_graph_of_a_version(bench: Bench) -> None:
-    """A graph of an old version is not differentiated with the weights of a new one."""
+    """Autograd refuses to differentiate a graph of an old version with weights of a new one."""
     for build, frozen in itertools.product((partial(nn.Linear, 4, 2), Scale), (False, True)):
         target = build().requires_grad_(not frozen)
         async with bench.crew(build(), [target]) as crew:
@@ -347,7 +356,7 @@ async def check_graph_of_a_version(bench: Bench) -> None:
 
 
 async def check_sends_at_once(bench: Bench) -> None:
-    """Sends that begin at the same time come in their order."""
+    """Sends that begin at the same time arrive in their order."""
     async with bench.crew(large(1.0), [large()]) as crew:
         sends = (crew.sender.send(large(value)) for value in (2.0, 3.0, 4.0))
         assert [report.version for report in await asyncio.gather(*sends)] == [2, 3, 4]
@@ -355,19 +364,20 @@ async def check_sends_at_once(bench: Bench) -> None:
 
 
 async def check_wire_dtype(bench: Bench) -> None:
-    """wire_dtype= rounds what travels; the dtypes and weights of both sides stay as they are."""
+    """wire_dtype= rounds only what travels; the sender's weights and all dtypes stay."""
     targets = [small(), small().bfloat16()]
     async with bench.crew(small(1.0), targets, wire_dtype=torch.bfloat16, strict=False) as crew:
         report = await crew.send(1.00390625 + 2**-12)
         assert await crew.values() == [1.0078125] * 2
-        assert 200 <= report.nbytes < 400  # which the weights would have
+        # At their own dtype the weights would have 400 bytes.
+        assert 200 <= report.nbytes < 400
         dtypes = [worker.model.layers[0].dtype for worker in crew.workers]
         assert dtypes == [torch.float32, torch.bfloat16]
         assert crew.source.layers[0][0, 0].item() == 1.00390625 + 2**-12
 
 
 class Statistics(nn.Module):
-    """Has a count that no smaller dtype can hold."""
+    """Model with a count that no smaller dtype can hold."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -376,7 +386,7 @@ class Statistics(nn.Module):
 
 
 async def check_wire_dtype_of_statistics(bench: Bench) -> None:
-    """wire_dtype= leaves float64 buffers alone; a strict worker casts them to what it has."""
+    """wire_dtype= leaves float64 buffers alone; a strict worker casts them to its dtypes."""
     for strategy, apply_copy in (("tensordict", False), ("state_dict", True)):
         targets: list[Any] = [Statistics(0.0) for _ in range(2)]
         targets[0].scale.data = targets[0].scale.bfloat16()

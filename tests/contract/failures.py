@@ -1,4 +1,7 @@
-"""Who refuses, dies, stands still or is late. Imports neither pytest nor a private name."""
+"""Peers that refuse weights, die, stop or are late.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.contract.bench import (
 
 
 async def refused(crew: Any, weights: Any, worker_idx: int, version: int) -> aiosync.ApplyError:
-    """Send what one worker cannot take; its error."""
+    """Send weights that only one worker refuses; return its error."""
     error = await raises(aiosync.PartialSyncError, crew.sender.send(weights))
     assert (set(error.failed), error.version) == ({worker_idx}, version)
     assert error.acked == {idx for idx in range(len(crew.workers)) if idx != worker_idx}
@@ -33,7 +36,7 @@ async def refused(crew: Any, weights: Any, worker_idx: int, version: int) -> aio
 
 
 async def check_refused_shape(bench: Bench) -> None:
-    """A worker whose model does not fit says so, keeps its version, and takes what fits."""
+    """A worker refuses weights that do not fit, keeps its version, and takes the next that fit."""
     async with bench.crew(None, [small(), wide()]) as crew:
         good, bad = crew.workers
         reason = await refused(crew, small(2.0), 1, 1)
@@ -51,7 +54,7 @@ async def check_refused_shape(bench: Bench) -> None:
 
 
 async def check_refused_names(bench: Bench) -> None:
-    """Names that are missing, unexpected, or of another dtype are named; nothing was changed."""
+    """The error lists missing and unexpected names and those of another dtype; nothing changes."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         names = small(2.0).state_dict()
@@ -73,7 +76,7 @@ async def check_refused_names(bench: Bench) -> None:
 
 
 class Picky(torch.nn.Module):
-    """Refuses an extra state that is negative, after its parameters were looked at."""
+    """Model that refuses a negative extra state, which comes after its parameters."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class Picky(torch.nn.Module):
 
 
 async def check_refused_halfway(bench: Bench) -> None:
-    """A model that refuses halfway has, bit for bit, the version before; the cause is told."""
+    """A model that refuses an update halfway keeps its version; the error has the cause."""
     for apply_copy in (False, True):
         async with bench.crew(Picky(1.0), [Picky(0.0)], apply_copy=apply_copy) as crew:
             [worker] = crew.workers
@@ -104,7 +107,7 @@ async def check_refused_halfway(bench: Bench) -> None:
 
 
 async def check_refused_first_weights(bench: Bench) -> None:
-    """Initial weights that do not fit are an error of connect() on both sides; others go on."""
+    """Initial weights that do not fit make both connect() calls raise; other workers go on."""
     async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
         good, bad = crew.hire(small(), 0), crew.hire(wide(), 1)
         async with background(good.scheme.connect(), bad.scheme.connect()) as joining:
@@ -119,7 +122,7 @@ async def check_refused_first_weights(bench: Bench) -> None:
 
 
 async def check_other_model(bench: Bench) -> None:
-    """A worker with another model_id or strategy is refused at connect(), and told why."""
+    """A worker with another model_id or strategy is refused at connect(), with the reason."""
     async with bench.crew(small(1.0), [small()], init={"num_workers": None}) as crew:
         stranger = crew.hire(small(), model_id="critic")
         error = await raises(aiosync.AiosyncError, stranger.scheme.connect(timeout=PATIENCE))
@@ -132,7 +135,7 @@ async def check_other_model(bench: Bench) -> None:
 
 
 async def check_index_taken(bench: Bench) -> None:
-    """An index that a live worker has is refused; without one each worker gets a free one."""
+    """The index of a live worker is refused; a worker without an index gets a free one."""
     async with bench.crew(small(1.0), [small()], init={"num_workers": None}) as crew:
         second = crew.hire(small(), 0)
         error = await raises(aiosync.ConnectTimeout, second.scheme.connect(timeout=0.2))
@@ -146,7 +149,7 @@ async def check_index_taken(bench: Bench) -> None:
 
 
 async def check_require(bench: Bench) -> None:
-    """require= says how many have to apply: the report names the failed, or the send raises."""
+    """require= is the number of workers that have to apply; reports and errors name the others."""
     for require, enough in ((1, True), (0.5, True), (2, True), (3, False), ("all", False)):
         targets = [small(), small(), wide()]
         async with bench.crew(None, targets, init={"num_workers": 3}, require=require) as crew:
@@ -162,20 +165,22 @@ async def check_require(bench: Bench) -> None:
                 await worker.wait(1)
                 assert await worker.value() == 2.0
     async with bench.crew(small(1.0), [small()], require=2) as crew:
-        for _ in range(2):  # also where a worker needs not be told
+        # In the second round some schemes need no message to the worker.
+        for _ in range(2):
             await raises(aiosync.PartialSyncError, crew.sender.send(small(2.0)))
             assert (await crew.sender.send(small(3.0), worker_ids=[0])).acked == {0}
 
 
 async def check_nobody_comes(bench: Bench) -> None:
-    """connect() gives up in time, and says for whom it waited, or that there is no trainer."""
+    """connect() times out if workers, whom the error names, or the trainer are missing."""
     async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
         worker = crew.hire(small(), 0)
         async with background(worker.scheme.connect()) as [joining]:
             error = await raises(aiosync.ConnectTimeout, crew.sender.connect(timeout=0.3))
             assert "1" in str(error)
             await joining
-        assert (await crew.send(2.0)).acked == {0}  # it goes on with those that came
+        # The sender goes on with the workers that have joined.
+        assert (await crew.send(2.0)).acked == {0}
         assert await worker.value() == 2.0
         late = await crew.join(small(), 1)
         assert await late.value() == 2.0
@@ -185,7 +190,7 @@ async def check_nobody_comes(bench: Bench) -> None:
 
 
 async def check_dead_worker(bench: Bench) -> None:
-    """One error names a worker that died; after it the others go on, and it is listed as lost."""
+    """One error names a worker that died; later sends reach the others and list it as lost."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         dead, living = crew.workers
         await dead.die()
@@ -203,13 +208,14 @@ async def check_dead_worker(bench: Bench) -> None:
         assert (await crew.send(5.0, worker_ids=1)).lost == {}
         for worker in (again, living):
             await worker.die()
-        for _ in range(3):  # each time, and never waits
+        # With no worker left each send raises, and none of them waits.
+        for _ in range(3):
             error = await raises(aiosync.PartialSyncError, crew.send(6.0))
             assert set(error.failed) == {0, 1}
 
 
 async def check_dead_trainer(bench: Bench) -> None:
-    """A worker whose trainer went keeps its weights; what waits for an update ends."""
+    """A worker whose trainer ended keeps its weights; its calls that wait for an update raise."""
     async with bench.crew(small(1.0), [small()], **bench.hooks.final) as crew:
         [worker] = crew.workers
         await crew.send(2.0)
@@ -237,7 +243,7 @@ async def check_dead_before_connect(bench: Bench) -> None:
 
 @needs("process")
 async def check_killed_worker(bench: Bench) -> None:
-    """SIGKILL between two sends, and in the middle of a read, is noticed and named."""
+    """Errors name a worker that SIGKILL ended, between two sends or in the middle of a read."""
     async with bench.elsewhere.crew(small(1.0), [small() for _ in range(3)]) as crew:
         idle, busy, living = crew.workers
         await idle.die()
@@ -249,7 +255,8 @@ async def check_killed_worker(bench: Bench) -> None:
             await busy.die()
             await asyncio.wait({sending}, timeout=PATIENCE)
             outcome = sending.exception()
-        if outcome is None:  # it had the version before it died
+        if outcome is None:
+            # The worker had the version before it died.
             outcome = await raises(aiosync.PartialSyncError, crew.send(3.0))
         assert isinstance(outcome, aiosync.PartialSyncError)
         assert set(outcome.failed) == {1}
@@ -262,7 +269,7 @@ async def check_killed_worker(bench: Bench) -> None:
 
 @needs("process")
 async def check_stopped_worker(bench: Bench) -> None:
-    """A worker that stands still is an AckTimeout that delays nobody, and catches up later."""
+    """A stopped worker is an AckTimeout, delays no other worker, and catches up later."""
     targets = [small(), small()]
     async with bench.elsewhere.crew(small(1.0), targets, apply="manual") as crew:
         stopped, living = crew.workers
@@ -282,7 +289,7 @@ async def check_stopped_worker(bench: Bench) -> None:
 
 
 async def check_slow_worker(bench: Bench) -> None:
-    """A worker that does not apply skips to the newest, and delays nobody."""
+    """A worker that does not apply skips to the newest version, and delays no other worker."""
     async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
         slow, quick = crew.hire(small(), 0, apply="manual"), crew.hire(small(), 1)
         await asyncio.gather(crew.sender.connect(), slow.scheme.connect(), quick.scheme.connect())
@@ -307,7 +314,7 @@ async def check_slow_worker(bench: Bench) -> None:
 
 
 async def check_send_timeout(bench: Bench) -> None:
-    """send(timeout=) raises AckTimeout in time; the update arrives all the same, and the next."""
+    """send(timeout=) raises in time with an AckTimeout; this update and the next arrive anyway."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         [worker] = crew.workers
         for number in (2, 3):
@@ -323,7 +330,7 @@ async def check_send_timeout(bench: Bench) -> None:
 
 
 async def check_handles(bench: Bench) -> None:
-    """send_nowait() has copied when it returns; its handle may be awaited often, and cancelled."""
+    """send_nowait() returns after its copy; a wait for its handle may be repeated or cancelled."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         handle = crew.send_nowait(2.0)

@@ -1,5 +1,7 @@
-"""Links and models that come and go, the order of calls, and the end. Imports neither pytest nor
-a private name."""
+"""Links and models that come and go, the order of calls, and the end of schemes.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from tests.support.waiting import mapped_nbytes
 
 
 class Owner:
-    """Has a model, as a context."""
+    """Context that has a model."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -40,7 +42,7 @@ class Owner:
 
 @needs("relay")
 async def check_cut_link(bench: Bench) -> None:
-    """A worker whose link is cut dials again, under its index, and gets what it missed."""
+    """A worker whose link is cut dials again with its index, and gets the update that it missed."""
     assert bench.hooks.relay is not None
     async with bench.sender(small(1.0)) as crew:
         target = small()
@@ -63,8 +65,10 @@ async def check_cut_link(bench: Bench) -> None:
 
 @needs("relay")
 async def check_other_trainer(bench: Bench) -> None:
-    """A worker takes a restarted trainer's version 1 in place of any older, and what it read of the
-    run before counts as unknown."""
+    """A worker takes version 1 of a restarted trainer, whatever version of the run before it has.
+
+    In its spans the reads of the run before count as version 0, so their age is unknown.
+    """
     assert bench.hooks.relay is not None
     async with bench.sender(small(1.0)) as one, bench.sender(small(5.0)) as two:
         target = small()
@@ -89,7 +93,7 @@ async def check_other_trainer(bench: Bench) -> None:
 
 
 async def check_worker_before_trainer(bench: Bench) -> None:
-    """A worker that connects before the trainer listens is patient."""
+    """A worker that connects before the trainer listens waits for the trainer."""
     sender = bench.make(**bench.hooks.address())
     worker = bench.twin(sender)
     worker.init_on_receiver(model_id="policy", model=small())
@@ -102,7 +106,7 @@ async def check_worker_before_trainer(bench: Bench) -> None:
 
 
 async def check_worker_comes_again(bench: Bench) -> None:
-    """A worker that left may come again under its index, as often as it likes."""
+    """A worker that left may join again with its index, any number of times."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         for number in range(2, 6):
             await crew.workers.pop().leave()
@@ -114,7 +118,7 @@ async def check_worker_comes_again(bench: Bench) -> None:
 
 
 async def check_leaving_is_not_dying(bench: Bench) -> None:
-    """A worker that was closed has left: it is named once, and is no error."""
+    """A worker that was closed is reported once as left, and is no error."""
     async with bench.crew(small(1.0), [small(), small()]) as crew:
         first, second = crew.workers
         await first.leave()
@@ -122,7 +126,8 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
         assert (report.acked, report.left, report.failed, report.lost) == ({1}, {0}, {}, {})
         report = await crew.send(3.0)
         assert (report.acked, report.left, report.lost) == ({1}, frozenset(), {})
-        report = await crew.send(4.0, worker_ids=0)  # who is named is told of each time
+        # A send to named workers reports each time which of them have left.
+        report = await crew.send(4.0, worker_ids=0)
         assert (report.acked, report.left, report.failed) == (frozenset(), {0}, {})
         crew.sender.require = 2
         error = await raises(aiosync.PartialSyncError, crew.send(4.0))
@@ -150,7 +155,7 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
 
 
 async def check_rolling_restart(bench: Bench) -> None:
-    """Workers that leave and come again, while sends never stop, raise nothing on either side."""
+    """Workers that leave and join again during steady sends cause no error on either side."""
     for make in (small, large):
         async with bench.crew(make(1.0), [make() for _ in range(4)]) as crew:
             left, over = set[int](), asyncio.Event()
@@ -179,7 +184,7 @@ async def check_rolling_restart(bench: Bench) -> None:
 
 
 async def check_restarted_trainer(bench: Bench) -> None:
-    """A new trainer is a new epoch: its version 1 replaces any version of the one before."""
+    """A new trainer has a new epoch; its version 1 replaces any version of the trainer before."""
     target = small()
     epochs = set()
     for value in (1.0, 5.0):
@@ -192,7 +197,7 @@ async def check_restarted_trainer(bench: Bench) -> None:
 
 
 async def check_replaced_model(bench: Bench) -> None:
-    """Another model given to a receiver has the weights at once, or an error and nothing new."""
+    """A model given to a receiver has the weights at once; one that does not fit is refused."""
     for apply_copy in (False, True):
         async with bench.crew(small(1.0), [small()], apply_copy=apply_copy) as crew:
             [worker] = crew.workers
@@ -215,7 +220,7 @@ async def check_replaced_model(bench: Bench) -> None:
 
 
 async def check_replaced_while_read(bench: Bench) -> None:
-    """Another model may be given while the old one is read; what came meanwhile is for the new."""
+    """A model may be replaced while it is read; the new model gets updates that came meanwhile."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         for value in (2.0, 3.0):
@@ -233,10 +238,11 @@ async def check_replaced_while_read(bench: Bench) -> None:
 
 
 async def check_late_model(bench: Bench) -> None:
-    """A receiver may get its model after connect(): it has the newest version then."""
+    """A receiver may get its model after connect(); the model then has the newest version."""
     async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
         worker = crew.hire(None)
-        error = await raises(aiosync.ConfigError, worker.connect())  # a trainer would wait for it
+        # connect() is refused, because a trainer would wait for the missing model.
+        error = await raises(aiosync.ConfigError, worker.connect())
         assert "initial=False" in str(error)
         worker = crew.hire(None)
         await asyncio.gather(crew.sender.connect(), worker.scheme.connect(initial=False))
@@ -252,7 +258,7 @@ async def check_late_model(bench: Bench) -> None:
 
 
 async def check_context(bench: Bench) -> None:
-    """Both sides find the model in a context, look there each time, and keep no context alive."""
+    """Both sides take the model from a context for each update, and keep no context alive."""
     source, target = Owner(small(1.0)), Owner(small())
     async with bench.crew(
         None, [None], init={"context": source, "model": None}, worker={"context": target}
@@ -279,7 +285,8 @@ async def check_plain_weights(bench: Bench) -> None:
     got: list[Any] = []
 
     def load(weights: Any) -> None:
-        got.append(dict(weights)["layers.3"])  # which is never written to
+        # The tensor may be kept, because later updates do not write to it.
+        got.append(dict(weights)["layers.3"])
 
     init = {"num_workers": 2}
     async with bench.sender(small(1.0), init, guard="reading") as crew:
@@ -297,7 +304,7 @@ async def check_plain_weights(bench: Bench) -> None:
 
 
 async def check_pickling(bench: Bench) -> None:
-    """A pickle or a copy has the options, set at any time, and no role, link, model or version."""
+    """A pickle or copy has the options, whenever set, and no role, link, model or version."""
     async with bench.crew(small(1.0), [small()], timeout=7.0, apply_copy=True) as crew:
         for scheme in (crew.sender, crew.workers[0].scheme):
             scheme.strict = False
@@ -313,7 +320,7 @@ async def check_pickling(bench: Bench) -> None:
 
 
 async def check_wrong_order(bench: Bench) -> None:
-    """Calls of the wrong role, or in the wrong order, are LocalProtocolError and harm nothing."""
+    """Calls of the wrong role or in the wrong order raise LocalProtocolError and harm nothing."""
     wrong = aiosync.LocalProtocolError
     async with bench.make() as scheme:
         for call in (scheme.connect, scheme.send, scheme.receive):
@@ -331,27 +338,30 @@ async def check_wrong_order(bench: Bench) -> None:
         await raises(wrong, worker.send())
         await raises(wrong, crew.sender.receive())
         refuses(wrong, crew.sender.apply_pending)
-        for call in (crew.sender.send, crew.sender.aclose, worker.aclose):  # on another loop
+        # The threads run these calls on another loop.
+        for call in (crew.sender.send, crew.sender.aclose, worker.aclose):
             await raises(wrong, asyncio.to_thread(asyncio.run, call()))
         await raises(wrong, asyncio.to_thread(crew.sender.send_nowait))
         assert (await crew.send(2.0)).acked == {0}
 
 
 async def check_wrong_arguments(bench: Bench) -> None:
-    """An argument that makes no sense is a ConfigError, and harms nothing."""
+    """An argument that makes no sense raises ConfigError, and harms nothing."""
     wrong = aiosync.ConfigError
     both = {"model": small(), "weights": {}}
     refuses(wrong, lambda: bench.make().init_on_receiver(**both))
-    refuses(wrong, lambda: bench.make().init_on_receiver(weights={}))  # nothing guards it
+    # No guard protects plain weights by default.
+    refuses(wrong, lambda: bench.make().init_on_receiver(weights={}))
     async with bench.crew(small(1.0), [small()]) as crew:
         await raises(wrong, crew.sender.send(timeout=math.nan))
-        await raises(wrong, crew.sender.send({0: small()}))  # without per_worker_weights
+        # Weights by worker need per_worker_weights.
+        await raises(wrong, crew.sender.send({0: small()}))
         await raises(wrong, crew.sender.send({"layers.0": object}))
         assert (await crew.send(2.0)).acked == {0}
 
 
 async def check_close_in_each_state(bench: Bench) -> None:
-    """aclose() ends a scheme in whatever state it is, at once and as often as it is called."""
+    """aclose() closes a scheme in any state, at once, and may be called any number of times."""
     fresh = bench.make()
     sender = bench.make()
     sender.init_on_sender(model=small())
@@ -378,7 +388,7 @@ async def check_close_in_each_state(bench: Bench) -> None:
 
 
 async def check_close_wakes(bench: Bench) -> None:
-    """What waits in a scheme that is closed raises TransportClosed, each call of it."""
+    """Closing a scheme makes each of its waiting calls raise TransportClosed."""
     async with bench.sender(small(1.0), {"num_workers": 2}) as crew:
         worker = crew.hire(small(), 0)
         async with background(crew.sender.connect(), worker.connect()) as joining:
@@ -392,7 +402,8 @@ async def check_close_wakes(bench: Bench) -> None:
             await raises(aiosync.TransportClosed, asyncio.wait_for(joining[0], PATIENCE))
     early = bench.twin(bench.make(**bench.hooks.address()))
     early.init_on_receiver(model=small())
-    async with background(early.connect()) as [joining]:  # to nobody
+    # No trainer listens, so connect() waits.
+    async with background(early.connect()) as [joining]:
         await asyncio.wait([joining], timeout=0.05)
         await early.aclose()
         await asyncio.wait({joining}, timeout=PATIENCE)
@@ -406,7 +417,7 @@ async def check_close_wakes(bench: Bench) -> None:
 
 
 async def check_cancelled_tasks(bench: Bench) -> None:
-    """Who cancels every task of the loop leaves nobody waiting."""
+    """Once every task of the loop was cancelled, waiting and later calls raise."""
     before = asyncio.all_tasks()
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
@@ -417,12 +428,13 @@ async def check_cancelled_tasks(bench: Bench) -> None:
         for call in (worker.receive, crew.sender.send):
             await raises(aiosync.TransportClosed, call(timeout=PATIENCE))
         await raises(aiosync.TransportClosed, crew.sender.wait_for_version(9, timeout=PATIENCE))
-        late = crew.hire(small(), 0)  # nobody new waits for updates from it
+        # No worker may join now, because it would wait for updates in vain.
+        late = crew.hire(small(), 0)
         await raises(aiosync.AiosyncError, late.scheme.connect(timeout=0.2))
 
 
 async def check_memory_stays(bench: Bench) -> None:
-    """However many versions are sent, memory holds a few of them, also where one worker is slow."""
+    """Memory holds only a few of the versions that were sent, even if one worker is slow."""
     async with bench.sender(large(1.0), {"num_workers": 2}) as crew:
         slow, quick = crew.hire(large(), 0, apply="manual"), crew.hire(large(), 1)
         await asyncio.gather(crew.sender.connect(), slow.connect(), quick.connect())
@@ -437,7 +449,7 @@ async def check_memory_stays(bench: Bench) -> None:
 
 
 async def check_nothing_is_left(bench: Bench) -> None:
-    """Models, senders and workers that came and went are not kept, nor their memory."""
+    """Nothing keeps models, senders and workers that came and went, nor their memory."""
     gone = []
     async with bench.crew(small(1.0), [small()], init={"num_workers": None}) as crew:
         for number in range(2, 8):
@@ -454,19 +466,19 @@ async def check_nothing_is_left(bench: Bench) -> None:
 
 
 class Below(Owner):
-    """A context with a scheme of its own to workers below it: a blocking call, or ``async``."""
+    """Context that passes weights on to a model or workers below it, by a call of its subclass."""
 
     def __init__(self, policy: Any, below: Any) -> None:
         super().__init__(policy)
         self.below, self.fails = below, False
 
     def get_model(self, model_id: str) -> Any:
-        """See :meth:`aiosync.WeightSyncScheme.init_on_receiver`."""
+        """Return the model; see :meth:`aiosync.WeightSyncScheme.init_on_receiver`."""
         return {"policy": self.policy}[model_id]
 
 
 class Blocking(Below):
-    """Its call blocks; it computes on a thread of its own."""
+    """Context whose call blocks; it runs on a thread and not on the worker's loop."""
 
     def update_policy_weights_(self, *, policy_or_weights: Any, model_id: str) -> None:
         """Put the weights into the model below."""
@@ -476,16 +488,16 @@ class Blocking(Below):
 
 
 class Awaiting(Below):
-    """Its call is awaited."""
+    """Context whose call is a coroutine."""
 
     async def update_policy_weights_(self, *, policy_or_weights: Any, model_id: str) -> None:
-        """Send the weights on."""
+        """Send the weights to the workers below."""
         assert model_id == "policy"
         await self.below.sender.send(policy_or_weights)
 
 
 async def check_context_passes_on(bench: Bench) -> None:
-    """A context with ``update_policy_weights_()`` has it called before the trainer is told."""
+    """A worker calls its context's ``update_policy_weights_()`` before it tells the trainer."""
     async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
         context = Blocking(small(), small())
         worker = crew.hire(None, context=context)
@@ -500,7 +512,7 @@ async def check_context_passes_on(bench: Bench) -> None:
 
 
 async def check_context_sends_on(bench: Bench) -> None:
-    """The same where the context awaits a scheme of its own, on the same loop."""
+    """``update_policy_weights_()`` of a context may await a scheme of its own on the same loop."""
     async with bench.crew(small(1.0), [small()]) as below, bench.sender(small(1.0)) as crew:
         context = Awaiting(small(), below)
         worker = crew.hire(None, context=context)

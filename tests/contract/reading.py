@@ -1,5 +1,7 @@
-"""How a worker waits for updates, and when they are applied. Imports neither pytest nor a
-private name."""
+"""Waits of a worker for updates, and the moment when they are applied.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from tests.schemes._harness import read_elsewhere
 
 
 async def check_receive(bench: Bench) -> None:
-    """receive() returns each update that is applied, the newest once, and None when none came."""
+    """receive() returns the newest applied update, each once, and None if none came in time."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
-        assert await worker.scheme.receive(timeout=0) is None  # the initial weights are no news
+        # The initial weights do not count as a new update.
+        assert await worker.scheme.receive(timeout=0) is None
         assert await worker.scheme.receive(timeout=0.01) is None
         async with background(worker.scheme.receive()) as [waiting]:
             report = await crew.send(2.0)
@@ -61,10 +64,11 @@ async def check_wait_for_version(bench: Bench) -> None:
 
 
 async def check_manual_apply(bench: Bench) -> None:
-    """With apply="manual" an update waits for apply_pending(), or for a call that waits for it."""
+    """With apply="manual" an update waits for apply_pending(), or a call that waits for it."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         [worker] = crew.workers
-        assert await worker.value() == 1.0  # connect() is such a call
+        # connect() waits for the initial weights, so it applies them.
+        assert await worker.value() == 1.0
         assert worker.scheme.apply_pending() is None
         worker.scheme.span()
         handles = [crew.send_nowait(2.0), crew.send_nowait(3.0)]
@@ -79,7 +83,8 @@ async def check_manual_apply(bench: Bench) -> None:
         reports = [await handle for handle in handles]
         assert [report.acked for report in reports] == [set(), {0}]
         assert reports[0].skipped == {0: 3}
-        assert (await worker.scheme.receive()).version == 3  # the same, as news
+        # receive() returns the update that apply_pending() has applied.
+        assert (await worker.scheme.receive()).version == 3
         async with background(crew.send(4.0)) as [sending]:
             assert (await worker.scheme.receive()).version == 4
             assert (await asyncio.wait_for(sending, PATIENCE)).acked == {0}
@@ -87,7 +92,7 @@ async def check_manual_apply(bench: Bench) -> None:
 
 
 async def check_refused_by_manual_apply(bench: Bench) -> None:
-    """With apply="manual" a version that does not fit is an error of apply_pending()."""
+    """With apply="manual" apply_pending() raises ApplyError for a version that does not fit."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         [worker] = crew.workers
         async with background(
@@ -101,7 +106,7 @@ async def check_refused_by_manual_apply(bench: Bench) -> None:
 
 
 async def check_apply_weights(bench: Bench) -> None:
-    """apply_weights() copies what it is given, in a worker only; updates go on."""
+    """apply_weights() copies the given weights, in a worker only; updates go on."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         given = small(9.0).state_dict()
@@ -117,7 +122,7 @@ async def check_apply_weights(bench: Bench) -> None:
 
 
 async def check_calls_that_give_up(bench: Bench) -> None:
-    """A call that was cancelled, or ran out of time, applies nothing afterwards."""
+    """A call that was cancelled or timed out applies no update afterwards."""
     async with bench.crew(small(1.0), [small()], apply="manual") as crew:
         scheme = crew.workers[0].scheme
         handle = crew.send_nowait(2.0)
@@ -126,7 +131,8 @@ async def check_calls_that_give_up(bench: Bench) -> None:
             assert await scheme.receive(timeout=0.02) is None
             await raises(aiosync.RecvTimeout, scheme.wait_for_version(2, timeout=0.02))
             await raises(aiosync.RecvTimeout, scheme.pull(min_version=2, timeout=0.02))
-            async with background(scheme.receive()):  # cancelled at the end
+            # The end of the block cancels the call.
+            async with background(scheme.receive()):
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.02)
         assert (scheme.version, scheme.staged_version) == (1, 2)
@@ -135,7 +141,7 @@ async def check_calls_that_give_up(bench: Bench) -> None:
 
 
 async def check_wait_staged(bench: Bench) -> None:
-    """wait_staged() waits for a version or a newer one to be complete; a refusal is an error."""
+    """wait_staged() waits until a version or a newer one has arrived; a refusal raises."""
     refused: list[str] = []
 
     def transform(weights: Any) -> Any:
@@ -165,7 +171,7 @@ async def check_wait_staged(bench: Bench) -> None:
 
 
 async def check_calls_in_a_loop(bench: Bench) -> None:
-    """Calls that need not wait let others run all the same."""
+    """Calls that need not wait let other tasks run all the same."""
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
 
@@ -188,7 +194,7 @@ async def check_calls_in_a_loop(bench: Bench) -> None:
 
 
 async def check_update_waits_for_reader(bench: Bench) -> None:
-    """An update that comes while somebody reads, or computes, is seen by the next read."""
+    """An update that arrives during a read is seen by the next read."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         version = 1
@@ -199,7 +205,9 @@ async def check_update_waits_for_reader(bench: Bench) -> None:
                     await reading.__aenter__()
                 elif way == "plain":
                     reading.__enter__()
-                else:  # as a pool does that steps a generator wherever there is room
+                else:
+                    # A pool that steps a generator on any free thread ends a read on another
+                    # thread.
                     await asyncio.to_thread(reading.__enter__)
                 before = version
                 for _ in range(4):
@@ -218,7 +226,7 @@ async def check_update_waits_for_reader(bench: Bench) -> None:
 
 
 class Pausing(type(small())):  # type: ignore[misc]
-    """Its forward waits in the middle."""
+    """Model whose forward waits in the middle."""
 
     def forward(self) -> tuple[float, float]:
         first = self.layers[0].mean().item()
@@ -228,7 +236,7 @@ class Pausing(type(small())):  # type: ignore[misc]
 
 
 async def check_update_waits_for_forward(bench: Bench) -> None:
-    """A forward of another thread that began before an update computes with one version."""
+    """A forward that began in another thread before an update computes with one version."""
     target = Pausing(-1.0, 5)
     target.entered, target.leave = threading.Event(), threading.Event()
     async with bench.crew(small(1.0), [target]) as crew:
@@ -243,7 +251,7 @@ async def check_update_waits_for_forward(bench: Bench) -> None:
 
 
 class Slow(Pausing):
-    """Its extra state comes after its weights, and lets somebody look at both before it is set."""
+    """Model that, during an update, waits between its new weights and its new extra state."""
 
     def get_extra_state(self) -> float:
         return self.layers[0].mean().item()
@@ -258,7 +266,7 @@ class Slow(Pausing):
 
 
 async def check_read_waits_for_update(bench: Bench) -> None:
-    """A forward that begins while an update is being applied computes with all of it."""
+    """A forward that begins while an update is being applied computes with the whole update."""
     target = Slow(-1.0, 5)
     target.entered, target.leave = threading.Event(), threading.Event()
     async with bench.crew(Slow(1.0, 5), [target]) as crew:
@@ -276,7 +284,7 @@ async def check_read_waits_for_update(bench: Bench) -> None:
 
 
 async def check_waiting_inside_a_read(bench: Bench) -> None:
-    """What waits for an update inside of a read, which keeps it away, is an error at once."""
+    """A call inside a read that waits for an update, which the read delays, raises at once."""
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
         async with worker.reading():
@@ -294,7 +302,7 @@ async def check_waiting_inside_a_read(bench: Bench) -> None:
 
 
 def forwards(worker: Any, seen: list[tuple[float, float]], ended: threading.Event) -> None:
-    """Forwards in a thread, every other inside of ``reading()``; their spans say what they saw."""
+    """Compute in a thread, every other forward inside ``reading()``; check spans and versions."""
     worker.scheme.span()
     while not ended.is_set():
         seen.append(worker.model())
@@ -319,8 +327,10 @@ async def check_torn_reads(bench: Bench) -> None:
                         assert (await crew.send(float(number))).acked == {0, 1}
                         seen[1].append(looping.model())
                         assert seen[1][-1] == (number, number)
-                        if number % 20 == 0:  # a busy machine would let the thread see too few
-                            enough = len(seen[0]) + 2  # one had begun, the next has this version
+                        # Without this wait the thread would see too few versions on a busy machine.
+                        if number % 20 == 0:
+                            # One forward had begun before this version; the next one has it.
+                            enough = len(seen[0]) + 2
                             await until(lambda n=enough, s=seen[0]: len(s) >= n or task.done())
                 finally:
                     ended.set()
@@ -332,7 +342,7 @@ async def check_torn_reads(bench: Bench) -> None:
 
 @needs("pulls")
 async def check_pull(bench: Bench) -> None:
-    """A worker that only pulls gets the newest version when it asks, and a later one if it must."""
+    """pull() of a worker that only pulls gets the newest version, or waits for ``min_version``."""
     assert bench.hooks.pulls is not None
     init = {"num_workers": None}
     async with bench.crew(small(1.0), [small()], init=init, **bench.hooks.pulls) as crew:
@@ -362,7 +372,8 @@ async def check_pull_of_a_subscriber(bench: Bench) -> None:
         assert await crew.values() == [2.0]
         with read_elsewhere(worker):
             older, newest = crew.send_nowait(3.0), crew.send_nowait(4.0)
-            pulling = asyncio.ensure_future(worker.pull())  # is told of one that is on its way
+            # pull() waits for the newest version, which is on its way.
+            pulling = asyncio.ensure_future(worker.pull())
             await worker.wait_staged(newest.version, timeout=PATIENCE)
             assert not pulling.done()
         assert await asyncio.wait_for(pulling, PATIENCE) == newest.version

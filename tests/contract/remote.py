@@ -1,4 +1,4 @@
-"""Workers in other processes, which the tests, RPC or Ray reach."""
+"""Workers in other processes, which tests call directly, by RPC or by Ray."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.contract import bench
 from tests.schemes import _harness as harness
 
 held: dict[int, bench.Worker] = {}
-"""In the worker's process: the workers that are there."""
+"""Workers of this process by key; used in the processes of workers only."""
 _keys = itertools.count()
 
 
 async def act(key: int, name: str, data: bytes) -> Any:
-    """In the worker's process: make a worker, or call it."""
+    """Make a worker, or call its method ``name``; runs in the worker's process."""
     args = pickle.loads(data)
     if name == "hire":
         held[key] = bench.hire(*args)
@@ -27,13 +27,13 @@ async def act(key: int, name: str, data: bytes) -> Any:
 
 
 class Remote:
-    """A worker elsewhere, with the coroutines of :class:`tests.contract.bench.Worker`.
+    """A worker in another process, with the coroutines of :class:`tests.contract.bench.Worker`.
 
     Args:
-        scheme: Its scheme.
-        init: Arguments of its ``init_on_receiver()``.
-        call: Runs :func:`act` where the worker is.
-        end: Ends the process that it has for itself, if it has one.
+        scheme: Scheme of the worker.
+        init: Arguments of the worker's ``init_on_receiver()``.
+        call: Runs :func:`act` in the worker's process.
+        end: Ends the worker's process; ``None`` if it is not the worker's own.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Remote:
 
     async def leave(self) -> None:
         if not self._gone:
-            with contextlib.suppress(KeyError):  # it never came
+            # The worker was never made.
+            with contextlib.suppress(KeyError):
                 await self._call(self._key, "leave", pickle.dumps(()))
         await self._ended()
 

@@ -1,5 +1,7 @@
-"""Which version a worker has read, and how old a sample is for the trainer. Imports neither pytest
-nor a private name."""
+"""Versions that a worker has read, and ages of its samples for the trainer.
+
+This module imports neither pytest nor a private name.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from tests.contract.bench import Bench, refuses, small
 
 
 def epoch_of(scheme: Any) -> str:
-    """As in spans."""
+    """Return the epoch of a scheme in the form that spans have."""
     return f"{scheme.epoch:016x}"
 
 
 async def check_version_of_a_block(bench: Bench) -> None:
-    """A block has one version from its begin to its end, also if an update waited for the end."""
+    """A ``reading()`` block has one version from begin to end, even if an update waits for it."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         scheme, epoch = worker.scheme, epoch_of(crew.sender)
@@ -47,11 +49,12 @@ async def check_version_of_a_block(bench: Bench) -> None:
 
 
 async def check_spans(bench: Bench) -> None:
-    """span() gives the versions of the reads since the last call, those within others left out."""
+    """span() gives the versions of the reads since the last call, without nested reads."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         scheme, epoch = worker.scheme, epoch_of(crew.sender)
-        assert scheme.span() is None  # counts from now on
+        # The first call starts the count.
+        assert scheme.span() is None
         assert scheme.span() is None
         for number in (1.0, 2.0, 3.0):
             if number > 1:
@@ -66,17 +69,20 @@ async def check_spans(bench: Bench) -> None:
         guarded = scheme.guarded(worker.model)
         async with scheme.reading():
             assert guarded() == (3.0, 3.0)
-            assert scheme.span() is None  # it has not ended
+            # The read around this call has not ended.
+            assert scheme.span() is None
         assert scheme.span() == VersionSpan(3, 3, epoch, ((3, 1),))
         assert guarded() == (3.0, 3.0)
         assert scheme.span() == VersionSpan(3, 3, epoch, ((3, 1),))
-        for number in range(4, 304):  # nobody asks: memory is bounded
+        # Without calls of span() the memory for the runs is bounded.
+        for number in range(4, 304):
             await crew.send(float(number))
             worker.model()
         span = scheme.span()
         assert (span.first, span.last, sum(count for _, count in span.runs)) == (4, 303, 300)
         assert 100 < len(span.runs) < 300
-        scheme.model = None  # what was never sent has no version
+        # Weights that were never sent have no version.
+        scheme.model = None
         with scheme.reading() as read:
             assert read.version == 0
         assert read.span == VersionSpan(0, 0)
@@ -112,12 +118,13 @@ async def check_spans_of_tasks_and_threads(bench: Bench) -> None:
 
 
 async def check_last_read(bench: Bench) -> None:
-    """last_read is what the last read of this thread or task used, whatever came since then."""
+    """last_read has the version of the thread's or task's last read, whatever came since then."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         scheme, model = worker.scheme, worker.model
         await crew.send(2.0)
-        model.state_dict()  # computes nothing
+        # state_dict() computes nothing, so it is not a read.
+        model.state_dict()
         assert (crew.sender.last_read, scheme.last_read) == (None, None)
         assert model() == (2.0, 2.0)
         assert scheme.last_read == LastRead(scheme.epoch, 2)
@@ -133,13 +140,14 @@ async def check_last_read(bench: Bench) -> None:
         await sending
         await worker.wait(4)
         assert scheme.last_read.version == 3
-        scheme.model = None  # what was never sent has no version
+        # Weights that were never sent have no version.
+        scheme.model = None
         with scheme.reading():
             assert scheme.last_read == LastRead(0, 0)
 
 
 async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
-    """Each thread and each task has its own, and a label is always that of its forward."""
+    """Each thread and each task has its own last_read, which is that of its last forward."""
     async with bench.crew(small(1.0), [small()]) as crew:
         [worker] = crew.workers
         scheme, model = worker.scheme, worker.model
@@ -178,7 +186,7 @@ async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
 
 
 async def check_first_version(bench: Bench) -> None:
-    """A trainer that resumes goes on counting: samples up to its checkpoint are comparable."""
+    """A trainer with first_version= goes on counting, so samples of the run before have an age."""
     target, spans = small(), []
     for first_version in (1, 4, 1):
         init = {"num_workers": None}
@@ -198,7 +206,7 @@ async def check_first_version(bench: Bench) -> None:
             late = await crew.join(small())
             assert (await late.version(), await late.value()) == (first_version + 1, 2.0)
             await crew.send(3.0)
-            # 2, of the first run, is what the second continues; the third begins anew.
+            # The second run continues after version 2 of the first run; the third run starts anew.
             ages = [crew.sender.staleness(span) for span in spans]
             assert ages == {1: [1.0], 4: [4.0, 1.0]}[first_version] or ages == [None, None, 1.0]
             refuses(aiosync.LocalProtocolError, lambda end=worker: end.scheme.staleness(None))

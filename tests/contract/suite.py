@@ -1,4 +1,4 @@
-"""The list of checks. Imports neither pytest nor a private name."""
+"""The list of all checks. This module imports neither pytest nor a private name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTRACT_CHECKS: tuple[Check, ...] = tuple(
     for module in (delivery, failures, reading, spans, lifetime, cancelling, changing, costs)
     for body in module.CHECKS
 )
-"""Every check of the suite, in the order in which to read it."""
+"""Every check of the suite, in reading order."""
 
 ANYWHERE = tuple(
     check
@@ -30,4 +30,4 @@ ANYWHERE = tuple(
         lifetime.check_leaving_is_not_dying,
     )
 )
-"""Those that ask for nothing of a worker but the coroutines of ``Worker``."""
+"""Checks that use only the coroutines of ``Worker``, so that a worker may be in any process."""

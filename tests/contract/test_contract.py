@@ -1,7 +1,7 @@
 """Every check of the contract over shared memory, pipes and TCP, and some over Gloo.
 
-Without ``--heavy`` each of them runs on one of the loops, but every scheme and every check meet
-both.
+Without ``--heavy`` each combination of both runs on one of the two loops, but every scheme and
+every check run on both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def relay(scheme: Any) -> AsyncIterator[tuple[Any, Any, Any]]:
 
 
 def address() -> dict[str, Any]:
-    """A port that was free just now."""
+    """Return options with an address whose port was free just now."""
     return {"address": free_address()}
 
 

@@ -47,7 +47,7 @@ BODIES = (
 
 
 class Awaited:
-    """A blocking scheme with the coroutines of the async one."""
+    """A blocking scheme with the coroutines of the async one, which run in threads."""
 
     def __init__(self, scheme: Any) -> None:
         vars(self)["scheme"] = scheme
