@@ -1,4 +1,4 @@
-"""Transports over byte streams: frames in any cuts, illegal ones, and ends inside of a frame."""
+"""Transports over byte streams: illegal frames, and streams that end inside a frame."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from aiosync.wire import PREFIX_NBYTES, Update, encode_frame
 from tests.conformance.test_transports import duplex_ends, tcp_ends
 
 MIB = 2**20
-NBYTES = {"shm": 4096, "distributed": 65536}  # of payloads that such a stream carries itself
+# Sizes of payloads that the stream of such a transport carries itself.
+NBYTES = {"shm": 4096, "distributed": 65536}
 
 MAKERS: dict[str, tuple[Callable[..., Transport], Callable[[], Any]]] = {
     "pipe": (MPTransport, socket.socketpair),

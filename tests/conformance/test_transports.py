@@ -1,7 +1,7 @@
 """Every transport against every check of the published suite, on every loop.
 
-Without ``--heavy`` each of them runs on one of the loops, but every transport and every check meet
-both.
+Without ``--heavy`` each combination of both runs on one of the two loops, but every transport and
+every check run on both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Pair = tuple[Transport, Transport]
 
 
 def cut_stream(transport: MPTransport | SharedMemTransport | TCPTransport) -> None:
-    """End the byte stream below without a word to the transport on it."""
+    """End the byte stream below a transport without telling the transport."""
     with socket.socket(fileno=os.dup(transport.channel.io.fd)) as sock:
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -95,7 +95,7 @@ async def tls_pair(url: str, sender=None, receiver=None) -> AsyncIterator[Pair]:
 
 @asynccontextmanager
 async def gloo_pair(sender=None, receiver=None) -> AsyncIterator[Pair]:
-    """Payloads above 128 KiB go over the group, smaller ones in the control stream."""
+    """A link whose payloads above 128 KiB go over the group, others in the control stream."""
     left, right = tcp_ends()
     async with (
         TCPTransport(left, limits=sender) as one,
@@ -108,7 +108,8 @@ async def gloo_pair(sender=None, receiver=None) -> AsyncIterator[Pair]:
     def meets_nobody() -> bool:
         return not any(each.name.startswith("aiosync-gloo") for each in threading.enumerate())
 
-    await until(meets_nobody, 5)  # abort() may leave a thread that does, for three seconds at most
+    # abort() may leave a thread that still meets the peer, for three seconds at most.
+    await until(meets_nobody, 5)
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,12 @@ class Subject:
 
 
 def subject(name: str, transport, links) -> Subject:
-    """A transport, and what makes links with limits of it."""
+    """Return a transport with the factory of its links, which may have limits."""
     return Subject(name, links, Hooks(cut=cut_stream, limited=links), transport.capabilities)
 
 
 def over(name: str, transport, make_ends) -> Subject:
-    """A transport over ends of byte streams."""
+    """Return a transport whose links go over ends of byte streams."""
     return subject(name, transport, partial(pair, transport, make_ends))
 
 
@@ -154,11 +155,11 @@ async def test_conformance(subject: Subject, check: Check) -> None:
     await check.run(subject.factory, hooks=subject.hooks)
 
 
-# -- the suite itself: it must fail for a transport that is wrong --------------------------------
+# -- the suite itself: it must fail for a wrong transport ------------------------------------------
 
 
 class LosesOnCancel(MPTransport):
-    """Takes the message before its checkpoint, so that a cancellation there loses it."""
+    """Transport that takes a message before its checkpoint, where a cancellation loses it."""
 
     async def recv(self, *, into=None, timeout=None):
         received = await super().recv(into=into, timeout=timeout)
@@ -167,7 +168,7 @@ class LosesOnCancel(MPTransport):
 
 
 class NeverYields(MPTransport):
-    """Returns at once when it can."""
+    """Transport whose send() has no checkpoint if the message need not wait."""
 
     async def send(self, message, payload=(), *, timeout=None):
         if not self.send_nowait(message, payload):
@@ -175,14 +176,14 @@ class NeverYields(MPTransport):
 
 
 class SendsTheFirstBuffer(MPTransport):
-    """Forgets all buffers but one."""
+    """Transport that sends only the first buffer of a payload."""
 
     async def send(self, message, payload=(), *, timeout=None):
         await super().send(message, payload[:1], timeout=timeout)
 
 
 class NeverBlocks(MPTransport):
-    """Loses what it would have to wait with."""
+    """Transport that loses a message that would have to wait."""
 
     async def send(self, message, payload=(), *, timeout=None):
         await asyncio.sleep(0)
@@ -190,7 +191,7 @@ class NeverBlocks(MPTransport):
 
 
 class ShowsPayloads(MPTransport):
-    """Says in its repr what it sends."""
+    """Transport whose repr() shows the payload that it sends."""
 
     _sent: object = None
 
