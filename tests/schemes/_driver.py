@@ -1,4 +1,4 @@
-"""Runs coroutines in another process, for what keeps threads and sockets as long as it lives."""
+"""Tests in another process, for libraries that keep threads and sockets until it ends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.waiting import free_port as free_port
 
 
 class Driver:
-    """Runs coroutine functions of importable modules inside of a context, in another process.
+    """Another process that runs coroutine functions of importable modules inside a context.
 
     Args:
-        inside: Makes the context, in that process.
-        args: Its arguments.
+        inside: Makes the context; called in that process.
+        args: Arguments of ``inside``.
     """
 
     def __init__(self, inside: Callable[..., AbstractContextManager[None]], *args: Any) -> None:
@@ -37,11 +37,11 @@ class Driver:
             raise
 
     def run(self, scenario: Callable[..., Any], *args: Any, loop: str = "asyncio") -> Any:
-        """Run ``scenario(*args)`` to its end, and return what it does."""
+        """Run ``scenario(*args)`` to its end, and return its result."""
         return self._pool.submit(_run, scenario, args, loop).result(PATIENCE + 15)
 
     def close(self) -> None:
-        """End the context and the process, and what it has started."""
+        """End the context, the process, and the processes that it has started."""
         try:
             self._pool.submit(_leave).result(20)
             self._pool.shutdown()
@@ -49,7 +49,8 @@ class Driver:
             self._kill()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # nothing is left
+        # No process of the group may be left.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._pool.shutdown()
 
@@ -80,7 +81,7 @@ def _run(scenario: Callable[..., Any], args: Any, loop: str) -> Any:
     try:
         with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
             return runner.run(bounded())
-    except BaseException:  # noqa: BLE001 - the test sees it
+    except BaseException:  # noqa: BLE001 - the test gets its traceback
         raise AssertionError(traceback.format_exc()) from None
 
 
@@ -88,7 +89,7 @@ def _run(scenario: Callable[..., Any], args: Any, loop: str) -> Any:
 
 
 def together(processes: list[Any]) -> None:
-    """Start them all, and wait until each has ended as it should."""
+    """Start all processes, and wait until each has ended with exit code 0."""
     for process in processes:
         process.start()
     try:
@@ -101,17 +102,19 @@ def together(processes: list[Any]) -> None:
             process.join()
 
 
-# -- a cluster of Ray, which leaves things in its driver's process ---------------------------------
+# -- a cluster of Ray, which leaves threads and sockets in its driver's process --------------------
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # of actors
+    # Actors import the modules of the tests.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     import ray
     from ray.cluster_utils import Cluster
 
-    # It notes the cluster's address there, whichever directory it is given, and makes none.
+    # Ray notes the cluster's address in this directory, even with another temp_dir, and does not
+    # make it.
     Path("/tmp/ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temp:
         started = Cluster()

@@ -1,4 +1,4 @@
-"""Trainers of two ranks whose model is sharded with ``fully_shard``; rank 0 sends to a worker."""
+"""A trainer of two ranks whose model is sharded with ``fully_shard``; rank 0 sends to a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DTensor needs it: once here, and not in each of the processes
+import torch._dynamo  # DTensor needs it: loaded once here, and not in each process
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,7 @@ from tests.schemes._driver import PATIENCE, together
 
 
 class Model(nn.Module):
-    """Sizes that two ranks cannot share evenly, tied weights, a buffer and an extra state."""
+    """Model of sizes that two ranks cannot share evenly; with tied weights, buffer, extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def worker(scheme: Any) -> None:
     async def main() -> None:
-        model = Model().bfloat16()  # other values than make() gives
+        # Its values differ from those of make().
+        model = Model().bfloat16()
         model.steps = 0
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
         async with scheme:
@@ -91,7 +92,8 @@ def trainer(number: int, scheme: Any) -> None:
             scheme.init_on_sender(model_id="policy", num_workers=1)
             await scheme.connect(weights=Model(), timeout=PATIENCE)
             with pytest.raises(aiosync.ConfigError, match=r"blocks\.0\.weight"):
-                await scheme.send(model, timeout=5)  # alone: it must not wait for the other rank
+                # Rank 0 calls this alone, so the call must not wait for the other rank.
+                await scheme.send(model, timeout=5)
         weights = await asyncio.to_thread(gather_weights, model, keep=number == 0, timeout=PATIENCE)
         if number == 0:
             assert weights["head.weight"] is weights["embed.weight"]
@@ -112,14 +114,16 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
         model(torch.zeros(2, dtype=torch.int64))
     if not any(isinstance(p, DTensor) for p in model.head.parameters()):
         print("the root was not sharded after a forward", flush=True)
-    with torch.no_grad():  # what the optimizer has; the root still shows its older copy
+    # This changes the shards that the optimizer has; the root still shows its older copy.
+    with torch.no_grad():
         for each in model.blocks[0].parameters():
             each.to_local().fill_(7.0)
     changed = gather_weights(model, extract_as="state_dict", timeout=PATIENCE)
     assert changed["blocks.0.weight"].eq(7).all()
     assert torch.equal(changed["head.weight"], expected["head.weight"])
     assert changed["_extra_state"] == 3
-    assert isinstance(model.head.weight, DTensor)  # resharded
+    # gather_weights() has resharded the root.
+    assert isinstance(model.head.weight, DTensor)
     different = dict(model.blocks[1].named_parameters())
     if number:
         del different["bias"]
@@ -129,7 +133,7 @@ def check_forms(number: int, model: Model, expected: dict[str, torch.Tensor]) ->
 
 
 def alone(number: int, mode: str) -> None:
-    """Rank 0 gathers, rank 1 does not, or ends."""
+    """Gather in rank 0 while rank 1 does not gather, or has ended."""
     model = sharded()
     if number == 0:
         with pytest.raises((aiosync.SyncTimeout, aiosync.TransportBroken)) as caught:
@@ -148,7 +152,8 @@ def rank(number: int, store: str, mode: str, scheme: Any, ended: Any) -> None:
     alone(number, mode)
     if mode == "absent":
         ended.wait(PATIENCE)
-    os._exit(0)  # a group that is of no use cannot be destroyed in good order
+    # A broken group cannot be destroyed in good order, so the process ends without that.
+    os._exit(0)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ SCHEMES = [aiosync.MultiProcessWeightSyncScheme, aiosync.SharedMemWeightSyncSche
 
 
 class AnsweringScheme(aiosync.SharedMemWeightSyncScheme):
-    """Through shared memory, with workers that answer to each update: without hooks they do."""
+    """Shared memory scheme whose workers answer to each update, as their models have no hooks."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"guard": "reading", **options})
@@ -53,7 +53,7 @@ ANSWERING = [aiosync.MultiProcessWeightSyncScheme, AnsweringScheme]
 
 @dataclass
 class State:
-    """What a worker process has."""
+    """State of a worker process, the first argument of its functions."""
 
     scheme: aiosync.WeightSyncScheme
     model: Any
@@ -107,7 +107,8 @@ async def _serve(
 
 
 def _blocking(conn: Connection) -> Connection:
-    os.set_blocking(conn.fileno(), True)  # uvloop changes it
+    # uvloop makes the descriptor non-blocking.
+    os.set_blocking(conn.fileno(), True)
     return conn
 
 
@@ -118,14 +119,14 @@ async def _obey(state: State, data: bytes) -> bytes:
         if inspect.isawaitable(result):
             result = await result
         return pickle.dumps((True, result))
-    except Exception as exc:  # noqa: BLE001 - the test sees it
+    except Exception as exc:  # noqa: BLE001 - the test gets it
         return pickle.dumps((False, exc))
 
 
 async def join(
     state: State, worker_idx: int | None = None, timeout: float = 30, **init: Any
 ) -> int:
-    """Become a receiver of the worker's model, through its pipe if it has one."""
+    """Connect as a receiver of the worker's model, through its pipe if it has one."""
     init = {"model_id": "policy", "model": state.model, **state.link, **init}
     state.scheme.init_on_receiver(worker_idx=worker_idx, **init)
     await state.scheme.connect(timeout=timeout)
@@ -133,19 +134,20 @@ async def join(
 
 
 def version(state: State) -> int:
-    """The version that a read finds."""
+    """Return the version that a read finds."""
     with state.scheme.reading():
         version: int = state.scheme.version
         return version
 
 
 def weights(state: State) -> dict[str, torch.Tensor]:
-    """A copy of the model's state dict, as a read finds it."""
+    """Return copies of the tensors of the model's state dict, as a read finds them."""
     with state.scheme.reading():
         return {
             name: value.detach().clone()
             for name, value in state.model.state_dict().items()
-            if isinstance(value, torch.Tensor)  # and not an extra state
+            # An extra state is no tensor.
+            if isinstance(value, torch.Tensor)
         }
 
 
@@ -173,11 +175,11 @@ class Worker:
         return self.process.pid
 
     def post(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call without waiting for the answer."""
+        """Call a function in the worker without waiting for the answer."""
         _blocking(self.conn).send_bytes(pickle.dumps((function, args, kwargs)))
 
     async def answer(self) -> Any:
-        """Wait for the answer to the oldest call."""
+        """Wait for the answer to the oldest call; return its result, or raise its error."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self.conn.fileno(), readable.set)
@@ -196,12 +198,12 @@ class Worker:
         return await self.answer()
 
     async def value(self) -> float:
-        """The one value that its weights have; a mix of versions has several."""
+        """Return the one value of all the worker's weights; fail for a mix of versions."""
         [found] = {float(x) for each in (await self.call(weights)).values() for x in each.unique()}
         return found
 
     def kill(self) -> None:
-        """End it, and wait until the system says that it has ended."""
+        """Kill the process, and wait until the system says that it has ended."""
         pidfd = os.pidfd_open(self.pid)
         os.kill(self.pid, signal.SIGKILL)
         select.select([pidfd], [], [], PATIENCE)
@@ -214,16 +216,17 @@ class Worker:
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Let the process end by itself, or kill it; wait for it."""
+        """Tell the process to end, and wait for its end; kill it if it does not end in time."""
         with contextlib.suppress(OSError, ValueError):
             self.cont()
-            self.conn.send_bytes(b"")  # a forked sibling may keep the pipe open
+            # The process may not see the pipe close, because a forked sibling may keep it open.
+            self.conn.send_bytes(b"")
         self.conn.close()
         end(self.process)
 
 
 def end(process: BaseProcess) -> None:
-    """Wait for a process, or kill it."""
+    """Wait for the end of a process; kill it if it does not end in time."""
     process.join(PATIENCE)
     process.kill()
     process.join()
@@ -231,12 +234,12 @@ def end(process: BaseProcess) -> None:
 
 
 def this_loop() -> str:
-    """Name of the running loop's kind, for workers to use the same."""
+    """Return the name of the running loop's kind, so that workers can use the same."""
     return "uvloop" if "uvloop" in type(asyncio.get_running_loop()).__module__ else "asyncio"
 
 
 def run(loop: str, main: Coroutine[Any, Any, Any]) -> None:
-    """Run a test on one kind of loop, where both would take too long."""
+    """Run a test on one kind of loop, because both kinds would take too long."""
     with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
         runner.run(main)
 
@@ -256,7 +259,7 @@ def start(
     loop: str | None = None,
     pipe: Connection | None = None,
 ) -> Worker:
-    """Start a worker process with a pickle of ``scheme``, or a fork of it."""
+    """Start a worker process that has a pickle or a fork of ``scheme``."""
     mine, theirs = multiprocessing.Pipe()
     args = (theirs, scheme, build, loop or this_loop(), pipe)
     process = context(method).Process(target=serve, args=args, daemon=True)
@@ -275,9 +278,9 @@ async def workers(
     connect: bool = True,
     init: Sequence[dict[str, Any]] | dict[str, Any] | None = None,
 ) -> AsyncIterator[list[Worker]]:
-    """``count`` worker processes of a sender; connected, unless the test does that itself.
+    """``count`` worker processes of a sender, connected unless ``connect`` is False.
 
-    The sender has its role already. It is closed at the end, and so are the workers.
+    The sender has its role already. The end closes the sender and ends the workers.
     """
     crew: list[Worker] = []
     try:
@@ -298,7 +301,7 @@ async def workers(
 
 
 def twin(scheme: Any) -> Any:
-    """What arrives when ``scheme`` is pickled into a worker."""
+    """Return the scheme that a worker gets by a pickle of ``scheme``."""
     return pickle.loads(pickle.dumps(scheme))
 
 
@@ -338,7 +341,7 @@ async def here(
 async def deliver(
     sender: Any, receiver: Any, value: float, weights: Any = None, **options: Any
 ) -> aiosync.SendReport:
-    """Fill the sender's model, send it (or ``weights``), and look at what the receiver has."""
+    """Fill the sender's model, send it (or ``weights``), and check the receiver's weights."""
     if weights is None:
         models.fill(sender.model, value)
     report: aiosync.SendReport = await sender.send(weights, **options)
@@ -351,7 +354,7 @@ async def deliver(
 async def stage(
     sender: Any, receiver: Any, weights: Any = None, **options: Any
 ) -> aiosync.SendHandle:
-    """Send, and wait until the receiver has all of it, applied or not."""
+    """Send, and wait until the receiver has the whole update, applied or not."""
     handle: aiosync.SendHandle = sender.send_nowait(weights, **options)
     await receiver.wait_staged(handle.version, timeout=PATIENCE)
     return handle
@@ -361,7 +364,7 @@ async def stage(
 def read_elsewhere(
     receiver: Any, read: Callable[[Callable[..., None]], Any] | None = None
 ) -> Iterator[None]:
-    """Another thread is inside of a read, or of what calls ``wait`` in its middle."""
+    """Keep another thread inside a read, or inside ``read(wait)``, which calls ``wait()``."""
     inside, leave = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:

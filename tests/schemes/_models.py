@@ -1,4 +1,4 @@
-"""Models that the tests of the schemes send about; importable by worker processes."""
+"""Models that the tests of the schemes send; worker processes can import them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def filled(model: nn.Module, value: float) -> bool:
-    """Whether every element of every parameter is ``value``."""
+    """Return True if every element of every parameter is ``value``."""
     return all(bool((parameter == value).all()) for parameter in model.parameters())
 
 
 def holds(receiver: Any, value: float) -> bool:
-    """Whether a read of a receiver's model, such as a forward pass, finds ``value`` everywhere.
+    """Return True if a read of a receiver's model finds ``value`` in every parameter.
 
-    What was sent before the read began is there; outside a read the parameters may lag.
+    A read has the weights that were sent before it began; outside a read the parameters may lag.
     """
     with receiver.reading():
         return filled(receiver.model, value)
@@ -42,14 +42,14 @@ def wide() -> nn.Module:
 
 
 def big() -> nn.Module:
-    """64 MiB."""
+    """Return a model of 64 MiB."""
     model = nn.Module()
     model.block = nn.Parameter(torch.full((16, 2**20), -1.0))
     return model
 
 
 def medium() -> nn.Module:
-    """8 MiB: above the size that is copied on the loop."""
+    """Return a model of 8 MiB, more than a sender copies on its loop."""
     model = nn.Module()
     model.block = nn.Parameter(torch.full((2, 2**20), -1.0))
     return model
@@ -60,7 +60,7 @@ def batch_norm() -> nn.Module:
 
 
 class Tied(nn.Module):
-    """Two layers that share one weight."""
+    """Model of two layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,16 +18,16 @@ from tests.schemes import _models
 TOKEN = "a token of these tests"
 
 here = ray.remote(num_cpus=0)
-"""Actors are on the driver's node, unless they are told otherwise."""
+"""Decorator of actors, which are on the driver's node unless they are told otherwise."""
 
 
 def extremes(weights: dict[str, torch.Tensor]) -> set[float]:
-    """The least and the greatest elements."""
+    """Return the least and the greatest element of each tensor."""
     return {end.item() for each in weights.values() for end in each.aminmax()}
 
 
 class Base:
-    """What both kinds of workers can do."""
+    """Methods of both kinds of workers."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -43,7 +43,7 @@ class Base:
             return self.scheme.version, extremes(self.model.state_dict())
 
     def memory(self) -> int:
-        """Resident bytes of its own."""
+        """Return the resident bytes of memory that the process does not share."""
         with open("/proc/self/status", encoding="utf-8") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
@@ -62,7 +62,7 @@ class Base:
 
 @here
 class Worker(Base):
-    """With a receiver on its own loop."""
+    """Worker with a receiver on the actor's own loop."""
 
     async def join(self, scheme: RayWeightSyncScheme, idx: int) -> int:
         self.scheme = scheme
@@ -79,7 +79,7 @@ class Worker(Base):
 
 @here
 class Serial(Base):
-    """Without a loop, with the blocking twin of the scheme."""
+    """Worker without a loop, with the blocking twin of the scheme."""
 
     def join(self, scheme: RayWeightSyncScheme, idx: int) -> int:
         self.scheme = aiosync.sync.RayWeightSyncScheme(
@@ -95,7 +95,7 @@ class Serial(Base):
 
 @here
 class Owner:
-    """Its objects are lost with it."""
+    """Owner of objects in the store, which are lost with the actor."""
 
     def put(self, value: Any) -> list[Any]:
         return [ray.put(value)]
@@ -103,7 +103,7 @@ class Owner:
 
 @here
 class Plain:
-    """Knows nothing of aiosync."""
+    """Actor that knows nothing of aiosync."""
 
     def __init__(self) -> None:
         self.model = _models.medium()
@@ -128,7 +128,7 @@ class Plain:
 
 @here
 class Transform:
-    """A module inside of an actor, which computes in calls that block."""
+    """Actor with a module, which computes in calls that block."""
 
     def __init__(self) -> None:
         self.module = _models.medium()

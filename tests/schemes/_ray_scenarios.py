@@ -1,4 +1,4 @@
-"""What the Ray tests do, in the process of the driver."""
+"""Scenarios of the Ray tests, which run in the process of the driver."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ MIB = 2**20
 
 
 def stored() -> int:
-    """Bytes of the objects that the cluster keeps; other copies of them do not count."""
+    """Return the bytes of the objects that the cluster keeps; copies of them do not count."""
     name = "object_store_memory"
     return int(ray.cluster_resources()[name] - ray.available_resources().get(name, 0))
 
 
 def as_if_far(scheme: RayWeightSyncScheme, **options: Any) -> RayWeightSyncScheme:
-    """A copy for an actor that is treated like those on other hosts."""
+    """Return a copy of a scheme for an actor that is treated like those on other hosts."""
     twin = copy.copy(scheme)
     for name, value in {"shared_memory": False, **options}.items():
         setattr(twin, name, value)
@@ -80,7 +80,7 @@ async def each(actors: list[Any], method: str) -> list[Any]:
 async def join(
     scheme: RayWeightSyncScheme, actors: list[Any], first: int = 0, copies: Any = None
 ) -> list[int]:
-    """Let actors join, with indices from ``first`` on, and some with copies of their own."""
+    """Let actors join with indices from ``first`` on; ``copies`` has schemes of some of them."""
     calls = [
         actor.join.remote((copies or {}).get(idx, scheme), idx)
         for idx, actor in enumerate(actors, first)
@@ -92,7 +92,7 @@ async def join(
 async def crew(
     scheme: RayWeightSyncScheme, actors: list[Any], copies: dict[int, Any] | None = None
 ) -> AsyncIterator[Any]:
-    """A connected sender's model, and actors that have joined, some with copies of their own."""
+    """The model of a connected sender whose actors have joined, some with schemes of ``copies``."""
     model = _models.big()
     fill(model, 1.0)
     try:
@@ -108,7 +108,7 @@ async def crew(
 
 @contextlib.contextmanager
 def held_store() -> Iterator[tuple[threading.Event, threading.Event]]:
-    """The store takes nothing until the second event; the first says that it was asked."""
+    """Two events: the store sets the first when it is asked, and then waits for the second."""
     entered, go_on, put = threading.Event(), threading.Event(), ray.put
 
     def wait(value: Any) -> Any:
@@ -122,7 +122,7 @@ def held_store() -> Iterator[tuple[threading.Event, threading.Event]]:
 
 @ray.remote(num_cpus=0)
 class Elsewhere:
-    """Where workers of the contract are; it takes seconds to start."""
+    """Actor that has workers of the contract; it takes seconds to start."""
 
     async def act(self, *args: Any) -> Any:
         return await remote.act(*args)
@@ -134,7 +134,7 @@ def turns() -> Iterator[Any]:
 
 
 async def contract(number: int) -> None:
-    """A check of the contract, with actors as workers."""
+    """Run a check of the contract with actors as workers."""
 
     def hire(scheme: Any, init: dict[str, Any]) -> remote.Remote:
         return remote.Remote(scheme, init, next(turns()).act.remote)
@@ -144,20 +144,23 @@ async def contract(number: int) -> None:
 
 
 async def conformance(share: int, shares: int) -> tuple[set[str], dict[str, str]]:
-    """Every ``shares``-th check of the suite, from ``share`` on."""
+    """Run every ``shares``-th check of the suite, from ``share`` on; return passed and skipped."""
     checks, hooks = CONFORMANCE_CHECKS[share::shares], Hooks(cut=cut_stream)
     try:
         report = await check_transport(RayTransport.pair, hooks=hooks, checks=checks)
     except ConformanceError as exc:
         if "LeakError" not in str(exc):
             raise
-        # Ray opens sockets of its own whenever it likes; a leak of ours is there each time.
+        # Ray may open sockets of its own at any time; a leak of aiosync appears in both runs.
         report = await check_transport(RayTransport.pair, hooks=hooks, checks=checks)
     return set(report.passed), dict(report.skipped)
 
 
 async def many_updates(shared_memory: bool) -> None:
-    """To asynchronous actors and a serial one; a copy was pickled before init_on_sender()."""
+    """Many updates reach asynchronous actors and a serial one; one has an early copy of the scheme.
+
+    The early copy was pickled before init_on_sender().
+    """
     scheme = RayWeightSyncScheme(shared_memory=shared_memory, token=TOKEN)
     early = pickle.loads(pickle.dumps(scheme))
     actors = [Worker.remote(), Worker.remote(), Serial.remote()]
@@ -170,15 +173,17 @@ async def many_updates(shared_memory: bool) -> None:
             fill(model, float(value))
             sent = scheme.send() if value % 3 else scheme.send_nowait()
             assert (await sent).acked == {0, 1, 2}
-            fill(model, -1.0)  # belongs to the trainer again
+            # The tensors belong to the trainer again.
+            fill(model, -1.0)
             if value == 3:
                 await each(actors, "keep")
             if value in (2, 7, 11):
                 assert await each(actors, "look") == [(value, {float(value)})] * 3
-            # One object for all workers, and the one before goes; or none.
+            # The store keeps one object for all workers, and not the one before; or it keeps none.
             least = 0 if shared_memory else 64 * MIB
             await until(lambda least=least: least <= stored() < least + MIB)
-        kept = 64 * MIB if shared_memory else 0  # a copy of the version that it keeps
+        # An actor keeps a copy of the version that it was told to keep.
+        kept = 64 * MIB if shared_memory else 0
         for old, new in zip(resting, await each(actors, "memory"), strict=True):
             assert new - old < kept + 16 * MIB, (new - old) / MIB
         await each(actors, "close")
@@ -187,18 +192,20 @@ async def many_updates(shared_memory: bool) -> None:
 
 
 async def killed(shared_memory: bool) -> None:
-    """An actor that dies in mid-transfer is named; restarted, it joins again."""
+    """The error names an actor that dies in mid-transfer; after its restart it joins again."""
     scheme = RayWeightSyncScheme(shared_memory=shared_memory)
     options = {"max_restarts": 1, "max_task_retries": -1}
     actors = [Worker.remote(), Worker.options(**options).remote()]
     async with crew(scheme, actors) as model:
-        await each(actors, "look")  # the promise rests on reads that happen
+        # A worker promises to take versions in its reads only after a read.
+        await each(actors, "look")
         fill(model, 1.5)
         assert (await scheme.send()).acked == {0, 1}
         pid = await actors[1].pid.remote()
         os.kill(pid, signal.SIGSTOP)
         fill(model, 2.0)
-        if shared_memory:  # what it computes next would use it
+        if shared_memory:
+            # The stopped worker counts, because its next read would use the version.
             assert (await scheme.send()).acked == {0, 1}
         sending = None if shared_memory else asyncio.ensure_future(scheme.send())
         await until(lambda: scheme.worker_versions[0] == 3)
@@ -211,7 +218,8 @@ async def killed(shared_memory: bool) -> None:
             await (sending or scheme.send())
         assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
         assert isinstance(caught.value.failed[1], (PeerClosed, TransportBroken))
-        if shared_memory:  # of one on another node its address is known
+        if shared_memory:
+            # Of an actor on another node only the address would be known.
             assert f"process {pid}" in str(caught.value.failed[1])
         fill(model, 3.0)
         third = await scheme.send()
@@ -225,7 +233,7 @@ async def killed(shared_memory: bool) -> None:
 
 
 async def in_place() -> None:
-    """Writing to shared weights ends the actor and nobody else; copying is the way out."""
+    """An actor that writes to shared weights ends, and no other; with apply_copy it may write."""
     scheme = RayWeightSyncScheme(shared_memory=False)
     actors = [Worker.remote(), Worker.remote(), Worker.remote()]
     async with crew(scheme, actors, {0: as_if_far(scheme, apply_copy=True)}) as model:
@@ -239,7 +247,7 @@ async def in_place() -> None:
 
 
 async def faults_of_the_store() -> None:
-    """A full store fails one send; a cancelled one waits for the store."""
+    """A full store fails one send; a cancelled send ends only after the store has answered."""
     scheme, actor = RayWeightSyncScheme(shared_memory=False), Worker.remote()
     async with crew(scheme, [actor]) as model:
         fill(model, 2.0)
@@ -263,14 +271,15 @@ async def faults_of_the_store() -> None:
             go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await sending
-        fill(model, -1.0)  # the tensors are the caller's again
+        # The tensors are the caller's again.
+        fill(model, -1.0)
         assert await actor.wait_for.remote(4) == 4
         assert await actor.look.remote() == (4, {4.0})
         assert scheme.sender_transports[0] is link
 
 
 async def lost_in_the_store() -> None:
-    """Weights that the store has lost are given to nobody, and the next ones arrive."""
+    """Weights that the store has lost reach no worker, and the next weights arrive."""
     scheme, actors, owner = RayWeightSyncScheme(), [Worker.remote()], Owner.remote()
 
     def put(value: Any) -> Any:
@@ -280,7 +289,8 @@ async def lost_in_the_store() -> None:
         fill(model, 2.0)
         with mock.patch.object(ray, "put", put):
             await scheme.send()
-        for actor in (actors[0], owner):  # nobody else has mapped it
+        # No other process has mapped the object.
+        for actor in (actors[0], owner):
             ray.kill(actor)
         await until(lambda: not kinds(scheme) and stored() < MIB)
         actors.append(Worker.remote())
@@ -295,7 +305,7 @@ async def lost_in_the_store() -> None:
 
 
 async def dead_hub() -> None:
-    """That breaks the link, and what is kept of it keeps no weights, here nor in the store."""
+    """A dead hub breaks the link; the kept error keeps no weights, here or in the store."""
     update = Update(epoch=1, version=1, digest=b"d" * 16)
     async with RayTransport.pair() as (sender, receiver):
         weights = np.zeros(4 * MIB, np.uint8)
@@ -318,7 +328,7 @@ async def dead_hub() -> None:
 
 
 async def plain_actors() -> None:
-    """Acknowledged, refused, dead, restarted."""
+    """Actors without aiosync take updates, refuse them, die, and restart."""
     model = _models.medium()
     fill(model, 1.0)
     one, two, again = Plain.remote(), Plain.remote(), Plain.options(max_restarts=1).remote()
@@ -341,7 +351,7 @@ async def plain_actors() -> None:
     for failing, kind in (
         (to(update=one, refuse=two), ApplyError),
         (to(update=one, end=two), PeerClosed),
-        ({**to(update=one), 1: links[1]}, TransportClosed),  # it was closed with its scheme
+        ({**to(update=one), 1: links[1]}, TransportClosed),  # The link was closed with its scheme.
     ):
         async with RayWeightSyncScheme() as scheme:
             scheme.init_on_sender(model_id="mine", model=model, transports=failing)
@@ -375,15 +385,18 @@ def to_transform(actor: Any, model: Any = None) -> RayModuleTransformScheme:
 
 
 async def transform() -> None:
-    """Of an actor whose methods block: other trainers, another module, a copy of its state."""
+    """An actor whose methods block may get another trainer or module, and copy its state."""
     actor, model = Transform.remote(), _models.medium()
     fill(model, 1.0)
     old, new = to_transform(actor, model), to_transform(actor)
     await old.connect(timeout=30)
     assert await actor.look.remote() == {1.0}
-    assert await actor.save.remote()  # nothing of aiosync is in the object
-    await new.connect(timeout=30)  # without weights at first
-    await old.aclose()  # ends nothing but its own
+    # The object has no attribute of aiosync, which could not be pickled.
+    assert await actor.save.remote()
+    # The second trainer has no weights yet.
+    await new.connect(timeout=30)
+    # The first trainer ends only its own link.
+    await old.aclose()
     for value in (2.0, 3.0):
         fill(model, value)
         assert (await new.send(model)).acked == {0}

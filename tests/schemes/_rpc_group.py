@@ -1,4 +1,4 @@
-"""An RPC group of processes, a trainer with an event loop and workers, and what happens in it.
+"""An RPC group of processes, a trainer with an event loop and workers, and its scenarios.
 
 The trainer is not pytest's process: RPC keeps threads and sockets for as long as its process lives.
 """
@@ -28,11 +28,13 @@ from tests.schemes import _harness as harness
 from tests.schemes._driver import free_port
 
 MAX_SECONDS = 40.0
-LOOPS = ("uvloop", "asyncio")  # of the workers, in turn
+# Loops of the workers, in turn.
+LOOPS = ("uvloop", "asyncio")
 
 
 def init(rank: int, world: int, port: int, name: str) -> None:
-    warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own deprecations
+    # torch warns of its own deprecations.
+    warnings.simplefilter("ignore", UserWarning)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=MAX_SECONDS)
     rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
@@ -45,7 +47,7 @@ _loop: Any = None
 
 
 def work(rank: int, world: int, port: int) -> None:
-    """Main of a worker: a loop in the main thread until the trainer shuts RPC down."""
+    """Run a worker: a loop in the main thread until the trainer shuts RPC down."""
     global _loop
     with asyncio.Runner(loop_factory=harness.loop_factory(LOOPS[rank % 2])) as runner:
         _loop = runner.get_loop()
@@ -59,7 +61,7 @@ async def serve() -> None:
 
 
 def obey(*args: Any) -> Any:
-    """On a thread of RPC."""
+    """Run :func:`act` on the worker's loop; called on a thread of RPC."""
     return asyncio.run_coroutine_threadsafe(act(*args), _loop).result(MAX_SECONDS)
 
 
@@ -82,7 +84,7 @@ class Group:
         self._turns = itertools.cycle(range(workers))
 
     def hire(self, scheme: Any, init: dict[str, Any]) -> Any:
-        """A receiver in the next one of the workers' processes."""
+        """Make a worker in the next one of the workers' processes."""
         idx = next(self._turns)
 
         async def call(*args: Any) -> Any:
@@ -92,7 +94,7 @@ class Group:
         return Remote(scheme, init, call)
 
     def shut_down(self) -> None:
-        """End RPC everywhere; it must not wait for anything of aiosync."""
+        """End RPC in all processes; RPC must not wait for anything of aiosync."""
         started = time.monotonic()
         rpc.shutdown()
         assert time.monotonic() - started < 5.0
@@ -118,7 +120,7 @@ def grouped(workers: int) -> Iterator[None]:
             process.join()
 
 
-# -- what the trainer does in one test of ``test_rpc`` -------------------------------------------
+# -- scenarios of ``test_rpc``, which run in the trainer -----------------------------------------
 
 
 async def contract(number: int) -> None:
@@ -127,17 +129,21 @@ async def contract(number: int) -> None:
 
 
 class Collector:
-    """What a scheme looks at in TorchRL's RPCCollector."""
+    """The attributes of TorchRL's RPCCollector that a scheme reads."""
 
     def __init__(self, infos: list[Any], policy: Any) -> None:
         self.collector_infos, self.policy = infos, policy
 
 
 async def told_where() -> None:
-    """Workers with early copies, which come first, are told by name; also after a lost link."""
+    """The trainer tells named workers, which connect first, where it is; also after a lost link.
+
+    The workers have copies that were made before init_on_sender().
+    """
     names, model = group.names, large()
     collector = Collector([rpc.get_worker_info(name) for name in names], model)
-    nobody = [*names, "nobody"]  # delays no other
+    # A name without a worker delays no other worker.
+    nobody = [*names, "nobody"]
     for shared, known in (
         (True, {"context": collector}),
         (False, {"model": model, "workers": nobody, "num_workers": 3}),

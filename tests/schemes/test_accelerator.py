@@ -1,4 +1,4 @@
-"""Models on an accelerator that is slow, and whose copies happen when they are waited for."""
+"""Models on a slow accelerator whose copies happen only when a call waits for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def net(value: float, size: int) -> nn.Module:
 
 
 async def turns_while(task: asyncio.Task[Any], seconds: float) -> int:
-    """How often the loop turns in that time, while a task does not end."""
+    """Return how often the loop turns in some seconds, in which a task must not end."""
     turns, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         await asyncio.sleep(0.001)
@@ -48,7 +48,7 @@ async def turns_while(task: asyncio.Task[Any], seconds: float) -> int:
 
 @contextlib.asynccontextmanager
 async def pair(name: str, source: nn.Module, target: nn.Module) -> AsyncIterator[tuple[Any, Any]]:
-    """A sender and a receiver in this process."""
+    """A connected sender and receiver in this process."""
     sender: Any = SCHEMES[name](timeout=60)
     sender.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = pickle.loads(pickle.dumps(sender))
@@ -85,10 +85,11 @@ async def test_a_busy_accelerator_delays_a_send_and_no_loop(
 
 @pytest.mark.parametrize("name", SCHEMES)
 async def test_a_worker_waits_on_no_loop(name: str, device: Deferred) -> None:
-    """The trainer's copy has ended, and the worker's accelerator is busy."""
+    """After the trainer's copy a busy accelerator of the worker delays the send and no loop."""
     source, target = net(1.0, 100), net(0.0, 100)
     async with pair(name, source, target) as (sender, _):
-        device.skips = 2  # of the sender: before its copy, and after it
+        # The waits of the sender, before its copy and after it, end at once.
+        device.skips = 2
         busy = device.is_busy = threading.Event()
         sending = asyncio.create_task(sender.send())
         assert await turns_while(sending, 0.1) > 5

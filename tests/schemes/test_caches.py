@@ -1,4 +1,4 @@
-"""A version that arrives inside of a block in which torch caches what it makes of weights."""
+"""Versions that arrive inside a block in which torch caches values made of weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Same(nn.Module):
-    """A parametrization whose value is that of the parameter, in memory of its own."""
+    """Parametrization whose value is that of the parameter, in memory of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
 def make_model() -> nn.Module:
-    """Layers whose outputs for a one are the number that all their parameters have."""
+    """Return layers that output, for an input of one, the number that all their parameters have."""
     layer = nn.Linear(1, 1, bias=False)
     parametrize.register_parametrization(layer, "weight", Same())
     return nn.Sequential(nn.Linear(1, 1, bias=False), layer, nn.LayerNorm(1))
@@ -55,14 +55,14 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def computed(model: nn.Module) -> list[float]:
-    """What each layer computes with, and the model as a whole."""
+    """Return the outputs of each layer and of the whole model for an input of one."""
     layers: Any = model
     return [layers[i](torch.ones(1)).item() for i in (0, 1, 2)] + [model(torch.ones(1)).item()]
 
 
 @contextlib.contextmanager
 def caching() -> Iterator[None]:
-    """A block in which torch keeps what it casts and computes of weights."""
+    """A block in which torch caches casts of weights and values computed from them."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), parametrize.cached():
         yield
 
@@ -98,7 +98,7 @@ def test_the_same_in_the_blocking_api(make: Any) -> None:
 
 @pytest.mark.asyncio
 async def test_what_is_applied_by_hand() -> None:
-    """apply_pending(), apply_weights(), load_state_dict() and a change of the model's dtype."""
+    """Forwards see weights of apply_pending(), apply_weights() and load_state_dict() at once."""
     source, target = make_model(), make_model()
     scheme = aiosync.MultiProcessWeightSyncScheme(apply="manual")
     async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
@@ -119,7 +119,7 @@ async def test_what_is_applied_by_hand() -> None:
 
 
 def test_another_thread_keeps_the_block_open() -> None:
-    """The caches are of the process: what one thread cast is no value for another one."""
+    """The caches belong to the process; a block in one thread sees updates that another sends."""
     source, target = make_model(), make_model()
     make = functools.partial(SCHEMES["tcp"], aiosync.sync)
     turn, found = threading.Barrier(2, timeout=tools.PATIENCE), []
@@ -167,7 +167,7 @@ asyncio.run(main(aiosync.MultiProcessWeightSyncScheme()))
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_weights_that_are_compiled_in_are_warned_of_once() -> None:
-    """By the first update that comes after them, in the forward that takes it or on the loop."""
+    """The first update after the compilation warns, in the forward that takes it or on the loop."""
     ran = subprocess.run(
         [sys.executable, "-c", FREEZING],
         env={**os.environ, "TORCHINDUCTOR_FREEZING": "1"},

@@ -1,4 +1,4 @@
-"""Several schemes between the same two sides: in which order they connect, and what errors say."""
+"""Several schemes between the same two sides: the order of their connect() calls, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def _one_by_one(schemes: Sequence[Any], timeout: float) -> None:
 @ANY
 @pytest.mark.parametrize("who", ["trainer", "worker", "both"])
 async def test_any_order(make: Any, who: str) -> None:
-    """It is enough that one of the two sides connects them at the same time."""
+    """Every order works if one of the two sides connects its schemes at the same time."""
     trainers, workers = _both_sides(make)
     try:
         ways = {
@@ -131,7 +131,8 @@ def _block() -> None:
     aiosync.sync.connect_all(*trainers, timeout=harness.PATIENCE)
     thread.join()
     assert not failed
-    trainers[0].shutdown()  # the others go on
+    # The other schemes go on.
+    trainers[0].shutdown()
     for trainer in trainers[1:]:
         assert trainer.send().acked == {0}
     for each in (*trainers, *workers):
@@ -157,7 +158,7 @@ async def test_a_blocking_call_that_fails_leaves_nothing() -> None:
         each.abort()
 
 
-# -- what newcomers mix up -------------------------------------------------------------------------
+# -- mistakes of newcomers -------------------------------------------------------------------------
 
 
 def _schemes(package: Any) -> list[Any]:
@@ -184,7 +185,7 @@ async def test_a_trainer_listens_where_a_weight_server_does() -> None:
             scheme = package.TCPWeightSyncScheme(server.url, token=token)
             with pytest.raises(aiosync.ConfigError, match="dial='both'"):
                 scheme.init_on_sender(model=models.linear())
-    # An address of another host, where that server is.
+    # The error also comes for an address on another host, where the server is.
     scheme = aiosync.TCPWeightSyncScheme("tcp://203.0.113.7:4711", token=token)
     with pytest.raises(aiosync.ConfigError, match="dial='both'"):
         scheme.init_on_sender(model=models.linear())

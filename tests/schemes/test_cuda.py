@@ -1,4 +1,4 @@
-"""Models on a GPU: what is queued there, on whatever stream, counts as done when weights move.
+"""Models on a GPU: work that is queued on any stream counts as done when weights move.
 
 The whole contract runs there with ``DEVICE=cuda pytest tests/contract``.
 """
@@ -26,23 +26,23 @@ SCHEMES = {
     "tcp": aiosync.TCPWeightSyncScheme,
 }
 _HALF_A_SECOND = 800_000_000
-"""In cycles of a GPU."""
+"""Half a second in cycles of a GPU."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _driver() -> None:
-    """Let CUDA open what it keeps open for the life of the process."""
+    """Let CUDA open the descriptors that it keeps for the life of the process."""
     torch.zeros(1, device="cuda").cpu()
     torch.cuda.Stream().synchronize()
 
 
 def work(cycles: int) -> None:
-    """Keep the current stream busy."""
-    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's own tests do so, there is nothing public
+    """Keep the current stream busy for some cycles of the GPU."""
+    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's own tests use it, and none is public
 
 
 class Net(nn.Module):
-    """``forward`` looks at its first and at its last layer, with some time between."""
+    """Model whose ``forward`` reads its first layer, and its last layer some time later."""
 
     def __init__(self, value: float, size: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 @contextlib.asynccontextmanager
 async def pair(scheme: str, source: Any, target: Any, **options: Any) -> AsyncIterator[Any]:
-    """A sender and a receiver in this process."""
+    """A connected sender and receiver in this process."""
     sender = SCHEMES[scheme](timeout=60, **options)
     sender.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = pickle.loads(pickle.dumps(sender))

@@ -1,7 +1,6 @@
-"""Weights over process groups of torch.distributed, with real Gloo, and through shared memory to
-workers on the trainer's own host.
+"""Weights over real Gloo groups, and through shared memory to workers on the trainer's host.
 
-What holds for every scheme is in the contract suite, which runs over both.
+The contract suite, which runs over both, tests the promises of every scheme.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TOKEN = "a secret of the test"
 def sending(
     build: Any = models.medium, num_workers: int | None = None, **options: Any
 ) -> tuple[aiosync.DistributedWeightSyncScheme, nn.Module]:
-    """A sender that is not connected, and its model, filled with 1."""
+    """Return a sender that is not connected, and its model, filled with 1."""
     source = build()
     models.fill(source, 1.0)
     scheme = aiosync.DistributedWeightSyncScheme(**{"timeout": PATIENCE, **options})
@@ -50,7 +49,7 @@ def sending(
 
 
 def state(worker: harness.State) -> tuple[type, bool, bool]:
-    """The kind of its link, and whether it has a default group and any other."""
+    """Return the type of a worker's link, and True for a default group and for a Gloo thread."""
     gloo = any("gloo" in thread.name for thread in threading.enumerate())
     return type(worker.scheme.receiver_transport), dist.is_initialized(), gloo
 
@@ -68,12 +67,13 @@ def state(worker: harness.State) -> tuple[type, bool, bool]:
 async def test_only_large_updates_to_other_hosts_take_a_group(
     build: Any, near: bool, kind: type, gloo: bool
 ) -> None:
-    """And nobody ever makes a default group. Whoever is killed is named, and may be replaced."""
+    """No process ever makes a default group. A killed worker is named, and may be replaced."""
     scheme, source = sending(build, 2, shared_memory=near)
     async with harness.workers(scheme, build, 2) as crew:
         models.fill(source, 2.0)
         assert (await scheme.send()).acked == {0, 1}
-        models.fill(source, -9.0)  # an optimizer's step, which nobody may see
+        # No worker may see this later step of an optimizer.
+        models.fill(source, -9.0)
         assert [await worker.value() for worker in crew] == [2.0, 2.0]
         assert [await worker.call(state) for worker in crew] == [(kind, False, gloo)] * 2
         crew[1].kill()
@@ -89,13 +89,14 @@ async def test_only_large_updates_to_other_hosts_take_a_group(
 
 
 def halt_in_mid_transfer(_worker: harness.State, how: int) -> None:
-    """Once some chunks of the next payload have come, and more were asked for."""
+    """Halt this worker in the next payload, once some chunks have come and more were asked for."""
     recv, left = dist.ProcessGroupGloo.recv, 12
 
     def counted(*args: Any) -> Any:
         nonlocal left
         left -= 1
-        if left == 0:  # at once: a thread that is told by another one might ask for all the rest
+        # The thread signals itself: told by another thread, it might ask for all the rest before.
+        if left == 0:
             signal.pthread_kill(threading.get_ident(), how)
         return recv(*args)
 
@@ -106,7 +107,7 @@ def halt_in_mid_transfer(_worker: harness.State, how: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(how: int) -> None:
-    """It gets what it missed when it goes on, or another in its place."""
+    """The worker gets the missed update when it goes on, or another worker gets it in its place."""
     scheme, source = sending(models.big, 1, patience=1.0, shared_memory=False)
     async with harness.workers(scheme, models.big, 1) as crew:
         await crew[0].call(halt_in_mid_transfer, how)
@@ -126,7 +127,7 @@ async def test_a_worker_that_halts_in_mid_transfer_is_lost_after_one_patience(ho
 @pytest.mark.asyncio
 @pytest.mark.slow
 async def test_what_broke_a_link_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report names who was lost for as long as it is: that must not cost a model's memory."""
+    """Reports name a lost worker until it is back: that must not cost the memory of a model."""
     goes_on = threading.Event()
 
     def stalled(*_: Any) -> Any:
@@ -156,7 +157,7 @@ async def test_what_broke_a_link_keeps_no_weights(monkeypatch: pytest.MonkeyPatc
 def test_a_send_that_a_closed_loop_has_left_is_collected_in_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As any coroutine is that nobody cancelled."""
+    """The send is collected like any coroutine that was not cancelled."""
     ends, heard = list[DistributedTransport](), list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
 
@@ -166,10 +167,12 @@ def test_a_send_that_a_closed_loop_has_left_is_collected_in_silence(
         update = Update(epoch=1, version=1, digest=b"d" * 16)
         sending = asyncio.ensure_future(ends[0].send(update, [bytes(2**20)]))
         assert (await ends[1].channel.recv()).message == update
-        assert not sending.done()  # it waits for the other end to fetch the payload
+        # The send waits until the other end fetches the payload.
+        assert not sending.done()
 
     loop = asyncio.SelectorEventLoop()
-    loop.set_exception_handler(lambda *_: None)  # asyncio says that the task was destroyed
+    # asyncio reports that the task was destroyed.
+    loop.set_exception_handler(lambda *_: None)
     loop.run_until_complete(leave())
     for end in ends:
         end.abort()
@@ -181,11 +184,11 @@ def test_a_send_that_a_closed_loop_has_left_is_collected_in_silence(
     assert not heard
 
 
-# -- who meets whom, and where ---------------------------------------------------------------------
+# -- meeting in a store, on one host, and over the network -----------------------------------------
 
 
 class BrokenStore(dist.Store):
-    """As one is whose server has gone."""
+    """Store whose server has ended."""
 
     def check(self, keys: list[str]) -> bool:
         raise dist.DistNetworkError("connection reset by peer")
@@ -222,10 +225,11 @@ async def test_nobody_to_meet(store: Any, error: type[Exception], text: str) -> 
 
 
 def names() -> set[str]:
-    """The abstract sockets of this process."""
+    """Return the names of the abstract sockets of this process."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of this listing
+        # The descriptor of this listing is closed by now.
+        with contextlib.suppress(OSError):
             mine.add(os.readlink(f"/proc/self/fd/{fd}"))
     fields = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()]
     return {
@@ -236,7 +240,7 @@ def names() -> set[str]:
 
 
 async def name_of(address: str) -> str:
-    """What the socket beside an address is called."""
+    """Return the name of the abstract socket that a sender has beside its address."""
     before = names()
     async with sending(models.linear, address=address)[0]:
         [name] = names() - before
@@ -251,7 +255,8 @@ async def test_who_cannot_be_met_there_is_met_over_the_network(
     address = free_address()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
         if trouble == "its name is taken":
-            taken.bind(await name_of(address))  # by one who never listens
+            # The owner of the name never listens.
+            taken.bind(await name_of(address))
         scheme, source = sending(token=TOKEN, address=address)
         receiver = harness.twin(scheme)
         if trouble == "it is another user's":
@@ -292,7 +297,7 @@ async def test_weights_are_for_those_who_have_the_token() -> None:
         async with wrong:
             with pytest.raises(aiosync.AuthError):
                 await wrong.connect(timeout=PATIENCE)
-        # One who lists the names of this host, and knows the format but no token.
+        # A thief may list the names of this host, and know the format but no token.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(name)
             async with SharedMemTransport(sock.dup()) as thief:

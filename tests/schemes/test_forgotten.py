@@ -1,4 +1,4 @@
-"""Async workers that nobody closes, and whose event loop has ended: nothing of them is kept."""
+"""Async workers that were never closed, and whose event loop has ended: none of them is kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _train(scheme: aiosync.WeightSyncScheme, ended: Any) -> None:
         async with scheme:
             await scheme.connect()
             while not ended.is_set():
-                with contextlib.suppress(aiosync.PartialSyncError):  # the worker says no word
+                # The worker ends without a farewell.
+                with contextlib.suppress(aiosync.PartialSyncError):
                     await scheme.send()
                 await asyncio.sleep(0.005)
 
@@ -44,7 +45,7 @@ def _train(scheme: aiosync.WeightSyncScheme, ended: Any) -> None:
 
 
 async def _follow(scheme: aiosync.WeightSyncScheme, model: nn.Module) -> None:
-    """Compute with versions until some were taken by forwards alone."""
+    """Compute until version 20, so that some versions were taken by forwards alone."""
     scheme.init_on_receiver(model=model)
     await scheme.connect()
     async with asyncio.timeout(PATIENCE):
@@ -58,7 +59,7 @@ async def _follow(scheme: aiosync.WeightSyncScheme, model: nn.Module) -> None:
 @pytest.mark.parametrize("keeps_model", [False, True], ids=["all", "but the model"])
 @pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
 def test_a_worker_that_is_forgotten_is_collected(make: Any, keeps_model: bool) -> None:
-    """Its model, slots and descriptors go when nothing refers to it; a kept model computes on."""
+    """A worker's model, slots and descriptors go with its last reference; a kept model computes."""
     scheme, context = make(), multiprocessing.get_context("spawn")
     ended = context.Event()
     trainer = context.Process(target=_train, args=(scheme, ended))

@@ -1,4 +1,4 @@
-"""Every form of ``init_on_sender`` and ``init_on_receiver``, and those that exclude each other."""
+"""Every form of ``init_on_sender`` and ``init_on_receiver``, and forms that exclude each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ both = pytest.mark.parametrize("make", harness.SCHEMES)
 
 
 class _Owner:
-    """A context with models behind attributes."""
+    """Context with models behind attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.policy = module
@@ -65,7 +65,8 @@ async def test_context_with_a_path(make, path) -> None:
     there = {"context": worker, "model_id": path, "model": None}
     async with harness.here(make(), None, sender=init, receiver=there) as (sender, receiver):
         assert models.holds(receiver, 7.0)
-        await sender.send("env.transform[0]")  # a dotted name
+        # The weights of a send may be a dotted name.
+        await sender.send("env.transform[0]")
         await receiver.wait_for_version(2, timeout=harness.PATIENCE)
         with pytest.raises(AttributeError, match="nothing_there"):
             await sender.send("nothing_there")
@@ -74,7 +75,7 @@ async def test_context_with_a_path(make, path) -> None:
 @pytest.mark.asyncio
 @both
 async def test_links_that_are_given(make) -> None:
-    """Only their workers are expected, whatever the pipe or the transport."""
+    """A sender expects only the workers of the given links, whether pipes or transports."""
     ours, theirs = multiprocessing.Pipe()
     one, other = socket.socketpair()
     maker = make()
@@ -153,7 +154,7 @@ WRONG: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("init", WRONG, ids=range(len(WRONG)))
 def test_what_a_sender_is_not_set_up_with(init) -> None:
-    """The attempt changes nothing: neither a role nor an address is taken."""
+    """A refused attempt changes nothing: it takes neither a role nor an address."""
     for make in harness.SCHEMES:
         scheme = make()
         with pytest.raises(aiosync.ConfigError):
@@ -218,7 +219,7 @@ def test_schemes_by_back_end_name() -> None:
 
 
 class OwnScheme(aiosync.WeightSyncScheme):
-    """All that a scheme of one's own has to have."""
+    """A user's scheme with no more than it has to have."""
 
     def create_transport(self, pipe_or_context: Any) -> aiosync.Transport:
         return aiosync.MPTransport(pipe_or_context)

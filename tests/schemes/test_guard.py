@@ -1,6 +1,6 @@
 """The guard between forwards and updates: models that generate, are compiled or transformed.
 
-What holds for every scheme (forwards, reads, updates that wait) is in the contract suite.
+The contract suite tests the promises of every scheme: forwards, reads, updates that wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ X = torch.ones(4)
 
 
 class Policy(nn.Module):
-    """Computes with one layer and then with another, in several methods."""
+    """Model that computes with one layer and then with another, in several methods."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Policy(nn.Module):
 
 
 def version(result: torch.Tensor) -> float:
-    """The one version that both layers of a policy had."""
+    """Return the one version that both layers of a policy had."""
     [found] = set(result.flatten().tolist())
     return found / 5
 
@@ -77,18 +77,18 @@ async def acting(make: Any, model: Any, **init: Any) -> AsyncIterator[tuple[Any,
 
 
 async def sent_while(sender: Any, call: Any) -> Any:
-    """What a call finds that an update meets in the middle."""
+    """Return the result of a call in the middle of which an update is sent."""
     sending = asyncio.create_task(sender.send(Policy(sender.version + 1.0)))
     found = await call()
     await sending
     return found
 
 
-# -- what is entered elsewhere than at the model ---------------------------------------------------
+# -- forwards that are entered elsewhere than at the model -----------------------------------------
 
 
 class Generating(nn.Module):
-    """Calls itself, and a part before it, as models with a ``generate()`` do."""
+    """Model with a ``generate()``, which calls a part of the model and then the model."""
 
     config = SimpleNamespace(is_encoder_decoder=True)
 
@@ -110,7 +110,7 @@ class Generating(nn.Module):
 
 
 class Around(nn.Module):
-    """As an adapter around a model: what generates is the model inside."""
+    """Adapter around a model, whose ``generate()`` is that of the model inside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -158,10 +158,12 @@ async def test_updates_wait_for_the_end_of_a_transform(make: Any, transform: Any
             handle = await harness.stage(sender, receiver, Policy(2.0))
         target.between = list
         assert (await handle).acked == {0}
-        for number in range(3, 8):  # every slot is used again
+        # Enough sends follow that every slot is used again.
+        for number in range(3, 8):
             await sender.send(Policy(number))
             assert version(target(X)) == number
-        async with receiver.reading():  # and on the loop
+        # An update also waits for a transform on the loop.
+        async with receiver.reading():
             handle = await harness.stage(sender, receiver)
             transform(target)
         assert (await handle).acked == {0}
@@ -172,7 +174,8 @@ class Streaming(nn.Module):
         yield x
 
 
-@pytest.mark.filterwarnings("ignore")  # torch wants torch.compile to be used
+# torch warns that torch.compile should be used instead of torch.jit.
+@pytest.mark.filterwarnings("ignore")
 @both
 @pytest.mark.parametrize(
     "build",
@@ -234,7 +237,7 @@ async def test_closing_beside_a_forward_that_does_not_end(make: Any) -> None:
 
 
 class Stateful(nn.Module):
-    """Its extra state comes after its weights, and lets somebody look at both before it is set."""
+    """Model that calls a function between weights and extra state, in updates and forwards."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -304,7 +307,8 @@ async def test_named_methods_see_one_version_each(make: Any, how: str) -> None:
         for _ in range(5):
             for each in (functools.partial(asyncio.to_thread, act), *ponder):
                 version(await sent_while(sender, functools.partial(each, X)))
-            with receiver.reading():  # nested
+            # Here the call is inside another read.
+            with receiver.reading():
                 version(act(X))
         model.between = list
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
@@ -364,8 +368,9 @@ def test_what_is_guarded_is_a_method_a_coroutine_function_and_no_generator() -> 
 @pytest.mark.asyncio
 @both
 async def test_a_child_outside_of_every_read_is_warned_of_once(make: Any) -> None:
-    """Whoever looks for that stops then, or after a while: no forward is slower than without."""
-    torch.optim.Adam([torch.zeros(1)])  # loads the compiler, as most programs do
+    """The hooks that look for such calls go then, or after a while: they slow no forward down."""
+    # An optimizer loads the compiler, as it does in most programs.
+    torch.optim.Adam([torch.zeros(1)])
     importlib.import_module("torch._dynamo.utils").counters.clear()
 
     def is_looked_at(model: Policy) -> bool:
@@ -379,7 +384,8 @@ async def test_a_child_outside_of_every_read_is_warned_of_once(make: Any) -> Non
             model.act(X)
         with pytest.warns(UserWarning, match=r"Linear of the Policy.*methods=\[.*guarded"):
             model.act(X)
-        model.act(X)  # warnings are errors here
+        # A second warning would be an error here.
+        model.act(X)
         assert not is_looked_at(model)
         receiver.model = other
         assert is_looked_at(other)

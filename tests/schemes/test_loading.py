@@ -1,4 +1,4 @@
-"""Functions in the place of models, transforms, and hooks."""
+"""Functions instead of models, transforms, and hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_loop
 
 
 class Engine:
-    """Loads weights in a way of its own."""
+    """Inference engine that loads weights in a way of its own."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -100,7 +100,7 @@ async def test_results_that_are_no_weights_and_whatever_is_raised(result, text) 
         assert (await harness.deliver(sender, receiver, 3.0)).version == 3
 
 
-# -- what the owner of a model is told on the way of an update ------------------------------------
+# -- hooks that an update calls --------------------------------------------------------------------
 
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
@@ -108,11 +108,11 @@ HOOKS = ("prepare_model", "before_apply", "applied", "relay")
 
 
 class Refuses(Exception):
-    """What a hook of these tests raises."""
+    """Error that a hook of these tests raises."""
 
 
 class Told:
-    """Notes what its hooks are told, plain functions or async ones."""
+    """Owner of a model that records the calls of its hooks, plain functions or async ones."""
 
     def __init__(self, kind: str, refused: str | None = None) -> None:
         self.told: list[tuple[str, int]] = []
@@ -137,7 +137,7 @@ class Told:
 async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
     make: Any, kind: str, name: str
 ) -> None:
-    """The trainer is told afterwards."""
+    """The trainer gets the answer after the hooks."""
     owner = Told(kind)
     async with here(make(), models.linear(1.0), owner.init) as (sender, receiver):
         first = [("prepare_model", 0), ("before_apply", 1), ("applied", 1), ("relay", 1)]
@@ -148,7 +148,8 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
         for value in (2.0, 3.0):
             with pytest.raises(aiosync.PartialSyncError) as caught:
                 await sender.send(models.linear(value))
-                with contextlib.suppress(aiosync.ApplyError):  # a forward may be what takes it
+                # A forward may be the first to take the version, and then raises.
+                with contextlib.suppress(aiosync.ApplyError):
                     receiver.model(torch.ones(1, 4))
                 await sender.send(models.linear(value))
             error = caught.value.failed[0]
@@ -163,7 +164,7 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
 @pytest.mark.asyncio
 @both
 async def test_a_version_that_is_no_longer_to_be_passed_on_is_overtaken(make: Any) -> None:
-    """Also where whoever is to have the next one refuses it."""
+    """An older version is overtaken even if the relay hook refuses the newer one."""
     free = asyncio.Event()
 
     async def relay(epoch: int, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What logger ``aiosync`` is told: who comes and goes, and what a call waits for."""
+"""Records of the logger ``aiosync``: peers that come and go, and long waits of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.one_loop
 
 @pytest.fixture(name="told")
 def _told(caplog: pytest.LogCaptureFixture) -> Any:
-    """What was logged, by what happened."""
+    """Function that returns the log records of a phase."""
     caplog.set_level(logging.DEBUG, "aiosync")
 
     def told(phase: str) -> list[logging.LogRecord]:
@@ -46,7 +46,7 @@ def receiver_of(sender: Any, model: nn.Module | None = None) -> Any:
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_who_waits_for_long_says_for_what(told: Any, unused_tcp_port: int) -> None:
-    """After five seconds: of connect() on either side, of send() and of wait_for_version()."""
+    """After five seconds connect() of either side, send() and wait_for_version() log a warning."""
     early = aiosync.TCPWeightSyncScheme(f"tcp://127.0.0.1:{unused_tcp_port}")
     early.init_on_receiver(model_id="policy", model=small(), worker_idx=0)
     trainer = sender_of(apply="manual")
@@ -76,7 +76,8 @@ async def test_who_comes_and_goes_is_said(told: Any) -> None:
     worker = receiver_of(trainer)
     async with trainer:
         await asyncio.gather(trainer.connect(), worker.connect())
-        assert [each.worker for each in told("joined")] == [0, 0]  # as each side says
+        # Each side logs that the worker has joined.
+        assert [each.worker for each in told("joined")] == [0, 0]
         await trainer.send()
         assert [each.version for each in told("send")] == [2]
         assert 2 in [each.version for each in told("applied")]
@@ -145,7 +146,7 @@ async def test_strangers_do_not_fill_the_log(told: Any) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("when", ["at first", "instead of a lost trainer"])
 async def test_an_http_server_is_no_trainer(told: Any, when: str) -> None:
-    """That is said once, while the worker goes on to try; also where no call waits for that."""
+    """The log says so once while the worker goes on to try, even if no call waits for the link."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)

@@ -1,7 +1,7 @@
-"""What a worker looks at without a forward is what was sent, once ``send()`` has returned.
+"""Looks at a worker's model without a forward, which see the weights of each finished ``send()``.
 
 Transforms read their parameters, environments call other methods, checkpoints ask for a
-``state_dict()``: nobody calls the forward that takes versions from shared memory.
+``state_dict()``: none of them calls the forward that takes versions from shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHM = aiosync.SharedMemWeightSyncScheme
 
 
 class Normalizer(nn.Module):
-    """Has a forward that nobody calls, and another method that everybody does."""
+    """Model whose forward is never called, while another method is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def called(model: Normalizer) -> torch.Tensor:
-    """With the weights that are there, which the caller puts into the module."""
+    """Call the model by functional_call() with its weights and buffers, some of them replaced."""
     own = {"weight": model.weight.detach(), "mean": model.mean, "inner.weight": torch.zeros(2, 2)}
     return functional_call(model, {**own, "inner.bias": torch.full((2,), 1.0)}, torch.ones(2))
 
@@ -64,11 +64,11 @@ LOOKS: dict[str, Callable[[Normalizer], torch.Tensor]] = {
     "module inside": lambda model: model.inner.bias,
     "functional_call": lambda model: called(model) * 0 + model.weight,
 }
-"""What they find has the value that was sent."""
+"""Looks at a model without its own forward; each finds the value that was sent."""
 
 
 async def fresh(sender: Any, source: nn.Module, look: Callable[[], torch.Tensor]) -> int:
-    """Of 20 looks, each right after a send, those that found what was sent."""
+    """Return how many of 20 looks, each right after a send, found the value that was sent."""
     found = 0
     for value in range(100, 120):
         fill(source, float(value))
@@ -111,7 +111,7 @@ async def test_plain_tensors() -> None:
 
 
 async def test_a_model_that_is_not_computed_with_any_more() -> None:
-    """Its worker answers again once some versions came that no forward took."""
+    """The worker answers again after some versions that no forward took."""
     source, target = Normalizer(), Normalizer()
     async with harness.here(SHM(), target, sender={"model": source}) as (sender, _):
         for value in (2.0, 3.0, 4.0):
@@ -121,7 +121,8 @@ async def test_a_model_that_is_not_computed_with_any_more() -> None:
         before = target.weight.detach().clone()
         fill(source, 5.0)
         await sender.send()
-        assert torch.equal(target.weight, before)  # a forward would take it
+        # Only a forward would take the new version.
+        assert torch.equal(target.weight, before)
         for value in range(20):
             fill(source, float(value))
             await sender.send()
@@ -158,7 +159,7 @@ COPIES: dict[str, Callable[[nn.Module, nn.Module], torch.Tensor]] = {
 
 @contextlib.asynccontextmanager
 async def published() -> AsyncIterator[Any]:
-    """A model whose worker takes versions in forwards, in an owner; and how to send a value."""
+    """A model that takes versions in forwards, its owner, a function to send, and the receiver."""
     source, target = Normalizer(), Normalizer()
     owner = nn.Sequential(target, nn.Linear(2, 2))
     async with harness.here(SHM(), target, sender={"model": source}) as (sender, receiver):
@@ -169,7 +170,8 @@ async def published() -> AsyncIterator[Any]:
 
         def send(value: float) -> None:
             fill(source, value)
-            assert sender.send_nowait().done()  # by a word alone
+            # Naming the version in shared memory is enough for the send.
+            assert sender.send_nowait().done()
 
         yield target, owner, send, receiver
 
@@ -216,7 +218,7 @@ async def test_a_module_that_took_over_the_attributes_of_a_guarded_one() -> None
 
 
 class Deep(nn.Linear):
-    """Says how it is copied."""
+    """Layer that defines its own deep copy."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         result = nn.Linear(4, 2)
@@ -244,7 +246,7 @@ async def test_a_module_that_says_how_it_is_copied() -> None:
     ids=["load_state_dict", "to", "deepcopy", "state_dict"],
 )
 async def test_copies_and_changes_inside_of_reads_and_beside_them(make: Any, change: Any) -> None:
-    """In a block, in a forward's hook, and in a thread that a hook waits for: nothing hangs."""
+    """Nothing hangs in a read, in a forward's hook, or in a thread that a hook waits for."""
     source, target = models.linear(), models.linear()
     async with harness.here(make(), target, sender={"model": source}) as (sender, receiver):
         with receiver.reading():

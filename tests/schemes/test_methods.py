@@ -1,4 +1,4 @@
-"""Models without a forward: their public methods are reads, although nobody asked for that."""
+"""Models without a forward: their public methods are reads by default."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Base(nn.Module):
 
 
 class Agent(Base):
-    """Two parts, and no forward."""
+    """Model with two parts and without a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Agent(Base):
         self.between: Callable[[], object] = list
 
     def look(self) -> tuple[float, float]:
-        """What a call computes with, first and last."""
+        """Return the values that a call computes with, first and last."""
         first = self.network(torch.ones(1)).item()
         self.between()
         return first, self.actor(torch.ones(1)).item()
@@ -84,7 +84,7 @@ class WithForward(Agent):
 
 @contextlib.asynccontextmanager
 async def acting(make: Any, agent: nn.Module, **init: Any) -> AsyncIterator[Any]:
-    """A sender of an agent's weights, and its worker."""
+    """A connected sender of an agent's weights, and its worker."""
     source, receiver = Agent(), {"methods": None, **init}
     models.fill(source, 1.0)
     scheme = make(timeout=harness.PATIENCE)
@@ -94,7 +94,7 @@ async def acting(make: Any, agent: nn.Module, **init: Any) -> AsyncIterator[Any]
 
 
 async def looks_beside_sends(sender: Any, agent: Agent, call: Callable[[], Any]) -> None:
-    """Every call sees one version, whatever is sent in its middle."""
+    """Check that every call sees one version, although updates are sent in its middle."""
     loop = asyncio.get_running_loop()
     for value in range(2, 22):
         models.fill(sender.model, float(value))
@@ -126,12 +126,14 @@ async def test_a_call_computes_with_one_version(make: Any, kind: Any) -> None:
     assert type(agent) is kind
 
 
-@pytest.mark.filterwarnings("ignore:.*kept an update waiting")  # while it is compiled
+# The first call compiles the method, which takes long.
+@pytest.mark.filterwarnings("ignore:.*kept an update waiting")
 async def test_a_compiled_agent_and_a_method_that_was_compiled_before() -> None:
     agent = Agent()
     agent.look = torch.compile(agent.look, backend="eager")  # type: ignore[method-assign]
     async with acting(SHM, torch.compile(agent, backend="eager")) as (sender, _):
-        agent.look()  # compiles
+        # This first call compiles the method.
+        agent.look()
         await looks_beside_sends(sender, agent, lambda: agent.look())
         await looks_beside_sends(sender, agent, lambda: agent.score())
 
@@ -159,11 +161,12 @@ async def test_what_goes_on_after_the_call_is_warned_of_once() -> None:
             assert await agent.ponder() == (1.0, 1.0)
         with pytest.warns(UserWarning, match=r"stream\(\).*methods=\(\)"):
             assert list(agent.stream()) == [(1.0, 1.0)]
-        assert await agent.ponder() == (1.0, 1.0)  # warnings are errors here
+        # A second warning would be an error here.
+        assert await agent.ponder() == (1.0, 1.0)
 
 
 class Loop(Agent):
-    """Waits for updates inside of a method."""
+    """Agent that waits for updates inside a method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +254,8 @@ async def test_a_method_that_was_taken_before_is_warned_of() -> None:
     agent = Agent()
     look = agent.look
     async with acting(SHM, agent):
-        agent.actor(torch.ones(1))  # a part, on its own
+        # A call of a part outside of any method brings no warning.
+        agent.actor(torch.ones(1))
         agent.look()
         with pytest.warns(UserWarning, match=r"methods=\['look'\].*before you take"):
             look()

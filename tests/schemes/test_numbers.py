@@ -1,4 +1,4 @@
-"""Times and versions that are none, in each call that takes one; the blocking API has the same."""
+"""Invalid times and versions in each call that takes one; the blocking API has the same checks."""
 
 from __future__ import annotations
 

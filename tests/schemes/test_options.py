@@ -1,4 +1,4 @@
-"""Options that schemes, servers and clients refuse at once, in whatever class they are given."""
+"""Values of options that each class of schemes, servers and clients accepts or refuses at once."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ LEGAL: dict[str, Any] = {
     "chunk_nbytes": 128,
     "limits": aiosync.Limits(max_ndim=3),
 }
-FIXED = {"token", "tls", "dial", "store"}  # only the constructor takes them
-UNCHECKED = {"sync", "backend", "address"}  # of no effect, of other tests, and read-only
+# Only the constructor takes these options.
+FIXED = {"token", "tls", "dial", "store"}
+# The first has no effect, other tests have the second, and the third is read-only.
+UNCHECKED = {"sync", "backend", "address"}
 
 every = pytest.mark.parametrize(
     "name",
@@ -113,7 +115,8 @@ def test_illegal_values_are_refused_given_and_assigned(module: Any, name: str) -
         with pytest.raises(aiosync.ConfigError, match=option):
             setattr(scheme, option, "secret")
         assert not hasattr(scheme, option)
-    if "token" in options_of(cls):  # mostly a variable of the environment that is not set
+    # An empty token mostly comes of an environment variable that is not set.
+    if "token" in options_of(cls):
         with pytest.raises(aiosync.ConfigError, match="token"):
             cls(token="")
     for value in (-3, "1", 1.5, 2**40):
@@ -161,7 +164,7 @@ async def test_clients_and_gates_refuse_a_timeout_that_is_none(timeout: Any) -> 
 
 
 class Tagged(aiosync.TCPWeightSyncScheme):
-    """A user's scheme with a name of its own."""
+    """A user's scheme with a tag of its own."""
 
     def __init__(self, tag: str, **options: Any) -> None:
         super().__init__(**options)
@@ -242,7 +245,8 @@ def test_a_scheme_is_closed_when_its_own_loop_does_not_run(make: Any, closed: bo
         loop.close()
 
     async def close() -> None:
-        async with asyncio.timeout(4.5):  # it waits for no tasks that nothing runs
+        # aclose() does not wait for tasks of a loop that does not run.
+        async with asyncio.timeout(4.5):
             for each in (worker, scheme):
                 await each.aclose()
 

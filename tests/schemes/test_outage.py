@@ -1,4 +1,4 @@
-"""Workers whose trainer is killed, or closes its links: what the log says, and what reads do."""
+"""Workers whose trainer is killed, or closes its links: their log records and their reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X = torch.ones(4)
 
 
 def _train(scheme: Any, ends: Any) -> None:
-    """Send a few versions, and close the links when the test says so."""
+    """Send two versions, and close the links when the test sets ``ends``."""
 
     async def train() -> None:
         async with scheme:
@@ -77,7 +77,7 @@ def _trainer(scheme: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def _worker(scheme: Any, model: nn.Module, **init: Any) -> AsyncIterator[Any]:
-    """A connected worker, and how to end its trainer."""
+    """A connected worker, and a function that ends its trainer."""
     worker = copy.copy(scheme)
     worker.init_on_receiver(model=model, **init)
     with _trainer(scheme) as end:
@@ -96,7 +96,7 @@ def _read(worker: Any, model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["killed", "closed"])
 @pytest.mark.asyncio
 async def test_a_trainer_that_dies_is_warned_of(make: Any, how: str, caplog: Any) -> None:
-    """By default the model computes on; ``on_lost="raise"`` is about a trainer that died."""
+    """By default the model computes on; ``on_lost="raise"`` changes that if the trainer died."""
     caplog.set_level(logging.INFO, "aiosync")
     model, scheme = nn.Linear(4, 2), make(reconnect=0.0)
     async with _worker(scheme, model) as (worker, end):
@@ -126,7 +126,8 @@ async def test_reads_raise_once_the_trainer_is_lost(make: Any) -> None:
         with worker.reading():
             end("killed")
             await until(lambda: len(told) == 2)
-            assert torch.equal(model(X), before)  # no read raises in the middle
+            # A read that has begun does not raise.
+            assert torch.equal(model(X), before)
         for _ in range(2):
             with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
                 worker.reading().__enter__()
@@ -135,10 +136,12 @@ async def test_reads_raise_once_the_trainer_is_lost(make: Any) -> None:
             if worker.guard == "forward":
                 with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
                     model(X)
-        assert set(model.state_dict()) == {"weight", "bias"}  # copies go on
+        # Copies of the model are allowed all the same.
+        assert set(model.state_dict()) == {"weight", "bias"}
         assert told[0] == "connected"
         assert isinstance(told[1], aiosync.AiosyncError)
-    assert torch.equal(model(X), before)  # a closed worker's model is an ordinary one
+    # The model of a closed worker is an ordinary module.
+    assert torch.equal(model(X), before)
 
 
 @all_schemes
@@ -160,7 +163,7 @@ async def test_a_farewell_is_no_loss(make: Any) -> None:
 @all_schemes
 @pytest.mark.asyncio
 async def test_reads_raise_when_the_weights_are_stale(make: Any, caplog: Any) -> None:
-    """Also while another link is looked for, for ever."""
+    """The reads raise although the worker goes on to dial, without a limit."""
     model, scheme = nn.Linear(4, 2), make(reconnect=None)
     async with _worker(scheme, model, max_staleness=0.5) as (worker, end):
         before = _read(worker, model)
@@ -187,7 +190,8 @@ async def test_reads_go_on_once_a_trainer_is_back() -> None:
                 pass
         with _trainer(scheme):
             await until(lambda: len(told) == 2)
-            await until(lambda: worker.epoch != first)  # what is newer has come
+            # The weights of the new trainer have come.
+            await until(lambda: worker.epoch != first)
             assert worker.reconnects == 1
             assert _read(worker, model).shape == (2,)
 

@@ -1,4 +1,4 @@
-"""Worker processes, however they were started: round trips, torn reads, idle loops."""
+"""Worker processes of each start method: round trips, torn reads, idle loops."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WORKERS = 2
 
 
 def _forwards(scheme: Any, model: Any) -> int:
-    """Compute; each forward has one version, and none an older one than the one before."""
+    """Check that forwards neither mix versions nor go back; return the number of versions seen."""
     newest, num_versions = 0.0, 0
     for number in range(FORWARDS // WORKERS):
         if number % 4:
@@ -90,7 +90,7 @@ async def test_forwards_of_worker_processes(make: Any) -> None:
         assert min(task.result() for task in hammering) > 20, "hardly anything was sent meanwhile"
 
 
-# -- what a receiver costs while it is idle: nothing -----------------------------------------------
+# -- receivers that are idle, which must cost nothing ----------------------------------------------
 
 
 IDLE_SECONDS = 1.5
@@ -98,7 +98,7 @@ IDLE_SECONDS = 1.5
 
 @pytest.mark.slow
 def test_idle_receivers_never_wake_up() -> None:
-    """Each scheme on each loop, at the same time."""
+    """Workers of each scheme on each loop are idle at the same time."""
     harness.run("asyncio", _count_wake_ups())
 
 
@@ -117,7 +117,8 @@ async def _count_wake_ups() -> None:
             await scheme.connect()
             await worker.answer()
             await scheme.send()
-        await asyncio.sleep(0.5)  # the last acknowledgements and releases
+        # The last acknowledgements and releases happen now.
+        await asyncio.sleep(0.5)
         before = {name: wake_ups(worker.pid) for name, worker in crew.items()}
         await asyncio.sleep(IDLE_SECONDS)
         for name, worker in crew.items():

@@ -1,4 +1,4 @@
-"""Through shared memory a send is over once its version is visible; nobody has to answer."""
+"""Sends through shared memory, which are over once their version is visible, without answers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHM = aiosync.SharedMemWeightSyncScheme
 
 
 def _forward(state: harness.State) -> tuple[float, float]:
-    """What a forward sees at both ends of the model."""
+    """Return the values that a forward sees at both ends of the model."""
     first, last = state.model()
     return float(first), float(last)
 
 
 def _forward_at_last(state: harness.State, begun: Path, told: Path) -> tuple[float, float]:
-    """A forward after a while in which the event loop does not run: nobody else looks."""
+    """Compute after a while in which the event loop does not run and so takes no version."""
     begun.touch()
     while not told.exists():
         time.sleep(0.001)
@@ -42,12 +42,12 @@ def _forward_at_last(state: harness.State, begun: Path, told: Path) -> tuple[flo
 
 
 def _looked_at(state: harness.State) -> set[float]:
-    """What is there, outside of any read."""
+    """Return the values of the parameters outside of any read."""
     return {float(x) for parameter in state.model.parameters() for x in parameter.unique()}
 
 
 class Slow(nn.Module):
-    """A forward that looks at its weights again and again, and says what it saw."""
+    """Model whose forward looks at its weights repeatedly, and returns all values that it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ async def test_a_stopped_worker_is_not_waited_for_and_sees_the_newest_when_it_go
     scheme, source = SHM(timeout=harness.PATIENCE), small()
     scheme.init_on_sender(model=source, num_workers=2)
     async with harness.workers(scheme, small, 2) as crew:
-        await crew[0].call(_forward)  # the promise rests on reads that happen
+        # A worker promises to take versions in its reads only after a read.
+        await crew[0].call(_forward)
         crew[0].post(_forward_at_last, begun, told)
         await harness.until(begun.exists)
         crew[0].stop()
@@ -91,7 +92,8 @@ async def test_whoever_seldom_computes_follows_soon_and_is_seldom_woken() -> Non
     async with harness.workers(scheme, models.linear) as [worker]:
         woken, seconds = 0, 0.0
         for value in range(1000):
-            if value % 20 == 0:  # one that never computes answers to each
+            # A worker that never computes would answer each send.
+            if value % 20 == 0:
                 await worker.call(harness.version)
                 before, begun = sum(wake_ups(worker.pid).values()), time.monotonic()
             models.fill(source, float(value))
@@ -101,8 +103,9 @@ async def test_whoever_seldom_computes_follows_soon_and_is_seldom_woken() -> Non
                 seconds += time.monotonic() - begun
         ended = time.monotonic()
         await harness.until(lambda: scheme.worker_versions == {0: scheme.version})
-        assert time.monotonic() - ended < harness.PATIENCE / 10  # 0.02 on a quiet machine
-        # Once in 5 ms: a busy machine may make that a long burst.
+        # On a quiet machine this takes 0.02 s.
+        assert time.monotonic() - ended < harness.PATIENCE / 10
+        # A worker is woken once in 5 ms; on a busy machine a burst of sends may take long.
         assert woken < 50 + seconds / 0.005
         assert await worker.call(_looked_at) == {999.0}
 
@@ -112,14 +115,15 @@ async def test_a_worker_follows_soon_whatever_another_one_does() -> None:
     scheme, source = SHM(timeout=harness.PATIENCE), models.linear()
     scheme.init_on_sender(model=source, num_workers=2)
     async with harness.workers(scheme, models.linear, 2) as crew:
-        await crew[0].call(harness.version)  # the promise rests on reads that happen
+        # A worker promises to take versions in its reads only after a read.
+        await crew[0].call(harness.version)
         crew[0].stop()
         begun = time.monotonic()
         for value in range(100):
             models.fill(source, float(value))
             await scheme.send()
             await harness.until(lambda: scheme.worker_versions[1] == scheme.version)
-        # 1 on a quiet machine, and 10 where a worker is rung as seldom as the other one.
+        # It takes 1 s on a quiet machine, and 10 s if a worker is rung as seldom as the other one.
         assert time.monotonic() - begun < harness.PATIENCE / 6
         crew[0].cont()
 
@@ -130,7 +134,8 @@ async def test_what_a_forward_reads_is_not_written_over() -> None:
     async with ends as (sender, receiver):
         value = 2.0
         await harness.deliver(sender, receiver, value)
-        for _ in range(5):  # in whichever slot it is
+        # The forwards read different slots.
+        for _ in range(5):
             begun, over = threading.Event(), threading.Event()
             found = value
             target.end = lambda begun=begun, over=over: begun.set() or over.is_set()
@@ -158,12 +163,13 @@ ASKING: dict[str, Any] = {
 
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 async def test_a_worker_that_asks_for_what_is_there_says_nothing(ask: Any) -> None:
-    """What it says has the next ``send()`` look at the loop first."""
+    """After a message of the worker the next ``send()`` would give the loop a turn first."""
     source, target = models.linear(), models.linear()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
     async with ends as (sender, receiver):
         await harness.deliver(sender, receiver, 1.0)
-        for _ in range(5):  # what was said before comes
+        # The earlier messages of the worker arrive meanwhile.
+        for _ in range(5):
             version = (await sender.send()).version
             await asyncio.sleep(0.01)
         for _ in range(20):
@@ -180,11 +186,13 @@ async def test_workers_whose_reads_overlap_answer() -> None:
     async with ends as (sender, receiver):
         await harness.deliver(sender, receiver, 2.0)
         with harness.read_elsewhere(receiver):
-            target(torch.zeros(1, 4))  # beside that one: it says so
+            # This read overlaps the other one, so the worker tells the trainer to wait for answers.
+            target(torch.zeros(1, 4))
 
             async def told() -> aiosync.SendHandle:
                 while (handle := sender.send_nowait()).done():
-                    await asyncio.sleep(0.001)  # until the trainer has heard that
+                    # The trainer has not received the worker's message yet.
+                    await asyncio.sleep(0.001)
                 return handle
 
             handle = await told()
@@ -211,7 +219,7 @@ async def test_versions_that_are_taken_inside_of_inference_mode_can_be_trained()
 @pytest.mark.one_loop
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed: int) -> None:
-    """Other threads, models that are assigned, manifests that are new, and torch.func."""
+    """The model may be replaced, get a new manifest, or be used by other threads or torch.func."""
     chance, source, target = random.Random(seed), models.linear(), models.linear()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
     async with ends as (sender, receiver):
@@ -221,7 +229,8 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
             weights: Any = None
             if what == 0:
                 receiver.model = models.linear()
-            elif what == 1:  # in another order, which is another manifest
+            elif what == 1:
+                # Names in another order are another manifest.
                 weights = dict(reversed(list(source.state_dict().items())))
             elif what == 2:
                 with harness.read_elsewhere(receiver):
@@ -229,7 +238,8 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                     for _ in range(chance.randrange(3)):
                         await asyncio.sleep(0)
                     with receiver.reading():
-                        pass  # beside that one
+                        # This read overlaps the other one.
+                        pass
                 assert (await handle).acked == {0}
                 assert models.holds(receiver, value)
                 continue
@@ -238,7 +248,8 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
                 try:
                     out = torch.vmap(receiver.model)(torch.ones(2, 4))
                 except aiosync.ApplyError:
-                    await asyncio.sleep(0.01)  # refused: the loop applies it
+                    # The forward was refused, so the loop applies the version.
+                    await asyncio.sleep(0.01)
                 else:
                     assert bool((out == 5 * value).all())
             elif what == 4:
@@ -248,7 +259,7 @@ async def test_a_send_that_returned_is_seen_whatever_happened_to_the_model(seed:
 
 
 async def test_a_write_that_ends_after_its_version_was_left_is_gone_with_the_next() -> None:
-    """As an optimizer's step does that runs in another thread while updates come."""
+    """Such a write is a step of an optimizer in another thread while updates come."""
     scheme, target = aiosync.SharedMemWeightSyncScheme(), models.linear()
     async with harness.here(scheme, target, sender={"model": models.linear()}) as ends:
         seen = set()
@@ -258,7 +269,8 @@ async def test_a_write_that_ends_after_its_version_was_left_is_gone_with_the_nex
             await harness.deliver(*ends, version)
             stale[:] = [-1.0] * len(stale)
             assert models.holds(ends[1], version)
-        assert len(seen) < 9  # slots were used again
+        # Some slots were used several times.
+        assert len(seen) < 9
 
 
 async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterwards() -> None:
@@ -268,28 +280,32 @@ async def test_what_no_longer_fits_raises_where_it_is_read_and_is_told_afterward
         await harness.deliver(sender, receiver, 2.0)
         weight = target.weight
         target.weight = nn.Parameter(torch.full((3, 3), 7.0))
-        assert (await sender.send()).acked == {0}  # nobody looked yet
+        # No read has met the version yet.
+        assert (await sender.send()).acked == {0}
         with pytest.raises(aiosync.ApplyError, match="weight"):
             target(torch.zeros(1, 4))
         assert torch.equal(target.weight, torch.full((3, 3), 7.0))
         with pytest.raises(aiosync.PartialSyncError, match="weight"):
             while await sender.wait_for_version(3, timeout=harness.PATIENCE):
-                await asyncio.sleep(0.001)  # until the worker has said so
-        with pytest.raises(aiosync.PartialSyncError, match="weight"):  # from now on it answers
+                # The worker's refusal has not arrived yet.
+                await asyncio.sleep(0.001)
+        # From now on the worker answers each update.
+        with pytest.raises(aiosync.PartialSyncError, match="weight"):
             await sender.send()
         target.weight = weight
         await harness.deliver(sender, receiver, 4.0)
 
 
 async def test_weights_in_another_order_end_no_forward() -> None:
-    """A worker that has no turn of its loop yet computes with what it has."""
+    """A worker whose loop has had no turn yet computes with the weights that it has."""
     source, target = models.linear(), models.linear()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
     async with ends as (sender, receiver):
         await harness.deliver(sender, receiver, 2.0)
         await harness.deliver(sender, receiver, 3.0)
         for value in range(4, 10):
-            assert sender.send_nowait().done()  # the worker takes versions in its forwards
+            # The worker takes versions in its forwards.
+            assert sender.send_nowait().done()
             models.fill(source, float(value))
             names = list(source.state_dict())[:: 1 if value % 2 else -1]
             handle = sender.send_nowait({name: source.state_dict()[name] for name in names})

@@ -58,7 +58,8 @@ def test_scenario(
     driver.run(scenario, *args, loop=loop)
 
 
-@pytest.mark.parametrize("share", range(3))  # of the suite, so that no test takes long
+# The suite is split so that no test takes long.
+@pytest.mark.parametrize("share", range(3))
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_conformance(driver: Driver, loop: str, share: int) -> None:
     passed, skipped = driver.run(scenarios.conformance, share, 3, loop=loop)
@@ -78,7 +79,7 @@ def test_the_name_under_which_a_trainer_is_found(package: Any) -> None:
 
 
 def test_without_ray() -> None:
-    """The error says what to install."""
+    """The error names the extra to install."""
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "from aiosync.schemes.ray import RayWeightSyncScheme\n"

@@ -1,6 +1,6 @@
-"""What ``send()`` does for workers with weights of their own, for parts of the names, for nobody.
+"""Sends to workers with weights of their own, sends of parts of the names, and sends to no worker.
 
-What holds for every scheme (reports, require, lost workers, late ones) is in the contract suite.
+The contract suite tests the promises of every scheme: reports, require, lost and late workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 def values(receivers: list[Any]) -> list[float]:
-    """The one value that the model of each receiver has."""
+    """Return the one value that the model of each receiver has."""
     found = []
     for receiver in receivers:
         with receiver.reading():
@@ -44,13 +44,14 @@ async def test_a_worker_without_weights_of_its_own_connects_all_the_same(make: A
         assert sender.prepare_weights(None).keys() == {0, 2}
         assert (await sender.send()).acked == {0, 2}
         for name, value in (("model", models.linear()), ("weights", weights(3.0))):
-            with pytest.raises(aiosync.ConfigError, match="worker_idx"):  # one is not for all
+            # One set of weights cannot be for all workers.
+            with pytest.raises(aiosync.ConfigError, match="worker_idx"):
                 setattr(sender, name, value)
 
 
 @both
 async def test_a_device_map_gives_each_worker_its_own(make: Any) -> None:
-    """It gets tensors and no model, which ``.to()`` would change in place."""
+    """The function gets tensors and no model, because ``.to()`` would change a model in place."""
     source, kinds = models.linear(1.0), set()
 
     def scaled(idx: int, given: Any) -> Any:
@@ -124,7 +125,7 @@ async def test_a_part_that_is_refused_or_too_large_holds_up_nobody(make: Any, ba
 @pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
 @pytest.mark.parametrize("order", ["abcb", "abcabcbbca", "bcb", "acbabccab"])
 async def test_a_worker_never_has_what_the_trainer_never_had(make: Any, order: str) -> None:
-    """Neither one that is slow, nor one that comes when all was sent."""
+    """A slow worker, and one that joins after the last send, see only states of the trainer."""
     scheme, seen = make(strict=False), list[tuple[int, list[float]]]()
     scheme.init_on_sender(model_id="policy", weights=letters("abc", 1.0))
     had, now = {}, dict.fromkeys("abc", 1.0)

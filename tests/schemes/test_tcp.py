@@ -1,6 +1,6 @@
-"""Weights over TCP and Unix sockets: links that are lost, transfers that are cut, who dials.
+"""Weights over TCP and Unix sockets: lost links, cut transfers, and the side that dials.
 
-What holds for every scheme (late joiners, restarted trainers, cancelling) is in the contract suite.
+The contract suite tests the promises of every scheme: late joiners, restarted trainers, cancelling.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ CHUNK = 2**14
 
 @pytest.fixture(params=["tcp", "unix"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a sender may listen, of each kind."""
+    """An address of each kind where a sender may listen."""
     if request.param == "tcp":
         yield TCP
         return
-    folder = tempfile.mkdtemp(prefix="aiosync-tests-")  # tmp_path is too long for a socket
+    # tmp_path is too long for the name of a socket.
+    folder = tempfile.mkdtemp(prefix="aiosync-tests-")
     yield f"unix://{folder}/socket"
-    assert os.listdir(folder) == []  # nobody left a socket there
+    # No socket is left in the folder.
+    assert os.listdir(folder) == []
     shutil.rmtree(folder)
 
 
@@ -51,7 +53,7 @@ def make(address: str = TCP, **options: Any) -> aiosync.TCPWeightSyncScheme:
 
 
 def blocks() -> nn.Module:
-    """20 chunks of random numbers."""
+    """Return a model of 20 chunks of random numbers."""
     return nn.ParameterList([torch.randn(20 * CHUNK // 4)])
 
 
@@ -68,7 +70,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
-        """The link is cut, and nobody comes through the proxy inside."""
+        """Cut the link; no connection passes the proxy inside the block."""
         upstream, self.proxy.upstream = self.proxy.upstream, "unix:///nowhere/at/all"
         self.proxy.cut()
         await harness.until(lambda: not self.sender.worker_versions)
@@ -76,13 +78,13 @@ class Stage:
         self.proxy.upstream = upstream
 
     async def back(self) -> None:
-        """Until the receiver has its link again."""
+        """Wait until the receiver has its link again."""
         await harness.until(lambda: self.receiver.reconnects == 1 and self.sender.worker_versions)
 
 
 @contextlib.asynccontextmanager
 async def stage(url: str, plan: Plan | None = None, **options: Any) -> AsyncIterator[Stage]:
-    """With a plan for the first link."""
+    """A connected sender and receiver with a proxy between them; ``plan`` is for the first link."""
     sender = make(url, chunk_nbytes=CHUNK)
     sender.init_on_sender(model=blocks())
     async with sender, FaultProxy(sender.address) as proxy, make(proxy.url, **options) as receiver:
@@ -120,14 +122,15 @@ async def test_what_has_come_outlives_its_link_and_is_not_applied_twice(
         await harness.until(lambda: ends.sender.worker_versions == {0: 2})
         assert same(receiver, weights)
         assert receiver.apply_pending() is None
-        if applied != "on the next link":  # who has a version does not get it again
+        # A worker that has a version does not get it again.
+        if applied != "on the next link":
             assert ends.proxy.bytes_back - before < CHUNK
 
 
 async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A version that is overtaken on its way to be passed on may be one of a run before."""
+    """A version of the run before may be overtaken while the relay hook passes it on."""
     caplog.set_level(logging.INFO, "aiosync")
     free = asyncio.Event()
     free.set()
@@ -145,7 +148,8 @@ async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
             await harness.until(lambda: first.worker_versions == {0: 1})
             free.clear()
             handles = []
-            for version in (2, 3):  # one is being passed on, one waits for that
+            # The relay hook has version 2, and version 3 waits for the hook.
+            for version in (2, 3):
                 handles.append(first.send_nowait())
                 await receiver.wait_staged(version)
                 assert receiver.apply_pending() == version
@@ -156,7 +160,8 @@ async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
             proxy.cut()
             await harness.until(lambda: receiver.reconnects == 2 and 0 in second.worker_versions)
             handle = second.send_nowait()
-            await receiver.wait_staged(2)  # and version 1, which came once more, was answered
+            # By now version 1, which came once more, was answered.
+            await receiver.wait_staged(2)
             assert not [each for each in caplog.records if "refused" in each.getMessage()]
             assert receiver.apply_pending() == 2
             free.set()
@@ -169,7 +174,8 @@ async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
 async def test_a_worker_takes_over_from_its_own_half_open_link(url: str) -> None:
     async with stage(url) as ends:
         old = ends.sender.sender_transports[0]
-        ends.proxy.stall()  # whatever the worker's end does, the trainer does not see it
+        # The trainer does not see what the worker's end does.
+        ends.proxy.stall()
         ends.receiver.receiver_transport.abort()
         await harness.until(lambda: ends.sender.sender_transports[0] is not old)
         await ends.back()
@@ -183,12 +189,14 @@ async def test_a_link_is_given_up_after_reconnect_seconds(url: str, reconnect: f
             with pytest.raises(aiosync.PeerClosed):
                 await ends.receiver.receive(timeout=PATIENCE)
         assert ends.proxy.connections == 1 or reconnect
-        assert same(ends.receiver, ends.sender.model)  # the model keeps what it has
+        # The model keeps the weights that it has.
+        assert same(ends.receiver, ends.sender.model)
 
 
 @pytest.mark.parametrize("newer", [False, True])
 async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, newer: bool) -> None:
-    plan = Plan(back=Faults(cut_at=33 * CHUNK))  # one version is 20 chunks
+    # One version has 20 chunks.
+    plan = Plan(back=Faults(cut_at=33 * CHUNK))
     async with stage(url, plan) as ends:
         weights = blocks()
         with pytest.raises(aiosync.PartialSyncError):
@@ -259,7 +267,7 @@ async def test_who_has_the_port_for_a_moment_and_proves_nothing_ends_no_worker(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tcp", "unix", "shared memory", "group"])
 async def test_a_killed_trainer_is_followed_by_the_next(way: str, tmp_path: Path) -> None:
-    """Slots of both have the same names, and the first one leaves its socket in the file system."""
+    """Slots of both trainers have the same names, and the first one leaves its socket as a file."""
     options: dict[str, Any] = {"timeout": PATIENCE, "token": "a secret of sixteen"}
     address = f"unix://{tmp_path}/socket" if way == "unix" else free_address()
     plain: Any = make(address, **options)
@@ -340,7 +348,8 @@ async def test_a_second_trainer_is_refused_until_the_first_one_leaves() -> None:
         assert models.holds(receiver, 1.0)
         assert not waiting.done()
         await first.aclose()
-        await waiting  # it went on trying
+        # The second trainer has tried all the time.
+        await waiting
         assert models.holds(receiver, 2.0)
         assert (await second.send()).acked == {0}
 
@@ -416,4 +425,5 @@ async def test_more_workers_than_can_be_dialled_are_refused(
     sender = aiosync.TCPWeightSyncScheme(where, dial=dial)
     with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
         sender.init_on_sender(**init)
-    sender.init_on_sender(num_workers=1)  # it has no role yet
+    # The refused call has given the sender no role.
+    sender.init_on_sender(num_workers=1)
