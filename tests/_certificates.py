@@ -1,4 +1,4 @@
-"""Certificates for tests, made once per process: an authority, a server, a client, a stranger."""
+"""Certificates for tests, made once per process: of a trusted and of a foreign authority."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from aiosync import TLS
 
 @dataclass(frozen=True)
 class Certificates:
-    """Ready-made sides.
+    """Ready-made TLS configurations for both sides of a link.
 
     Attributes:
-        folder: Where the files are.
-        listening: Shows a certificate for localhost and 127.0.0.1.
-        dialling: Trusts the authority.
+        folder: Folder of the certificate files.
+        listening: For a listener. It shows a certificate for localhost and 127.0.0.1.
+        dialling: For a dialler. It trusts the authority.
         both: One object for both sides, which show and check certificates.
-        foreign: Trusts, and has a certificate of, another authority.
+        foreign: Trusts another authority, and has a certificate of that one.
     """
 
     folder: Path

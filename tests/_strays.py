@@ -1,4 +1,4 @@
-"""Variables of functions that end in another thread than they began in, as torch's must not."""
+"""Local variables that record their end in a foreign thread, where torch's objects must not end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Local"]
 
 
 class Local:
-    """A variable of a function; notes if it ends in another thread than it began in."""
+    """Variable of a function; adds to ``strays`` if it ends in another thread than it began in."""
 
     strays = 0
 

@@ -1,11 +1,12 @@
-"""The loop matrix and the leak checks that every test runs under.
+"""The loop matrix, and the leak checks around every test.
 
-Every ``@pytest.mark.asyncio`` test runs once on asyncio and once on uvloop; where many
-combinations of parameters show the same on either, ``one_loop`` runs each on one of them in turn.
-After every test
-nothing may be left that was not there before it: no thread, file descriptor, child process,
-``/dev/shm`` entry, memfd mapping or unfinished task, and no exception that only the event loop
-saw.
+Every ``@pytest.mark.asyncio`` test runs once on asyncio and once on uvloop. If it is marked
+``one_loop``, as many combinations of parameters show the same on either loop, each combination runs
+on one of the two, in turn.
+
+A test fails if it leaves behind anything that was not there before it: a thread, file descriptor,
+child process, ``/dev/shm`` entry, memfd mapping or unfinished task, or an exception that only the
+event loop saw.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["pytester"]
 
-# Before any of their users is collected, which --last-failed takes in an order of its own.
+# pytest has to know these modules before it collects a test that imports them, and with
+# --last-failed it collects in an order of its own.
 pytest.register_assert_rewrite(
     *(
         f"tests.contract.{path.stem}"
@@ -40,7 +42,7 @@ pytest.register_assert_rewrite(
 )
 
 GRACE = 5.0
-"""Seconds that threads and processes get to end after a test that has let go of them."""
+"""Seconds that threads and processes get to end after the test that started them."""
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=2000)
@@ -56,7 +58,7 @@ _HAS_UVLOOP = importlib.util.find_spec("uvloop") is not None
 
 
 def _watched(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """Remember the loop, and what is reported to nobody but its exception handler."""
+    """Remember the loop, and record the errors that only its exception handler sees."""
 
     def record(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         _loop_errors.append(f"{context.get('message')}: {context.get('exception')!r}")
@@ -107,8 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "one_loop: each combination of parameters runs on asyncio or on uvloop, in turns; "
         "with --heavy on both",
     )
-    # A shell that is not interactive starts background jobs with SIGINT ignored; Python leaves it
-    # so, and every process that a test starts inherits it. Ctrl-C would then reach nobody.
+    # A shell that is not interactive starts background jobs with SIGINT ignored. Python leaves it
+    # so, and every process that a test starts inherits it: Ctrl-C would have no effect.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -128,10 +130,11 @@ def _has_cuda() -> bool:
 
 
 def _left_to_the_other_loop(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What ``one_loop`` spares: every other combination of loop and parameters, by function.
+    """Return the tests that ``one_loop`` spares: every other combination of loop and parameters.
 
-    As on a chessboard: each combination of parameters keeps one of the loops, each value of a
-    parameter meets both where there is a second parameter, and functions without any take turns.
+    The combinations of a function are chosen as on a chessboard. Each combination of parameters
+    keeps one of the loops. Each value of a parameter meets both loops if there is a second
+    parameter. Functions without parameters take turns.
     """
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -141,8 +144,11 @@ def _left_to_the_other_loop(items: list[pytest.Item]) -> set[pytest.Item]:
     spared: set[pytest.Item] = set()
     for name, group in functions.items():
         if len(group) == 1:
-            continue  # somebody asked for just this one
-        axes = set()  # a set, because names that are given together are one axis
+            # The user has selected only this combination, so it has to run.
+            continue
+        # Names that are parametrized together have the same values in turn: the set makes them one
+        # axis.
+        axes = set()
         for key in group[0].callspec.params:
             values = [id(item.callspec.params[key]) for item in group]
             order = list(dict.fromkeys(values))
@@ -182,16 +188,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_up() -> None:
-    """Let libraries open what they keep open for the life of the process."""
+    """Make libraries open the resources that they keep for the life of the process."""
     if _HAS_UVLOOP:
         import uvloop
 
-        uvloop.new_event_loop().close()  # libuv keeps one pipe for signals
+        # libuv keeps one pipe for signals.
+        uvloop.new_event_loop().close()
 
 
 @pytest.fixture(scope="session")
 def fresh() -> Iterator[Any]:
-    """Runs scripts in forks of an interpreter that has nothing but torch, which takes seconds."""
+    """Yield an interpreter with torch, whose import takes seconds; it runs scripts in its forks."""
     from tests.sync._tools import Fresh
 
     with contextlib.closing(Fresh()) as interpreter:
@@ -206,7 +213,8 @@ def no_leaks(request: pytest.FixtureRequest, _warm_up: None) -> Iterator[None]:
     checking.__enter__()
     yield
     if request.node.stash.get(_failed, False):
-        return  # the failure is the news; what it left behind would only bury it
+        # A report of leaks would only hide the failure.
+        return
     try:
         checking.__exit__(None)
     except LeakError as error:

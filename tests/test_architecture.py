@@ -1,4 +1,4 @@
-"""The layers of docs/topics/design.md hold, and importing aiosync has no side effects."""
+"""The layers of docs/topics/design.md, and the absence of side effects when aiosync is imported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYERS: list[set[str]] = [
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
-# Beyond the order of the layers.
+# These imports are forbidden, although the order of the layers would allow them.
 NOT_KNOWN = {"strategy": {"transports"}}
 
 LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
@@ -73,20 +73,24 @@ FORBIDDEN = {
     "sync": OPTIONAL | UNPICKLERS,
     "testing": OPTIONAL | {"pytest", "hypothesis"},
 }
-# One backend each: the library that it drives is the reason that the module exists.
+# Each module is one backend: it exists to drive the library that it may import.
 ALLOWED = {
-    "schemes._pickling": {"pickle"},  # only to see whether the user's strategy can be pickled
+    # This module only checks that the user's strategy can be pickled.
+    "schemes._pickling": {"pickle"},
     "transports.distributed": {"torch"},
     "transports.rpc": {"torch"},
-    "transports._ray_actor": {"torch"},  # in the processes of actors without aiosync
+    # This module runs in the processes of actors without aiosync.
+    "transports._ray_actor": {"torch"},
 }
 
 
 @dataclass(frozen=True)
 class Import:
-    module: str  # dotted name below aiosync, "" for the package itself
+    # The dotted name below aiosync; "" for the package itself.
+    module: str
     line: int
-    target: str  # absolute dotted name
+    # The absolute dotted name.
+    target: str
 
     def __str__(self) -> str:
         return f"aiosync.{self.module}:{self.line} imports {self.target}"
@@ -104,7 +108,7 @@ def _module_name(path: Path, root: Path) -> str:
 
 
 def _imports(source: str, module: str) -> list[Import]:
-    """Every import of a module: lazy ones and those for type checkers too."""
+    """Return every import of a module, lazy ones and those for type checkers included."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -123,7 +127,7 @@ def _sources() -> dict[str, str]:
 
 
 def _target_part(target: str) -> str:
-    """Part of aiosync that an absolute name belongs to."""
+    """Return the part of aiosync that an absolute name belongs to."""
     second = target.removeprefix("aiosync").removeprefix(".").partition(".")[0]
     return second if second in RANK else "aiosync"
 
@@ -204,7 +208,7 @@ def _run(code: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_wire_and_protocol_run_without_a_loop_or_torch() -> None:
-    """The same as the layer test, at run time, with what third parties import included."""
+    """The rule of the layers holds at run time, too, for everything that third parties import."""
     code = f"""
 import importlib, json, pkgutil, sys, types
 package = types.ModuleType("aiosync")
@@ -274,7 +278,8 @@ print(json.dumps({
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the probe reads /proc")
 def test_import_has_no_side_effects_and_costs_little() -> None:
-    compileall.compile_dir(str(ROOT), quiet=1)  # what counts is the cost of the second import
+    # The test measures the import of compiled modules, so it compiles them first.
+    compileall.compile_dir(str(ROOT), quiet=1)
     result = _run(IMPORT_PROBE)
     ratio = result.pop("ratio")
     assert result == {
@@ -288,8 +293,8 @@ def test_import_has_no_side_effects_and_costs_little() -> None:
         "no_children": True,
         "loaded": [],
     }
-    # CPU time beside that of torch, which a user of aiosync imports anyway. A busy machine can
-    # spoil one measurement, and hardly three.
+    # The ratio is CPU time beside that of torch, which a user of aiosync imports anyway. A busy
+    # machine can spoil one measurement, but hardly three.
     for _ in range(2):
         if ratio >= 0.15:
             ratio = min(ratio, _run(IMPORT_PROBE)["ratio"])
@@ -323,7 +328,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_tensordict_is_imported_when_weights_of_its_kind_are_asked_for(fresh: Any) -> None:
-    """And no web framework by what serves under any of them."""
+    """Importing the ASGI adapter also imports no web framework."""
     done = fresh.script(TENSORDICT_PROBE)
     assert json.loads(done.stdout or "{}") == {
         "early": False,

@@ -1,4 +1,4 @@
-"""What pages say of versions and of TorchRL is so."""
+"""Statements of the pages about versions and about TorchRL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED = ["torch", "tensordict", "uvloop", "torchrl", "ray", "ray[serve]", "vllm"
 
 
 def _asked() -> dict[str, str]:
-    """What is asked for of each library, without the pins of the demo."""
+    """Return the versions that each required library may have, without the pins of the demo."""
     extras = PROJECT["optional-dependencies"]
     lines = [
         *PROJECT["dependencies"],
@@ -46,7 +46,7 @@ def test_the_page_names_pythons_and_the_wire_format() -> None:
 
 @pytest.mark.slow
 def test_what_is_said_of_torchrl_is_so() -> None:
-    """The page for those who move, compared with the TorchRL that is installed."""
+    """The page for users of TorchRL agrees with the TorchRL that is installed."""
     theirs = pytest.importorskip("torchrl.weight_update")
     page = (ROOT / "docs" / "coming-from" / "torchrl.md").read_text()
     rows = re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE)

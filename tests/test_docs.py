@@ -1,4 +1,4 @@
-"""What README and docs show is true: code compiles, names exist, complete programs run."""
+"""Code in README and docs: it compiles, its names exist, and complete programs run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ import pytest
 import aiosync
 from tests.support.pages import PAGES, ROOT, Block, blocks
 
-EPOCH = re.compile(r"\b[0-9a-f]{16}\b")  # drawn at random
+# A trainer draws its epoch at random, so each run prints another one.
+EPOCH = re.compile(r"\b[0-9a-f]{16}\b")
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-WHOLE = ('__name__ == "__main__"', "\naiosync.run(")  # meant to run as it stands, in a file
+# A block with one of these texts is a complete program, meant to run as a file.
+WHOLE = ('__name__ == "__main__"', "\naiosync.run(")
 PROGRAMS = [block for block in PYTHON if any(each in block.text for each in WHOLE)]
 TOP_LEVEL_AWAIT = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 def _unknown_names(source: str) -> list[str]:
-    """Dotted names below aiosync that a source uses and the package lacks."""
+    """Return the dotted names below aiosync that a source uses and the package lacks."""
     names = set()
     for node in ast.walk(compile(source, "<docs>", "exec", TOP_LEVEL_AWAIT)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aiosync"):
@@ -57,7 +59,7 @@ def _exists(name: str) -> bool:
 
 
 def _unknown_methods(source: str) -> list[str]:
-    """Methods called on something named ``scheme`` that no scheme has, sync or async."""
+    """Return the attributes of ``scheme`` in a source that no scheme has, sync or async."""
     sync = importlib.import_module("aiosync.sync")
     names = ("SharedMemWeightSyncScheme", "TCPWeightSyncScheme")
     known = {
@@ -113,7 +115,7 @@ def _run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 def done(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, subprocess.CompletedProcess[str]]:
-    """How the programs ended that the chosen tests ask for; two at a time, on two cores."""
+    """Run the programs of the chosen tests, two at a time on two cores; return how each ended."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {str(call.params["program"]) for call in calls if call and "program" in call.params}
     folder = tmp_path_factory.mktemp("programs")
@@ -150,7 +152,7 @@ def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
 
 
 def test_the_torch_that_the_pages_name_is_the_pinned_one() -> None:
-    """Old pips, told nothing, download the newest wheel before they look at the pin."""
+    """The commands name the pinned torch, as old pips otherwise download the newest wheel first."""
     pins = re.findall(r'"(torch==\S+)"', (ROOT / "pyproject.toml").read_text())
     named = [
         re.findall(r"torch==\S+", block.text)

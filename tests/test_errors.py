@@ -1,4 +1,4 @@
-"""The documentation has a section for each exception, and each exception leads to its own."""
+"""Sections of the documentation about exceptions, and the link of each exception to its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_section_has_three_parts_a_message_and_the_reference(name: str) -> Non
 
 
 def test_messages_are_those_of_the_package() -> None:
-    """Some piece of each, of two words or more, stands in the source; others are filled in."""
+    """Each quoted message contains three words or more of one text in the source."""
     pieces = {
         node.value.strip()
         for path in (ROOT / "aiosync").rglob("*.py")
@@ -72,7 +72,7 @@ def test_an_error_leads_to_its_section(cls: type[errors.AiosyncError]) -> None:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=errors.__all__)
 def test_the_text_has_no_link_and_a_copy_has_one(cls: type[errors.AiosyncError]) -> None:
-    """Texts are joined into longer ones, and sent to peers."""
+    """The text of an error has no link: texts are joined into longer ones, and sent to peers."""
     error = made(cls)
     assert "reference/" not in str(error) + repr(error)
     for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):

@@ -1,4 +1,4 @@
-"""Every example runs by itself and prints what its page shows; the files of a container work."""
+"""Examples: each runs by itself and prints what its page shows; the files of a container work."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_what_differs_from_run_to_run_is_masked(text: str, other: str, same
 
 @pytest.fixture(scope="module")
 def printed(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the examples print that the chosen tests ask for; two at a time, on two cores."""
+    """Run the examples of the chosen tests, two at a time on two cores; return what each prints."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {
         call.params["what"]: call.params["page"] for call in calls if call and "what" in call.params
@@ -137,7 +137,8 @@ def run(name: str, *, quiet: bool = True) -> str:
 
 @pytest.mark.slow
 def test_two_models() -> None:
-    out = run("two_models.py")  # three processes write to it: lines may be mixed
+    # Three processes write this output, so lines may be mixed.
+    out = run("two_models.py")
     assert re.findall(r"trainer: (\w+) version (\d+) applied by \[0, 1\]", out) == [
         ("policy", "2"),
         ("policy", "3"),
@@ -147,7 +148,8 @@ def test_two_models() -> None:
     pattern = rf"worker (\d): (policy version 3 sum {number}, value version 2 sum {number})"
     matches = re.findall(pattern, out)
     assert sorted(worker for worker, _ in matches) == ["0", "1"]
-    assert len({text for _, text in matches}) == 1  # the same weights in both
+    # Both workers have the same weights.
+    assert len({text for _, text in matches}) == 1
 
 
 @pytest.mark.slow
@@ -161,20 +163,24 @@ def test_two_models() -> None:
     ],
 )
 def test_a_trainer_in_a_cluster(name: str, workers: int) -> None:
-    out = run(name)  # several processes write to it: lines may be mixed
+    # Several processes write this output, so lines may be mixed.
+    out = run(name)
     everybody = re.escape(str(list(range(workers))))
     versions = re.findall(rf"trainer: version (\d+) applied by {everybody}", out)
     assert versions == ["2", "3", "4"]
     seen = re.findall(r"worker (\d): version 4, sum (-?\d+\.\d{4})", out)
     assert sorted(idx for idx, _ in seen) == [str(idx) for idx in range(workers)]
-    assert len({total for _, total in seen}) == 1  # the same weights in all of them
+    # All workers have the same weights.
+    assert len({total for _, total in seen}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.apart
 def test_generation_server() -> None:
     pytest.importorskip("uvicorn")
-    for _ in range(4):  # an answer takes about as long as the trainer does for a version
+    # An answer takes about as long as the trainer does for a version, so some runs have no answer
+    # with tokens of several versions.
+    for _ in range(4):
         out = run("generation_server.py")
         answers = re.findall(
             r"^24 tokens from (\d+), of versions (\d+) to (\d+): \[(.*)\] \.\.\.$", out, re.M
@@ -185,7 +191,8 @@ def test_generation_server() -> None:
     else:
         pytest.fail("no answer has tokens of several versions")
     assert answers[-1][0] == "7"
-    assert answers[-1][3] == "8, 9, 10, 11, 12, 13, 14, 15"  # it has learned to count
+    # The model has learned to count.
+    assert answers[-1][3] == "8, 9, 10, 11, 12, 13, 14, 15"
 
 
 @pytest.mark.heavy
@@ -201,12 +208,12 @@ def test_a_policy_in_ray_serve() -> None:
 
 
 def container_file(name: str) -> str:
-    """A file, with lines that were folded unfolded."""
+    """Return the text of a file, with its folded lines joined."""
     return (CONTAINER / name).read_text().replace("\\\n", " ")
 
 
 def image() -> dict[str, list[str]]:
-    """What the image runs, by instruction."""
+    """Return the commands of the image, by instruction."""
     found = re.findall(
         r"^(\w+)(?: +--\S+)*(?: +CMD)? +(\[.*\])$", container_file("Containerfile"), re.M
     )
@@ -214,7 +221,7 @@ def image() -> dict[str, list[str]]:
 
 
 def manifest() -> dict[str, Any]:
-    """The objects of the manifest, by kind."""
+    """Return the specs of the objects of the manifest, by kind."""
     yaml = pytest.importorskip("yaml")
     text = container_file("kubernetes.yaml")
     return {part["kind"]: part["spec"] for part in yaml.safe_load_all(text)}
@@ -227,7 +234,7 @@ def unit_command() -> list[str]:
 
 
 def serve_options(kind: str) -> dict[str, str]:
-    """The options that `aiosync serve` has in a container, a pod or a unit."""
+    """Return the options of `aiosync serve` in a container, a pod or a unit."""
     if kind == "unit":
         program, command, *args = unit_command()
         assert (Path(program).name, command) == ("aiosync", "serve")
@@ -319,7 +326,8 @@ def test_the_parts_of_the_manifest_and_the_image_fit_together() -> None:
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     text = (CONTAINER / "aiosync-serve.service").read_text()
     unit = tmp_path / "aiosync-serve.service"
-    unit.write_text(text.replace(unit_command()[0], sys.executable))  # one that is there
+    # The check needs the path of a program that exists on this machine.
+    unit.write_text(text.replace(unit_command()[0], sys.executable))
     verify = ["systemd-analyze", "verify", str(unit)]
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What promised modules export: complete, in order, and with a docstring for each name."""
+"""Exports of the promised modules: complete, in order, and with a docstring for each name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = [
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, then classes, then the rest; ruff's RUF022 sorts the same way."""
+    """Return a sort key: constants, then classes, then the rest, the order of ruff's RUF022."""
     if name.isupper() and len(name) > 1:
         return 0, name
     return (1 if name[0].isupper() else 2), name
@@ -35,7 +35,7 @@ def _source(module: str) -> str:
 
 
 def _documented_assignments(source: str) -> set[str]:
-    """Names of module-level assignments that a string literal follows."""
+    """Return the names of module-level assignments that a string literal follows."""
     body = ast.parse(source).body
     found = set()
     for node, following in itertools.pairwise(body):
@@ -51,7 +51,7 @@ def _documented_assignments(source: str) -> set[str]:
 
 
 def _defined_in_source(source: str) -> set[str]:
-    """Public names that a module defines itself; imports do not count."""
+    """Return the public names that a module defines itself; imports do not count."""
     found = set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

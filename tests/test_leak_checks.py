@@ -1,4 +1,4 @@
-"""What conftest.py does around every test works, and so does what it uses."""
+"""The checks of conftest.py around every test, and :class:`assert_no_leaks`, which they use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_both_loops_are_used(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.slow
 def test_leaks_fail_a_test(pytester: pytest.Pytester) -> None:
-    """Each kind; what ends while it is waited for does not."""
+    """Each kind of leak fails a test; a thread that ends within the grace period does not."""
     pytester.makeconftest(
         Path(__file__).with_name("conftest.py").read_text().replace("GRACE = 5.0", "GRACE = 0.5")
     )
@@ -111,7 +111,8 @@ def test_what_is_left_is_seen_and_only_where_it_is_looked_for() -> None:
         assert_no_leaks(kinds=("threads", "processes"), grace=0.0),
     ):
         fd = os.open(os.devnull, os.O_RDONLY)
-    with assert_no_leaks(grace=0.0):  # it was there before
+    # The descriptor was open before this block.
+    with assert_no_leaks(grace=0.0):
         pass
     with pytest.raises(KeyError), assert_no_leaks(grace=0.0):
         other = os.dup(fd)
@@ -122,11 +123,12 @@ def test_what_is_left_is_seen_and_only_where_it_is_looked_for() -> None:
 
 
 def test_garbage_is_no_leak() -> None:
-    """Also where there is no time left for it to go: only the collector finds a cycle."""
+    """A cycle, which only the garbage collector frees, is no leak, even without a grace period."""
     with assert_no_leaks(grace=0.0):
         fd = os.memfd_create("aiosync-test")
         os.truncate(fd, 1)
-        kept: list[Any] = [mmap.mmap(fd, 1)]  # it has a descriptor of its own
+        # The mapping has a duplicate of the descriptor.
+        kept: list[Any] = [mmap.mmap(fd, 1)]
         os.close(fd)
         kept.append(kept)
         del kept

@@ -1,4 +1,4 @@
-"""Every fault of ``python -m tests.bench.mutants`` can be put in as things stand."""
+"""Faults of ``python -m tests.bench.mutants``: each can be put into the package as it is now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook of the examples runs in a kernel, and prints what stands in it."""
+"""The notebook of the examples: it runs in a kernel, and prints the output that is stored in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_the_notebook_prints_what_stands_in_it(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", RUN, NOTEBOOK, done],
         check=True,
-        cwd=tmp_path,  # it writes a module there
+        # The notebook writes a module into this folder.
+        cwd=tmp_path,
         stdin=subprocess.DEVNULL,
     )
     assert _printed(done) == _printed(NOTEBOOK)

@@ -1,4 +1,4 @@
-"""Pages are short, their sentences too, each has a place, and the tutorial runs."""
+"""Pages: their length, their sentences, their place in a toctree, the programs of the tutorial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_WORDS = 1500
 LONG_SENTENCE = 30
 LONG_ONES = 0.03
 TABLES_AND_RULES = {"docs/benchmarks.md", "docs/topics/wire-format.md"}
-"""Pages to look things up in, which may have any number of words."""
+"""Reference pages, which may have any number of words."""
 
 
 # -- words and sentences ---------------------------------------------------------------------------
@@ -40,12 +40,12 @@ def _prose(text: str) -> str:
 
 
 def _words(text: str) -> int:
-    """Outside of code: those of paragraphs, lists, tables and headings."""
+    """Return the number of words outside of code: in paragraphs, lists, tables and headings."""
     return len(re.findall(r"\w[\w'\u2019.()=*-]*", _prose(text)))
 
 
 def _sentences(text: str) -> list[str]:
-    """Those of paragraphs and lists."""
+    """Return the sentences of paragraphs and lists."""
     found = []
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#>]|\d+\.)\s?)", _prose(text)):
         block = " ".join(block.split())
@@ -84,7 +84,7 @@ def test_readme_and_changelog_fit_a_screen_or_two() -> None:
 
 
 def _listed(page: Path) -> Iterator[Path]:
-    """The pages in the toctrees of a page."""
+    """Yield the pages in the toctrees of a page."""
     toctrees = [block.text for block in blocks(page) if block.language == "{toctree}"]
     for entry in map(str.strip, "\n".join(toctrees).splitlines()):
         if entry and not entry.startswith(":"):
@@ -103,7 +103,7 @@ def test_every_page_stands_in_a_toctree() -> None:
     assert found == set(PAGES[1:])
 
 
-# -- shell commands: test_shell_blocks.py runs the others ------------------------------------------
+# -- shell commands that test_shell_blocks.py does not run -----------------------------------------
 
 
 @pytest.mark.slow
@@ -117,7 +117,8 @@ def test_options_of_commands_that_take_minutes_exist(command: str) -> None:
     helped = subprocess.check_output(
         [sys.executable, *words, "--help"], text=True, env={**os.environ, "COLUMNS": "250"}
     )
-    helped = re.sub(r"\x1b\[[\d;]*m", "", helped)  # PY_COLORS, whatever its value, colours it
+    # PY_COLORS, whatever its value, makes the program colour its help.
+    helped = re.sub(r"\x1b\[[\d;]*m", "", helped)
     assert [option for option in options if not re.search(rf"{option}\b", helped)] == []
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the pages are those that their script draws, and can be read."""
+"""Pictures of the pages: their files are what their script draws, and they can be read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("palette", ["LIGHT", "DARK"])
 def test_text_and_lines_stand_out(palette: str) -> None:
-    """By the measure of WCAG 2: 7 for text in its box, 3 for lines on the page."""
+    """By WCAG 2, text in its box has a contrast of at least 7, and a line on the page one of 3."""
     colours = SCRIPT[palette]
     page = colours["page"][0]
     text = {role: _contrast(fill, ink) for role, (fill, _, ink) in colours.items()}

@@ -1,4 +1,4 @@
-"""``repr()`` of public objects, in every state: debuggers, logs and tracebacks ask at any time."""
+"""``repr()`` of public objects in every state: debuggers, logs and tracebacks ask at any time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("cls", sorted(CLASSES, key=str), ids=str)
 def test_a_constructor_that_raised(cls: Any) -> None:
-    """What it leaves is what ``__new__()`` made: its frame, and so a debugger, has the object."""
+    """An object that only ``__new__()`` has made has a repr: a debugger finds it in a frame."""
     if issubclass(cls, BaseException | int | str | tuple):
         return
     unfinished = cls.__new__(cls)

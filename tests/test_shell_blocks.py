@@ -1,4 +1,4 @@
-"""Every shell block of the pages runs: in the order of its page, in a folder like a checkout."""
+"""Shell blocks of the pages: each runs, in the order of its page, in a folder like a checkout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELSEWHERE = {
     r"aiosync bench": "tests/cli; it takes minutes, as the next: see test_pages.py",
     r"python -m tests\.bench": "tests/bench itself, by hand",
 }
-"""Commands that are not run here, and where what they start is tested."""
+"""Commands that this module does not run, each with the test of what it starts."""
 
 GOES_ON = re.compile(r"aiosync serve |aiosync top .*--html |two_machines\.py train")
 SESSIONS = {
@@ -43,12 +43,12 @@ SESSIONS = {
 }
 PREPARED = "token", "pull-token"
 installed = set[str]()
-"""The commands that were seen to install: pages repeat them."""
+"""Install commands that have passed once; pages repeat them."""
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with what is in the checkout, and with weights, where commands may write."""
+    """Return a writable folder with the files of the checkout, and with weights."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     for each in ("aiosync", "docs", "examples", "tests", "pyproject.toml", "README.md", "LICENSE"):
@@ -60,7 +60,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def _here(lines: list[str], folder: Path) -> list[str]:
-    """The commands with ports, hosts and folders of this test, and with this environment."""
+    """Return the commands with ports, hosts and folders of this test, and with this environment."""
     text = "\0".join(lines).replace(":7000", f":{free_port()}")
     text = re.sub(r":(8080|9464)\b", ":0", text)
     text = re.sub(r"\b(trainer|server)\.example\b|\b0\.0\.0\.0\b", "127.0.0.1", text)
@@ -72,7 +72,7 @@ def _here(lines: list[str], folder: Path) -> list[str]:
 
 @contextmanager
 def _going_on(line: str, folder: Path, env: dict[str, str]) -> Iterator[None]:
-    """A command that goes on, from its first line to Ctrl-C; a trainer ends by itself."""
+    """Run a command beside the block: until Ctrl-C, or a trainer until it ends by itself."""
     output = folder / "output"
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -103,7 +103,7 @@ def _going_on(line: str, folder: Path, env: dict[str, str]) -> Iterator[None]:
 @pytest.mark.parametrize("page", SESSIONS, ids=name_of)
 def test_the_shell_blocks_of_a_page_run(page: Path, checkout: Path) -> None:
     pytest.importorskip("typer")
-    # When `top` runs there is a server.
+    # `aiosync top` comes last, when there is a server.
     lines = sorted(SESSIONS[page], key=lambda line: "aiosync top" in line)
     for name in PREPARED:
         if not re.search(rf"> {name}\b|aiosync token {name}\b", "\n".join(lines)):
@@ -122,7 +122,7 @@ def test_the_shell_blocks_of_a_page_run(page: Path, checkout: Path) -> None:
             if line in installed:
                 continue
             done = subprocess.run(
-                # Bash stays below it: completion asks for the shell.
+                # The second command keeps Bash as the parent: shell completion asks for the shell.
                 ["bash", "-ec", f"{line}\n:"],
                 cwd=checkout,
                 env=env,

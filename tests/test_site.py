@@ -1,4 +1,4 @@
-"""What the configuration of the documentation adds to a site; the pages here are small ones."""
+"""Additions that the documentation's configuration makes to a site, here a site of small pages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_programs_can_be_copied_and_output_cannot(site: Path) -> None:
 
 
 def _described() -> set[int]:
-    """The objects that the pages of the reference describe; integrations are pages of their own."""
+    """Return the ids of the objects in the reference; integrations have pages of their own."""
     pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").rglob("*.md")))
     names, module = set(), ""
     for kind, name, first in re.findall(
@@ -131,7 +131,7 @@ def _described() -> set[int]:
     "package", ["aiosync", "aiosync.schemes", "aiosync.sync", "aiosync.legacy"]
 )
 def test_the_reference_describes_every_public_name(package: str) -> None:
-    """Under this name, or that of the module that it comes from."""
+    """A public name is described under this name, or under that of the module it comes from."""
     module, described = importlib.import_module(package), _described()
     missing = {name for name in module.__all__ if id(getattr(module, name)) not in described}
     assert missing <= {"__version__"}

@@ -1,4 +1,4 @@
-"""The messages that the page Troubleshooting quotes are messages that the package has."""
+"""Messages that the page Troubleshooting quotes: each is a message that the package has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "topics" / "troubleshooting.md"
-FOREIGN = re.compile(  # of asyncio, the C library and OpenSSL
+# asyncio, the C library and OpenSSL say these.
+FOREIGN = re.compile(
     "Connect call failed|Name or service not known|unable to get local issuer certificate"
     "|Hostname mismatch, certificate is not valid for|TLSV13_ALERT_CERTIFICATE_REQUIRED"
 )
@@ -18,7 +19,7 @@ VARIES = re.compile(r"\.\.\.|'[^']*'|\b\d+\b|^\w+: |\b\w+Error: ")
 
 
 def _texts(node: ast.AST) -> str:
-    """Every text below a node, one a line; what is filled in is left out."""
+    """Return every string below a node, one a line, without the values that are filled in."""
     found = []
     for each in ast.walk(node):
         if isinstance(each, ast.JoinedStr):
@@ -40,7 +41,7 @@ def _quoted() -> list[str]:
 
 
 def _unknown(message: str) -> list[str]:
-    """The parts of a message, of two words or more, that nothing in the package says."""
+    """Return the parts of a message, of two words or more, that no text of the package has."""
     parts = VARIES.split(FOREIGN.sub("...", message))
     phrases = [part.strip(" :;,") for part in parts]
     return [phrase for phrase in phrases if " " in phrase and phrase not in SAID]
