@@ -1,4 +1,4 @@
-"""A scheme that somebody wrote for TorchRL, in a collector: with TorchRL's base class, or ours."""
+"""Program: a user's scheme for TorchRL in a collector, with TorchRL's base class or aiosync's."""
 
 from __future__ import annotations
 

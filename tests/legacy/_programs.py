@@ -27,7 +27,7 @@ _SLOW = 1000.0
 
 
 class Collector:
-    """What the old generation called on the other side."""
+    """Remote object with the methods that the older generation's transports call."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float]] = []
@@ -55,7 +55,7 @@ class Collector:
 
 
 def check_timeout(sender: Any) -> None:
-    """A scheme's ``timeout=`` is that of its transports; this one's is short."""
+    """Check that a scheme's ``timeout=`` limits its transports; this sender has a short one."""
     started = time.monotonic()
     error = expect(aiosync.PartialSyncError, sender.send, td(_SLOW))
     assert "AckTimeout" in str(error), error
@@ -67,7 +67,7 @@ def td(value: float) -> TensorDict:
 
 
 def check_calls(sender: Any, transport: Any, told: Any) -> None:
-    """What is the same for every transport that calls ``update_policy_weights_``."""
+    """Check the behaviour that all transports that call ``update_policy_weights_`` share."""
     sender.send(td(1.0))
     weights = td(2.0)
     sender.send_async(weights)
@@ -128,7 +128,7 @@ def _call_actors(ray: Any) -> None:
 
 
 def distributed_program(rank: int, port: int) -> None:
-    """A sender with a worker that has TorchRL's loop, in the program's default group."""
+    """Run a sender, and a worker that has TorchRL's loop, in the program's default group."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -140,7 +140,8 @@ def distributed_program(rank: int, port: int) -> None:
         assert transport.receive_weights() is None
         weights = td(1.0)
         transport.send_weights_async("policy", weights)
-        weights["weight"].zero_()  # a snapshot was taken
+        # The send has taken a snapshot, so the worker must not get this value.
+        weights["weight"].zero_()
         transport.wait_ack()
         transport.send_weights("policy", {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
         expect(aiosync.ApplyError, transport.send_weights, "policy", td(-1.0))
@@ -160,7 +161,7 @@ def distributed_program(rank: int, port: int) -> None:
 
 
 def stuck_program(rank: int, port: int) -> None:
-    """An updater whose first worker takes no order, and whose second one takes each."""
+    """Run an updater whose first worker takes no order, and whose second one takes each."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -184,14 +185,16 @@ def stuck_program(rank: int, port: int) -> None:
         store.set(f"ended {rank}", b"")
     else:
         store.wait(["ended 1", "ended 2"])
-    os._exit(0)  # the group waits for what was never received
+    # A normal exit would wait for the group, which waits for messages that were never received.
+    os._exit(0)
 
 
 def rpc_program(rank: int, port: int) -> None:
     from torch.distributed import rpc
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own deprecations
+    # torch warns about its own deprecations.
+    warnings.simplefilter("ignore", UserWarning)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
     rpc.init_rpc(f"process{rank}", rank=rank, world_size=2, rpc_backend_options=options)

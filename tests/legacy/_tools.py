@@ -1,4 +1,4 @@
-"""What the tests of the older generation's names share: pairs in one process, and workers."""
+"""Tools for tests of the older generation's names: pairs in one process, and worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = ["state_dict", "tensordict"]
 
 
 class OldContext:
-    """What a collector of that generation offered."""
+    """Context with the interface of that generation's collectors."""
 
     def __init__(self, model: Any, **attributes: Any) -> None:
         vars(self).update(attributes, policy=model)
@@ -36,17 +36,17 @@ class OldContext:
 
 
 def ones(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """The state dict of ``tools.filled(value)``."""
+    """Return the state dict of ``tools.filled(value)``."""
     return dict(tools.filled(value).state_dict())
 
 
 def td(value: float = 1.0) -> TensorDict:
-    """The same as a TensorDict."""
+    """Return the state dict of ``tools.filled(value)`` as a TensorDict."""
     return TensorDict(ones(value), [])
 
 
 def transport(kind: str, pipe: Any) -> Any:
-    """A transport over one end of a pipe, for as long as a block."""
+    """Return a context that yields a transport over one end of a pipe, and closes it."""
     made: Any = legacy.MPTransport(pipe) if kind == "MPTransport" else legacy.SharedMemTransport()
     if kind != "MPTransport":
         made.register_pipe(pipe)
@@ -54,7 +54,7 @@ def transport(kind: str, pipe: Any) -> Any:
 
 
 def refuses(*mistakes: tuple[type[Exception], str, Callable[[], Any]]) -> None:
-    """Each call raises what is said, with a text that has what is said."""
+    """Check that each call raises the given error, with a text that matches the given pattern."""
     for kind, text, call in mistakes:
         with pytest.raises(kind, match=text or None):
             call()
@@ -64,7 +64,7 @@ def refuses(*mistakes: tuple[type[Exception], str, Callable[[], Any]]) -> None:
 def pair(
     make: Any, model: Any, /, **source: Any
 ) -> Iterator[tuple[legacy.WeightSender, legacy.WeightReceiver]]:
-    """Sender and receiver of two schemes in this process, with a pipe between them."""
+    """Yield a sender and a receiver of two schemes in this process, with a pipe between them."""
     mine, theirs = Pipe()
     with make() as scheme, make() as other:
         scheme.init_on_sender(model_id="policy", pipes=[mine], **source)
@@ -73,7 +73,7 @@ def pair(
 
 
 def deliver(sender: Any, receiver: Any, weights: Any = None) -> None:
-    """Send something to one worker, which has it then."""
+    """Send weights to one worker, which has applied them afterwards."""
     sender.send_async(weights)
     assert receiver.receive(timeout=PATIENCE)
     sender.wait_async()
@@ -83,7 +83,7 @@ def deliver(sender: Any, receiver: Any, weights: Any = None) -> None:
 
 
 class State:
-    """What a worker process has, and what it does when it is told to."""
+    """State of a worker process, and the methods that the test calls there."""
 
     def __init__(self, scheme: Any, pipe: Connection) -> None:
         self.scheme, self.pipe = scheme, pipe
@@ -112,7 +112,7 @@ def _serve(conn: Connection, scheme: Any, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def process(target: Callable[..., Any], *args: Any, method: str = "fork") -> Iterator[Any]:
-    """Another process, which is killed at the end if it still runs."""
+    """Run ``target`` in another process, which is killed at the end if it still runs."""
     started = harness.context(method).Process(target=target, args=args)
     started.start()
     try:
@@ -135,7 +135,7 @@ class Worker:
         return tools.recv(self._conn)
 
     def receives(self, send: Callable[[], Any]) -> None:
-        """It receives what is sent meanwhile."""
+        """Check that the worker receives the update that ``send()`` sends."""
         self._conn.send(("receive", ()))
         send()
         assert tools.recv(self._conn) is True
@@ -143,7 +143,7 @@ class Worker:
 
 @contextlib.contextmanager
 def worker(scheme: Any, pipe: Connection, method: str = "fork") -> Iterator[Worker]:
-    """A process that has ``scheme`` and its end of a pipe; it attaches when it is told to."""
+    """Yield a process with ``scheme`` and its end of a pipe; it attaches when the test says so."""
     mine, theirs = Pipe()
     with mine, process(_serve, theirs, scheme, pipe, method=method):
         theirs.close()

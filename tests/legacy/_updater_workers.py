@@ -1,4 +1,4 @@
-"""Programs that the tests of the updaters run: real collectors of TorchRL, in a process apart."""
+"""Programs of the tests of the updaters: real collectors of TorchRL, each in a process apart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FRAMES = 20
 
 
 class Line(EnvBase):
-    """An environment without end; its observation is always one, its reward what it is given."""
+    """Environment without end: its observation is always one, its reward is ``reward``."""
 
     def __init__(self, reward: int = 0) -> None:
         super().__init__()
@@ -53,14 +53,18 @@ class Line(EnvBase):
 
 
 def policy_of(value: float) -> TensorDictModule:
-    """A policy whose actions are ``value``."""
+    """Return a policy whose actions are ``value``."""
     policy = TensorDictModule(nn.Linear(1, 1), in_keys=["observation"], out_keys=["action"])
     fill(policy, value)
     return policy
 
 
 def fill(policy: nn.Module, value: float) -> None:
-    """Make the actions ``value``: the sum of two tensors, which are of one version then."""
+    """Make the actions of a policy ``value``.
+
+    An action is the sum of the weight and the bias. If these are of two versions, the sum is far
+    from either value.
+    """
     with torch.no_grad():
         for name, tensor in policy.named_parameters():
             tensor.fill_(value * BIG if name.endswith("weight") else value - value * BIG)
@@ -71,22 +75,22 @@ def actions(data: TensorDict) -> set[float]:
 
 
 def by_worker(data: TensorDict) -> list[set[float]]:
-    """Actions of each worker in a batch of a synchronous collector."""
+    """Return the actions of each worker in a batch of a synchronous collector."""
     return [set(part.flatten().tolist()) for part in data["action"].flatten().split(FRAMES // 2)]
 
 
 def raised(call: Any, *args: Any, **kwargs: Any) -> tuple[BaseException, float]:
-    """What a call raises, and after how many seconds."""
+    """Return the exception that a call raises, and the seconds that the call took."""
     started = time.monotonic()
     try:
         call(*args, **kwargs)
-    except Exception as exc:  # noqa: BLE001 - the caller looks at it
+    except Exception as exc:  # noqa: BLE001 - the caller checks it
         return exc, time.monotonic() - started
     raise AssertionError("nothing was raised")
 
 
 def assert_lost(call: Any, pid: int) -> None:
-    """The death of worker 0 is told at once, and names it."""
+    """Kill worker 0; check that the call reports its loss at once, and names it."""
     os.kill(pid, signal.SIGKILL)
     error, seconds = raised(call)
     assert isinstance(error, aiosync.PartialSyncError), error
@@ -183,10 +187,13 @@ def sync() -> None:
     assert len(hooks) == 4
     late = legacy.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={})
     for registering, kind in ((late, aiosync.LocalProtocolError), (updater, ValueError)):
-        error, _ = raised(registering.register_collector, collector)  # its workers run already
+        # The collector's workers run already: too late for the first updater. The second one has a
+        # collector.
+        error, _ = raised(registering.register_collector, collector)
         assert isinstance(error, kind), error
     assert_lost(collector.update_policy_weights_, collector.procs[0].pid)
-    collector.update_policy_weights_()  # the others go on
+    # The updater goes on with the other worker.
+    collector.update_policy_weights_()
     assert updater.last_report.acked == {1}
     updater.shutdown()
     updater.shutdown()
@@ -210,7 +217,8 @@ def remote(kind: str, policy: Any, updater: Any, **options: Any) -> Any:
 
 
 def distributed() -> None:
-    policy = policy_of(1.0).share_memory()  # as a pickle for a process of this host does it
+    # A pickle for a process of this host puts the policy into shared memory, too.
+    policy = policy_of(1.0).share_memory()
     updater = legacy.DistributedWeightUpdater()
     options = {"launcher": "mp", "tcp_port": free_port()}
     collector = remote("DistributedCollector", policy, updater, **options)
@@ -228,8 +236,10 @@ def rpc() -> None:
     check_remote(collector, policy)
     later = policy_of(7.0)
     collector.update_policy_weights_(later, wait=False)
-    fill(later, 8.0)  # a snapshot was taken
-    collector.update_policy_weights_(worker_ids=[], wait=True)  # waits for the one before
+    # The update has taken a snapshot, so the workers must not get this value.
+    fill(later, 8.0)
+    # This call has no workers of its own; it waits for the update before.
+    collector.update_policy_weights_(worker_ids=[], wait=True)
     assert updater.last_report is not None
     assert updater.last_report.acked == {0, 1}
     assert actions(collector.next()) == {7.0}
@@ -265,7 +275,7 @@ def ray() -> None:
 
 
 def refuse(collector: Any) -> None:
-    """Weights that do not fit are refused by every worker, in words."""
+    """Check that every worker refuses weights that do not fit, and that the error says why."""
     wrong = {"module": {"bias": torch.zeros(7)}}
     error, _ = raised(collector.update_policy_weights_, wrong)
     assert isinstance(error, aiosync.PartialSyncError), error
@@ -275,7 +285,7 @@ def refuse(collector: Any) -> None:
 
 
 def check_remote(collector: Any, policy: nn.Module, rank: int = 0) -> None:
-    """Workers change with an update, and not before; leaves them with actions of 6."""
+    """Check that workers change with an update, and not before it; leave them with actions of 6."""
     assert actions(collector.next()) == {1.0}
     fill(policy, 2.0)
     assert actions(collector.next()) == {1.0}
@@ -290,7 +300,7 @@ def check_remote(collector: Any, policy: nn.Module, rank: int = 0) -> None:
 
 
 def main(name: str, method: str, report: str) -> None:
-    """Run one scenario, and write that it passed."""
+    """Run one scenario; write a report if it passed."""
     faulthandler.enable()
     torch.set_num_threads(1)
     multiprocessing.set_start_method(method, force=True)
@@ -299,11 +309,12 @@ def main(name: str, method: str, report: str) -> None:
         globals()[name]()
         Path(report).write_text(json.dumps({"passed": name}))
         code = 0
-    except BaseException:  # noqa: BLE001 - in the log, which the test shows
+    except BaseException:  # noqa: BLE001 - the test shows the log, which has it
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # TorchRL would wait for its workers; what it leaves behind is not looked at
+    # A normal exit would wait for TorchRL's workers; the test kills those that are left.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Programs as that generation's users wrote them: each side with whatever it liked.
+"""Programs in the style of that generation's users, whose two sides need not be of one kind.
 
-A transport on one side and a scheme on the other, pipes that are read by hand, other strategies.
+There may be a transport on one side and a scheme on the other, a pipe that the program reads by
+hand, or another strategy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TRANSPORTS = ["MPTransport", "SharedMemTransport"]
 SCHEMES = {"MP": MP, "SHM": SHM}
 SENDERS = [*TRANSPORTS, "created", *SCHEMES]
 RECEIVERS = [*SENDERS, "by hand", "created, by hand"]
-# Each of them once, with an end that any of the others would take the place of.
+# Each kind stands once beside one fixed kind of the other side, which stands for all others.
 PAIRS = [
     *((sender, "MP") for sender in SENDERS[1:]),
     *(("MPTransport", each) for each in RECEIVERS),
@@ -34,13 +35,13 @@ PAIRS = [
 
 
 def _link_of(receiver: Any) -> Any:
-    return receiver._transport  # noqa: SLF001 - programs of that time did (documented)
+    return receiver._transport  # noqa: SLF001 - programs of that time used it (documented)
 
 
 def _receiver(
     stack: ExitStack, kind: str, pipe: Any, model: Any, strategy: Any = "state_dict", **options: Any
 ) -> Any:
-    """The receiver of a scheme: with a role, or by itself with a transport of its own."""
+    """Return a receiver: of an initialised scheme, or one by itself with a transport of its own."""
     scheme = stack.enter_context(SCHEMES.get(kind, MP)(strategy=strategy, **options))
     if "created" not in kind:
         scheme.init_on_worker(model_id="policy", pipe=pipe, model=model)
@@ -53,7 +54,7 @@ def _receiver(
 
 
 def _sends(stack: ExitStack, kind: str, pipe: Any, strategy: str) -> Any:
-    """What sends weights and waits until they were answered."""
+    """Return a function that sends weights and waits until they are answered."""
     if kind in TRANSPORTS:
         transport = stack.enter_context(workers.transport(kind, pipe))
         assert isinstance(transport, legacy.TransportBackend)
@@ -69,7 +70,7 @@ def _sends(stack: ExitStack, kind: str, pipe: Any, strategy: str) -> Any:
 
 
 def _takes(stack: ExitStack, kind: str, pipe: Any, strategy: str) -> Any:
-    """What waits for weights, answers them, and returns the biases."""
+    """Return a function that waits for weights, answers them and returns the biases."""
     if kind in TRANSPORTS:
         transport = stack.enter_context(workers.transport(kind, pipe))
 
@@ -133,7 +134,7 @@ def test_a_transport_that_comes_late_gets_the_newest(make: Any, strategy: str) -
             sender.wait_async()
 
 
-# -- what goes wrong ----------------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"ab", b"a message of some other program" * 5])
@@ -152,7 +153,7 @@ def test_a_pipe_with_something_else_in_it(data: bytes) -> None:
             scheme.get_receiver().receive(timeout=tools.PATIENCE)
 
 
-# -- what weights may be ------------------------------------------------------------------------
+# -- forms of weights ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["MP", "SHM", "created"])
@@ -179,7 +180,8 @@ def test_a_subset_and_other_dtypes_where_they_are_allowed(kind: str) -> None:
 def test_a_registered_buffer_of_a_scheme() -> None:
     buffer = td(0.0).share_memory_()
     scheme = SHM(policy_weights={"policy": buffer}, strategy="tensordict", auto_register=False)
-    pid = os.fork()  # it has the program's own shared memory, as programs of that time had
+    # The child has the program's own shared memory, as workers of such programs had.
+    pid = os.fork()
     if pid == 0:
         while not buffer["bias"].all():
             time.sleep(0.001)
@@ -196,7 +198,8 @@ def test_a_registered_buffer_of_a_scheme() -> None:
     )
     twin = pickle.loads(pickle.dumps(scheme))
     transport.send_weights("policy", td(2.0))
-    assert twin.policy_weights["policy"]["bias"].tolist() == [1.0, 1.0]  # nothing is aliased
+    # The twin has a copy of the buffer, which later sends do not change.
+    assert twin.policy_weights["policy"]["bias"].tolist() == [1.0, 1.0]
     scheme.auto_register = True
     scheme.create_transport(None).send_weights("critic", td(3.0))
     assert scheme.policy_weights["critic"]["bias"].tolist() == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""Schemes that users wrote for TorchRL: its hooks, its transports, its setters."""
+"""Schemes that users wrote for TorchRL: with its hooks, its transports and its setters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sync import _tools as tools
 
 
 class QueueTransport:
-    """As TorchRL asks for it, and no more: nobody has to be met."""
+    """Transport with the methods that TorchRL asks for, and no more: it sets up no connection."""
 
     def __init__(self, updates: Any, answers: Any) -> None:
         self.updates, self.answers = updates, answers
@@ -39,14 +39,15 @@ class QueueTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, **others: Any
     ) -> Any:
-        return self.updates.get(timeout=timeout)  # raises queue.Empty, as TorchRL's own do
+        # Like TorchRL's own transports, this one raises queue.Empty.
+        return self.updates.get(timeout=timeout)
 
     def send_ack(self, message: str = "updated") -> None:
         self.answers.put(message)
 
 
 class QueueScheme(legacy.WeightSyncScheme):
-    """In the way of TorchRL: keyword arguments, and what is assigned while it is initialised."""
+    """Scheme in TorchRL's style: keyword arguments, and attributes that the hooks assign."""
 
     def __init__(self, ends: list[Any], strategy: Any = "tensordict") -> None:
         self.ends = ends
@@ -81,7 +82,7 @@ def queues(count: int = 1) -> list[Any]:
 
 
 class Owner:
-    """A context, as TorchRL's collectors are."""
+    """Context with the interface of TorchRL's collectors."""
 
     def __init__(self, policy: torch.nn.Module) -> None:
         self.policy = policy
@@ -125,7 +126,8 @@ def test_a_scheme_with_the_hooks_of_torchrl() -> None:
             assert [*map(tools.value_of, models)] == [value] * 2
         assert applied[0] is not None
         assert applied[0].weights["weight"].unique().tolist() == [3.0]
-        [(model_id, _), _] = owner.passed_on  # to the collectors below it
+        # The scheme also passed the updates to the context, for the collectors below it.
+        [(model_id, _), _] = owner.passed_on
         assert model_id == "policy"
         with tools.threads(lambda: scheme.send(tools.filled(4.0), worker_ids=1)):
             assert two.receive(timeout=tools.PATIENCE)
@@ -171,7 +173,7 @@ def test_what_does_not_fit_is_told_to_both() -> None:
 
 
 class Arrays(QueueTransport):
-    """Without tensors, for which torch would start a server in this process."""
+    """Transport of arrays: for tensors, torch would start a server in this process."""
 
     def send_weights_async(self, weights: Any) -> None:
         self.updates.put({name: each.detach().numpy() for name, each in weights.items()})
@@ -182,7 +184,7 @@ class Arrays(QueueTransport):
 
 
 class Pushed(QueueScheme):
-    """Receives in the background, when its trainer says so; but the first weights in connect()."""
+    """Scheme that receives in the background when told to; connect() receives the first weights."""
 
     def create_transport(self, **kwargs: Any) -> QueueTransport:
         return Arrays(**kwargs)
@@ -228,7 +230,8 @@ def test_a_scheme_that_receives_in_the_background_of_a_process() -> None:
     ends = [(ctx.Queue(), ctx.Queue())]
     mine, theirs = ctx.Pipe()
     with Pushed(ends) as scheme:
-        process = ctx.Process(target=_pushed, args=(scheme, theirs))  # what it has travels with it
+        # The scheme's attributes, with the queues, travel with it.
+        process = ctx.Process(target=_pushed, args=(scheme, theirs))
         process.start()
         scheme.init_on_sender(model_id="policy", model=trained)
         scheme.connect(weights=trained)
@@ -247,7 +250,7 @@ def test_a_scheme_that_receives_in_the_background_of_a_process() -> None:
 
 
 class Shared(QueueScheme):
-    """One transport for all workers."""
+    """Scheme with one transport for all workers."""
 
     def __init__(self, ends: list[Any]) -> None:
         super().__init__(ends)
@@ -317,7 +320,8 @@ def test_what_a_pickle_of_a_scheme_takes_along() -> None:
 def test_a_scheme_for_torchrl_in_its_collector_by_changing_the_import() -> None:
     pytest.importorskip("torchrl")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.legacy._own_in_collector", "aiosync"],  # or "torchrl"
+        # The program takes "torchrl", too, to compare.
+        [sys.executable, "-m", "tests.legacy._own_in_collector", "aiosync"],
         cwd=tools.ROOT,
         env={**os.environ, "PYTHONPATH": str(tools.ROOT), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
@@ -328,7 +332,7 @@ def test_a_scheme_for_torchrl_in_its_collector_by_changing_the_import() -> None:
     assert done.stdout.splitlines() == ["[0.0] [0]", "[1.0] [1]", "[2.0] [2]"], done.stderr
 
 
-# -- what is refused, in the name of the class ----------------------------------------------------
+# -- errors that name the user's class ------------------------------------------------------------
 
 
 def test_a_class_that_cannot_work_is_refused_by_name() -> None:
@@ -403,7 +407,7 @@ def test_a_transport_that_changes_a_model_itself_is_told_what_to_do() -> None:
         assert "Writes.receive_weights() was given weights=None" in caught.value.__notes__[0]
 
 
-# -- names and keywords of TorchRL's --------------------------------------------------------------
+# -- TorchRL's names and keywords -----------------------------------------------------------------
 
 
 def test_transports_by_the_keywords_of_torchrl() -> None:

@@ -1,4 +1,4 @@
-"""The older generation's schemes, senders and receivers: what they promise, and how they fail."""
+"""The older generation's schemes, senders and receivers: their promises, and their failures."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_arguments_that_cannot_be() -> None:
         )
         init(pipes=[mine])()
         sender = scheme.get_sender()
-        with MP() as other:  # has links of the newer generation, and no sender
+        # This scheme has links of the newer generation, and so no sender.
+        with MP() as other:
             other.init_on_sender(num_workers=1)
             workers.refuses((RuntimeError, "scheme", other.get_sender))
         workers.refuses(
@@ -162,7 +163,7 @@ def test_weights_that_come_before_a_model() -> None:
         assert tools.value_of(model) == 1.0
 
 
-# -- what is sent -----------------------------------------------------------------------------
+# -- sources of weights -----------------------------------------------------------------------
 
 
 def test_where_weights_come_from() -> None:
@@ -211,7 +212,8 @@ def test_a_registered_source(keyword: str) -> None:
     source, model = tools.filled(5.0), tools.filled(0.0)
     given = source if keyword == "model" else TensorDict.from_module(source)
     with workers.pair(MP, model, **{keyword: given}) as (sender, receiver):
-        assert not receiver.receive(0.3)  # what is registered is not sent before send()
+        # A registered source is not sent before send().
+        assert not receiver.receive(0.3)
         workers.deliver(sender, receiver)
         assert tools.value_of(model) == 5.0
 
@@ -221,7 +223,8 @@ def test_single_workers() -> None:
     with SHM() as scheme, SHM() as one, SHM() as two:
         scheme.init_on_sender(model_id="policy", pipes=[mine for mine, _ in pipes])
         sender = scheme.get_sender()
-        sender.send_async(td(1.0))  # nobody has attached
+        # No worker has attached yet.
+        sender.send_async(td(1.0))
         for other, (_, theirs), model in zip((one, two), pipes, models, strict=True):
             other.init_on_worker(model_id="policy", pipe=theirs, model=model)
         sender.wait_async()
@@ -258,7 +261,8 @@ def test_a_worker_that_is_forked_from_the_sender() -> None:
         scheme.init_on_sender(model_id="policy", pipes=[mine])
         sender = scheme.get_sender()
         with pytest.warns(UserWarning, match="no worker has attached"):
-            sender.send(ones(1.0))  # the portal runs, the pipe is watched
+            # From here on the portal runs and watches the pipe, beside which the worker is forked.
+            sender.send(ones(1.0))
         with workers.worker(scheme, theirs) as work:
             work("attach")
             assert work("receive") is True
@@ -295,7 +299,8 @@ def test_an_actor_applies_what_it_is_called_with(make: Any) -> None:
             misfit = {"weight": torch.zeros(3)}
             workers.refuses(
                 (aiosync.ApplyError, "weight", functools.partial(receiver.apply_weights, misfit)),
-                (RuntimeError, "connect", scheme.receive),  # of links, which it may have as well
+                # receive() is for links, which this scheme may also have.
+                (RuntimeError, "connect", scheme.receive),
             )
 
 
@@ -307,7 +312,8 @@ def test_registered_weights_are_first_values() -> None:
     mine, theirs = Pipe()
     with SHM({"policy": registered}, auto_register=False) as scheme, SHM() as other:
         scheme.init_on_sender(model_id="policy", pipes=[mine])
-        registered.zero_()  # what workers get first was copied
+        # The workers' first values were copied before.
+        registered.zero_()
         other.init_on_worker(model_id="policy", pipe=theirs, model=model)
         assert other.get_receiver().receive(tools.PATIENCE)
         assert tools.value_of(model) == 1.0
@@ -318,7 +324,8 @@ def test_registered_weights_are_first_values() -> None:
         assert scheme.policy_weights["policy"] is registered
         with pytest.raises(ValueError, match="do not fit"):
             scheme.get_sender().send({"weight": torch.zeros(1)})
-        assert float(registered["bias"].sum()) == 6.0  # it is kept up to date
+        # The scheme keeps its registered weights up to date.
+        assert float(registered["bias"].sum()) == 6.0
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -384,7 +391,7 @@ def test_pickles_are_configuration() -> None:
 
 
 class Box:
-    """A transport of a user, in one process."""
+    """A user's transport, within one process."""
 
     def __init__(self, messages: list[tuple[str, Any]]) -> None:
         self.messages = messages
@@ -405,7 +412,7 @@ class BoxScheme(legacy.WeightSyncScheme):
 
 
 class QueueTransport:
-    """A transport as TorchRL's present schemes have them: blocking, over two queues."""
+    """A transport in the style of TorchRL's present schemes: blocking, over two queues."""
 
     def __init__(self, updates: Any, answers: Any) -> None:
         self.updates, self.answers = updates, answers
@@ -419,7 +426,8 @@ class QueueTransport:
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any, model: Any, strategy: Any
     ) -> Any:
-        assert (weights, model) == (None, None)  # the scheme changes it, between two forwards
+        # The scheme changes the model itself, between two forwards.
+        assert (weights, model) == (None, None)
         try:
             return self.updates.get(timeout=timeout)
         except queue.Empty:
@@ -453,7 +461,8 @@ def test_a_backend_of_ones_own_as_torchrl_has_them() -> None:
         other.init_on_receiver(model_id="policy", pipe=queues, model=model, worker_idx=0)
         with tools.threads(other.connect):
             scheme.connect()
-        assert tools.value_of(model) == 7.0  # what the transport brought
+        # The transport brought these weights when it connected.
+        assert tools.value_of(model) == 7.0
         assert not other.receive(timeout=0.01)
         for value in (1.0, 2.0):
             tools.fill(trained, value)

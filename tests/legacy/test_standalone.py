@@ -1,4 +1,4 @@
-"""The standalone examples of the older documentation run with another import line, and no other."""
+"""The standalone examples of the older documentation, of which only the import line is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.apart, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
-# Word for word, but for `from aiosync.legacy import`.
+# The example is copied word for word, except for `from aiosync.legacy import`.
 PROGRAM = """
 import torch
 import torch.nn as nn
@@ -88,7 +88,7 @@ def test_the_examples_run_word_for_word() -> None:
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert done.stderr.count("no worker has attached") == 2
-    # The example closes neither schemes nor pipes.
+    # The example closes neither schemes nor pipes, and must not be blamed for that.
     for noise in (*tools.NOISE, "Error", "ResourceWarning"):
         assert noise not in done.stderr, done.stderr
 
@@ -102,17 +102,19 @@ def test_the_first_example_with_its_worker(method: str) -> None:
         scheme.init_on_sender(model_id="policy", pipes=[parent_pipe])
         sender = scheme.get_sender()
         work("attach")
-        assert not work("receive", 0.001)  # nothing was sent
+        # No update has been sent yet.
+        assert not work("receive", 0.001)
         work.receives(lambda: sender.send(policy.state_dict()))
         assert work("value") == 1.0
         assert not work("receive", 0.001)
-        # Nothing is shared, in neither direction.
+        # The processes share no memory: a change in one of them does not reach the other.
         tools.fill(policy, 2.0)
         assert work("value") == 1.0
         work("fill", 3.0)
         assert tools.value_of(policy) == 2.0
         sender.send_async(policy.state_dict())
-        tools.fill(policy, 4.0)  # the snapshot was taken already
+        # send_async() has taken its snapshot already.
+        tools.fill(policy, 4.0)
         work.receives(sender.wait_async)
         assert work("value") == 2.0
     assert tools.portal_threads() == []
@@ -130,7 +132,8 @@ def test_workers_of_the_second_example_see_updates() -> None:
             tools.fill(policy, value)
             send(TensorDict.from_module(policy))
             tools.fill(policy, 9.0)
-            assert work("value") == value  # without receive()
+            # In shared memory the worker has the update without a call of receive().
+            assert work("value") == value
             assert work("receive", 0.001)
             assert not work("receive", 0.001)
 
@@ -155,7 +158,7 @@ def _train(make: Any, say: Any, pipe: Any, sends: bool, kills: bool) -> None:
     scheme = make(strategy="state_dict")
     if pipe is None:
         pipe, theirs = Pipe()
-        # It gets a copy of this end of the pipe, too, and outlives this process.
+        # The child also gets a copy of this end of the pipe, and outlives this process.
         context = workers.harness.context("fork")
         context.Process(target=_wait_for_the_end, args=(make, theirs, say)).start()
     scheme.init_on_sender(model_id="policy", pipes=[pipe])
@@ -177,7 +180,8 @@ def test_a_trainer_that_is_killed_and_whose_workers_were_forked(make: Any, sends
 @pytest.mark.parametrize("kills", [True, False])
 def test_a_trainer_that_did_not_make_the_pipe(make: Any, kills: bool) -> None:
     mine, theirs = Pipe()
-    pipe, other = Pipe()  # both ends stay open here
+    # Both ends stay open in this process.
+    pipe, other = Pipe()
     with (
         mine,
         theirs,

@@ -1,4 +1,4 @@
-"""The older generation's transports, used by themselves."""
+"""The older generation's transports, used without a scheme."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _td(value: float) -> TensorDict:
 
 @contextlib.contextmanager
 def _ends() -> Iterator[tuple[legacy.MPTransport, legacy.MPTransport]]:
-    """Both ends of a link."""
+    """Yield both ends of a link."""
     left, right = map(legacy.MPTransport, Pipe())
     with contextlib.closing(left), contextlib.closing(right):
         yield left, right
@@ -57,13 +57,14 @@ def test_weights_keep_their_form_and_are_copies() -> None:
         one.send_weights_async("critic", _td(1.5))
         model_id, other = two.receive_weights(timeout=tools.PATIENCE)
         assert (model_id, other["inner", "bias"].tolist()) == ("critic", [1.0])
-        assert weights["a.b"].tolist() == weights["tied"].tolist() == [0.0, 1.0, 2.0]  # as it was
+        # The weights have the values of the time when they were sent.
+        assert weights["a.b"].tolist() == weights["tied"].tolist() == [0.0, 1.0, 2.0]
         assert weights["big"].sum().item() == 3_000_000
     assert tools.portal_threads() == []
 
 
 def test_nothing_is_lost_between_weights_and_answers() -> None:
-    """Both ends send, and each first looks for something else than what comes first."""
+    """Both ends send, and each first looks for another message than the one that comes first."""
     with _ends() as (one, two):
         for value in range(3):
             one.send_weights_async("policy", _td(float(value)))
@@ -73,12 +74,14 @@ def test_nothing_is_lost_between_weights_and_answers() -> None:
             kept.append(two.receive_weights(timeout=tools.PATIENCE)[1])
             two.send_ack()
         for _ in range(3):
-            one.wait_ack()  # reads past the weights that came before
+            # wait_ack() reads past the weights that came before the answer.
+            one.wait_ack()
         for value in range(3):
             model_id, weights = one.receive_weights(timeout=tools.PATIENCE)
             assert (model_id, float(weights["weight"][0])) == ("critic", -value)
         assert one.receive_weights(timeout=0.01) is None
-        for value in range(3, 6):  # what somebody keeps stays as it is
+        # Later weights do not change those that somebody keeps.
+        for value in range(3, 6):
             one.send_weights_async("policy", _td(float(value)))
             kept.append(two.receive_weights(timeout=tools.PATIENCE)[1])
         assert [float(each["weight"][0]) for each in kept] == [*range(6)]
@@ -119,7 +122,8 @@ def test_closing() -> None:
         two.send_weights_async("policy", _td(1.0))
         for _ in range(2):
             two.close()
-        assert one.receive_weights() is not None  # what was sent before is still there
+        # Weights that were sent before the end was closed still arrive.
+        assert one.receive_weights() is not None
         for call in (one.receive_weights, lambda: one.send_weights("policy", _td(2.0))):
             with pytest.raises((aiosync.PeerClosed, aiosync.TransportBroken)):
                 call()
@@ -134,14 +138,15 @@ def test_closing() -> None:
     assert other.check_connection()
 
 
-# -- what goes wrong ----------------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------------------
 
 
 def _take_and_end(pipe: Any, kind: str) -> None:
     with workers.transport(kind, pipe) as transport:
         transport.receive_weights(timeout=tools.PATIENCE)
         transport.send_ack()
-        os._exit(0)  # at once, before anything can be sent behind our back
+        # The process ends at once, before a background thread could still send the answer.
+        os._exit(0)
 
 
 @pytest.mark.parametrize("kind", ["MPTransport", "SharedMemTransport"])
@@ -157,7 +162,7 @@ def test_an_answer_has_left_before_the_worker_ends(kind: str) -> None:
 
 
 class _Given(legacy.WeightSyncScheme):
-    """Takes transports that are there already."""
+    """Scheme for transports that are there already."""
 
     def create_transport(self, pipe_or_context: Any) -> Any:
         return pipe_or_context
@@ -187,7 +192,7 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
             sender.wait_async()
         assert (caught.value.acked, list(caught.value.failed)) == ({1 - dead}, [dead])
         assert isinstance(caught.value.failed[dead], aiosync.PeerClosed)
-        # No answer is left over: a send that nobody answers does not return.
+        # No answer is left over from before: a send that no worker answers does not return.
         live.timeout = 0.1
         with pytest.raises(aiosync.PartialSyncError):
             sender.send(tools.filled(2.0))
@@ -201,7 +206,8 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
             (ValueError, "Worker 7", lambda: sender.send(tools.filled(4.0), [1 - dead, 7])),
         )
         assert receiver.receive(timeout=tools.PATIENCE)
-        assert not receiver.receive(timeout=0.05)  # nothing was sent to anybody
+        # The refused send has reached no worker.
+        assert not receiver.receive(timeout=0.05)
         assert tools.value_of(model) == 3.0
 
 
@@ -210,7 +216,8 @@ def test_shared_memory_of_many_models() -> None:
     state = {"net.weight": torch.ones(2000), "net.bias": torch.zeros(1)}
     with left as sender, right as receiver:
         assert receiver.receive_weights(timeout=0.01) is None
-        for number in range(20):  # nobody takes them meanwhile
+        # The receiver takes no weights meanwhile.
+        for number in range(20):
             sender.send_weights(f"model{number}", state)
         receiver.receive_weights(timeout=None)
         assert len(receiver.policy_weights) == 20
@@ -279,7 +286,8 @@ def test_processes_of_a_group(program: Any, count: int) -> None:
             assert process.exitcode == 0
 
 
-@pytest.mark.heavy  # a cluster of its own
+# The program starts a Ray cluster of its own.
+@pytest.mark.heavy
 def test_ray_calls_the_actors() -> None:
     pytest.importorskip("ray")
     done = subprocess.run(

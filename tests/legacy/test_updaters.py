@@ -30,7 +30,7 @@ LIMIT = 55.0
 
 
 def run(name: str, method: str = "fork") -> None:
-    """Run a scenario of ``_updater_workers`` in a process of its own; none of it stays behind."""
+    """Run a scenario of ``_updater_workers`` in a process of its own; kill all that it leaves."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         report = Path(folder) / "report"
         process = subprocess.Popen(
@@ -52,7 +52,8 @@ def run(name: str, method: str = "fork") -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LIMIT)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # workers that did not end with it
+            # The group has only the workers that did not end with the process, and may be gone.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         log.seek(0)
@@ -89,7 +90,8 @@ def test_in_a_collector(name: str, method: str) -> None:
 
 @needs_torchrl
 @needs_ray
-@pytest.mark.heavy  # a cluster has to start
+# A cluster has to start.
+@pytest.mark.heavy
 def test_ray_in_a_collector() -> None:
     run("ray")
 
@@ -98,7 +100,7 @@ def test_ray_in_a_collector() -> None:
 
 
 class Recorder(legacy.WeightUpdaterBase):
-    """Notes what would be sent."""
+    """Updater that records what it would send."""
 
     def __init__(self, ids: Any = None) -> None:
         self.ids = ids
@@ -116,7 +118,7 @@ class Recorder(legacy.WeightUpdaterBase):
 
 
 class Owner:
-    """As much of a collector of TorchRL's as an updater looks at."""
+    """The part of a TorchRL collector that an updater uses."""
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy_to_send = policy
@@ -154,7 +156,8 @@ def test_the_hooks_of_an_update() -> None:
 def test_vanilla_copies_all_or_nothing() -> None:
     policy, source = nn.Linear(2, 2), nn.Linear(2, 2)
     updater = legacy.VanillaWeightUpdater.from_policy(policy)
-    updater()  # nothing to do
+    # There are no weights to copy.
+    updater()
     updater(source)
     assert torch.equal(policy.weight, source.weight)
     assert policy.weight.data_ptr() != source.weight.data_ptr()
@@ -162,7 +165,8 @@ def test_vanilla_copies_all_or_nothing() -> None:
     with pytest.raises(aiosync.ManifestMismatch, match="bias"):
         updater({"weight": torch.zeros(2, 2), "bias": torch.zeros(3)})
     assert torch.equal(policy.weight, before)
-    updater({"bias": torch.ones(2, dtype=torch.float64)})  # a part, and another dtype
+    # These weights are a part of the model's, with another dtype.
+    updater({"bias": torch.ones(2, dtype=torch.float64)})
     assert policy.bias.tolist() == [1.0, 1.0]
 
 
@@ -203,7 +207,8 @@ def test_a_policy_for_distributed_workers_gets_memory_when_it_arrives() -> None:
     updater.register_collector(collector)
     twin = collector.policy_to_send
     assert twin.weight.data_ptr() != policy.weight.data_ptr()
-    twin.share_memory()  # as pickling for another process does it
+    # Pickling for another process does the same.
+    twin.share_memory()
     for arrived in (pickle.loads(pickle.dumps(twin)), copy.deepcopy(twin)):
         assert type(arrived) is nn.Linear
         assert torch.equal(arrived.weight, policy.weight)
