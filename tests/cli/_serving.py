@@ -1,7 +1,7 @@
-"""``aiosync serve`` as a process, and the other commands, for tests.
+"""``aiosync serve`` and the other commands as processes, for tests.
 
-Most of them are forks of a process that has imported torch, which takes seconds; where the start
-or the end of the interpreter counts, tests ask for a fresh one.
+Most of them are forks of a process that has imported torch, which takes seconds. A test asks for a
+fresh interpreter if the start or the end of the interpreter counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def environment(**changes: str) -> dict[str, str]:
 def run(
     *args: str, timeout: float = PATIENCE, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command as a process of its own."""
+    """Run a command as a process of its own, until it ends."""
     return subprocess.run(
         command(*args),
         capture_output=True,
@@ -94,7 +94,7 @@ class Command:
 
     @property
     def url(self) -> str:
-        """The first line that a server prints."""
+        """The first line that a server prints, which is its address."""
         wait_until(lambda: "\n" in self.out.read_text() or self.poll() is not None)
         assert self.poll() is None, self.log.read_text()
         return self.out.read_text().partition("\n")[0]
@@ -113,26 +113,28 @@ class Command:
         return status
 
     def ended(self) -> tuple[int, str, str]:
-        """Its exit status, and all that it wrote."""
+        """Wait for the end; return the exit status and all that the command wrote."""
         return self.wait(), self.out.read_text(), self.log.read_text()
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Send a signal to a server; exit status, and what it printed after its address."""
-        assert self.url  # the handlers are there
+        """Send a signal to a server; return its exit status and its output after its address."""
+        # After its first line, a server has its signal handlers.
+        assert self.url
         self.send_signal(number)
         status, out, _ = self.ended()
         return status, out.partition("\n")[2]
 
     def close(self) -> None:
-        """End it, if it has not ended, and let go of everything."""
-        with contextlib.suppress(ValueError):  # that was done already
+        """Kill the command if it has not ended, and release its process."""
+        # The process was closed before.
+        with contextlib.suppress(ValueError):
             self._process.kill()
             self._process.join()
             self._process.close()
 
 
 class Terminal:
-    """A pseudo terminal on which commands run; ``with`` ends them."""
+    """A pseudo terminal on which commands run; the end of ``with`` kills them."""
 
     def __init__(self, columns: int) -> None:
         self.raw = bytearray()
@@ -149,7 +151,7 @@ class Terminal:
         self._cleanup.close()
 
     def start(self, *args: str, quiet: bool = False, **variables: str) -> subprocess.Popen[bytes]:
-        """A command on it, with nothing of its stdout if ``quiet``."""
+        """Start a command on the terminal; discard its stdout if ``quiet``."""
         unset = {"COLUMNS", "NO_COLOR"}
         given = {name: each for name, each in environment().items() if name not in unset}
         process = subprocess.Popen(
@@ -165,11 +167,11 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What was written to it, without moves and colours."""
+        """The text that was written to the terminal, without moves and colours."""
         return re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self.raw).decode(errors="replace")
 
     def read_until(self, condition: Callable[[str], bool]) -> None:
-        """Read until what is shown is as it should be."""
+        """Read from the terminal until ``condition`` holds for the text that it shows."""
         give_up = time.monotonic() + PATIENCE
         while not condition(self.shown):
             assert time.monotonic() < give_up, self.raw
@@ -180,13 +182,13 @@ class Terminal:
 def serving(
     folder: Path, *args: str, program: list[str] | None = None, fresh: bool = False
 ) -> contextlib.closing[Command]:
-    """A server in a fork, unless it is a program of its own or wants a fresh interpreter."""
+    """Start a server in a fork, unless it is a program of its own or wants a fresh interpreter."""
     program = command() if fresh else program
     return contextlib.closing(Command(folder, "serve", *args, program=program))
 
 
 def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
-    """What was found in a file is what was saved, bit for bit and of the same types."""
+    """Check that the tensors and values of a file equal the saved ones, bit for bit and in type."""
     assert set(found) == set(saved)
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
@@ -199,7 +201,7 @@ def assert_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit status and stderr of a command that fails, which is one line without a secret."""
+    """Return exit status and stderr of a command that fails, which is one line without a secret."""
     capsys.readouterr()
     status = aiosync.cli.main(args)
     shown = capsys.readouterr()
@@ -213,14 +215,17 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 
 
 def written(path: Path, text: str, mode: int = 0o600) -> str:
-    """A file of a token, and who may read it."""
+    """Write a token file with the given permissions; return its path."""
     path.touch(mode)
     path.write_text(text)
     return str(path)
 
 
 def write_weights(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """A file, and what is in it: tied names, an integer, an odd number of bytes."""
+    """Write a weights file; return its path and its tensors.
+
+    The tensors have tied names, an integer, and an odd number of bytes.
+    """
     generator = torch.Generator().manual_seed(0)
     shared = torch.randn(5, 7, generator=generator)
     tensors = {

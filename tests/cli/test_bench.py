@@ -58,7 +58,7 @@ def test_choices_narrow_a_profile() -> None:
 
 
 def older() -> Results:
-    """Results with all there is to show."""
+    """Return results with an entry of each kind that ``show()`` shows."""
     results = Results(machine(), "quick", 3.0)
     for contender, seconds in (("aiosync", 1e-4), ("peer", 5e-3), ("limit/round trip", 5e-5)):
         results.timings.append(Timing(CASE, contender, [seconds] * 4, 0.1, 0.2))
@@ -159,7 +159,7 @@ def test_workloads_say_their_size(name: str) -> None:
     "transport", ["shm", *(pytest.param(each, marks=pytest.mark.apart) for each in ("tcp", "gloo"))]
 )
 def test_aiosync_and_limits(transport: str) -> None:
-    """Twice in the same trainers, the second time with more workers, then with busy ones."""
+    """The same trainers run one case, then one with more workers, then one with busy workers."""
     cases = [Case(transport, "4x2", 1), Case(transport, "1MB", 2), Case(transport, "4x2", 1, True)]
     results = measure(*cases)
     assert results.missing == []
@@ -184,7 +184,7 @@ def test_a_failure_is_told_and_the_rest_goes_on() -> None:
 
 
 class Broken:
-    """A peer that says it sent, and did not; or that dies."""
+    """A peer that does not send what it says it sent, or that dies."""
 
     def open(self, case: Case) -> Any:
         if case.workload == "1MB":
@@ -202,7 +202,7 @@ class Broken:
 
 @pytest.mark.slow
 def test_failures_of_trainers_with_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that did not arrive, a trainer that dies, a package that is not there."""
+    """Weights do not arrive, a trainer dies, and a package is missing."""
     monkeypatch.setitem(contenders.CONTENDERS, "shm", contenders.CONTENDERS["shm"][:1])
     contenders.register(
         "shm",
@@ -216,7 +216,8 @@ def test_failures_of_trainers_with_a_process_each(monkeypatch: pytest.MonkeyPatc
     missing = {entry.what: entry.why for entry in results.missing}
     assert "no_such_package" in missing["shm, absent"]
     assert "exit code -9" in missing["shm 1MB to 1, broken"]
-    for case in (CASE, cases[2]):  # it was started again
+    # The trainer was started again after it had died.
+    for case in (CASE, cases[2]):
         assert "the trainer sent 3.0" in missing[f"{case}, broken"]
     assert [(each.contender, each.case) for each in results.timings] == [
         ("aiosync", case) for case in cases

@@ -1,4 +1,4 @@
-"""The command itself: what is missing, wrong usage, and what answers without importing torch."""
+"""The command itself: missing packages, wrong usage, and subcommands that do not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELP_SECONDS = 0.4
 
 
 def _imported(*args: str, **variables: str) -> tuple[str, set[str]]:
-    """What a command prints, and the names of everything that it imported."""
+    """Return the output of a command, and the names of all modules that it imported."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "aiosync", *args],
         capture_output=True,
@@ -34,7 +34,8 @@ def _imported(*args: str, **variables: str) -> tuple[str, set[str]]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.rpartition("|") for line in done.stderr.splitlines()]
-    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # where the environment asks for colours
+    # The environment may ask for colours.
+    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
     return plain, {name.strip() for before, _, name in lines if before}
 
 
@@ -83,7 +84,7 @@ def test_who_asks_does_not_import_torch(args: tuple[str, ...], shown: str) -> No
 
 @pytest.mark.slow
 def _cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU time, the least of three: a busy machine can spoil one measurement, and hardly three."""
+    """Return the least CPU time of three runs, since a busy machine can hardly spoil all three."""
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -94,13 +95,13 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
 
 
 def test_help_is_quick() -> None:
-    """On a slow machine it takes at most twice as long as the libraries that show it."""
+    """On a slow machine the help takes at most twice as long as the libraries that show it."""
     shows = [sys.executable, "-X", "importtime", "-c", "import typer.rich_utils, rich.markdown"]
     needed = _cpu_seconds(lambda: subprocess.run(shows, check=True, capture_output=True))
     assert _cpu_seconds(lambda: _imported("--help")) < max(HELP_SECONDS, 2 * needed)
 
 
-# -- what is missing or wrong -----------------------------------------------------------------
+# -- missing packages and wrong usage ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "gymnasium"])
@@ -171,7 +172,8 @@ def test_wrong_usage_is_refused_before_anything_starts(
 ) -> None:
     assert aiosync.cli.main(args) == 2
     shown = capsys.readouterr()
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.err)  # some terminals and CI get styles
+    # Some terminals and CI get styles.
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.err)
     assert text in plain
     assert "no option is a secret" not in plain
     assert "Traceback" not in plain

@@ -1,4 +1,4 @@
-"""``aiosync demo``, run as a user runs it."""
+"""``aiosync demo``, run in the way of a user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_the_return_rises(transport: str, sync: bool) -> None:
     for worker in summary["workers"]:
         assert worker["steps"] > 0
         assert worker["lag"] >= 0
-        assert worker["version"] > 10  # the worker was kept fresh while it collected
+        # The worker got updates while it collected.
+        assert worker["version"] > 10
     assert re.search(
         r"return +[0-9.]+  version \d+  workers have \d+, \d+  send [0-9.]+ ms", done.stderr
     )
@@ -58,7 +59,7 @@ def test_the_return_rises(transport: str, sync: bool) -> None:
 
 @contextlib.contextmanager
 def running(*args: str, until: str) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
-    """Run the demo in a session of its own; give it and its workers once it wrote ``until``."""
+    """Run the demo in a session of its own; yield it and its workers once it wrote ``until``."""
     process = subprocess.Popen(
         command(*args),
         stdout=subprocess.PIPE,
@@ -81,10 +82,11 @@ def running(*args: str, until: str) -> Iterator[tuple[subprocess.Popen[str], set
 
 
 def workers_of(session: int) -> set[int]:
-    """The processes of a session that are workers."""
+    """Return the processes of a session that are workers."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        # The process may just have ended.
+        with contextlib.suppress(OSError):
             pid, command_line = int(path.name), (path / "cmdline").read_bytes()
             if os.getsid(pid) == session and b"spawn_main" in command_line:
                 found.add(pid)
@@ -95,7 +97,8 @@ def workers_of(session: int) -> set[int]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("transport", "sync", "ending"),
-    [  # each start is three interpreters with torch: a transport, an API and an ending each
+    # Each start is three interpreters with torch, so each transport, API and ending is tried once.
+    [
         ("shm", False, "Ctrl-C"),
         ("pipe", True, "killed"),
         pytest.param("shm", False, "killed", marks=pytest.mark.heavy),
@@ -109,7 +112,8 @@ def test_it_ends_cleanly(transport: str, sync: bool, ending: str) -> None:
     with running(*args, until="version") as (process, workers):
         assert len(workers) == 2
         if ending == "Ctrl-C":
-            os.killpg(process.pid, signal.SIGINT)  # as the terminal does: workers get it as well
+            # A terminal also sends the signal to the workers.
+            os.killpg(process.pid, signal.SIGINT)
         else:
             os.kill(min(workers), signal.SIGKILL)
         _, err = process.communicate(timeout=20)
@@ -130,7 +134,7 @@ def test_ctrl_c_while_the_workers_start(sync: bool) -> None:
     with running(*demo_args("shm", sync), until="aiosync demo") as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=20)
-        # Python itself ends by the signal where Ctrl-C met an import that runs a text of code.
+        # Python itself ends by the signal if Ctrl-C interrupts an import that runs a text of code.
         assert process.returncode in (130, -signal.SIGINT), err
         assert "Stopped by Ctrl-C" in err
         assert "Traceback" not in err

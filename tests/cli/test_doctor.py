@@ -1,4 +1,4 @@
-"""``aiosync doctor`` and ``aiosync token``: what they find, and what they say to do."""
+"""``aiosync doctor`` and ``aiosync token``: their findings and their advice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, str]]:
-    """Exit status of a doctor, and each row with what is below it, by the name of the check."""
+    """Return the exit status of a doctor, and each row with the lines below it, by its check."""
     capsys.readouterr()
     status = aiosync.cli.main(["doctor", *args])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
@@ -62,7 +62,8 @@ def test_each_check_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
         assert found[name].startswith("ok "), name
     assert {"event loop", "torch threads", "open files"} <= found.keys()
     assert found["end"] == "Everything that aiosync needs is available."
-    assert {"token", "TLS", "reachable"}.isdisjoint(found)  # nothing was given to check
+    # These checks need an address or options.
+    assert {"token", "TLS", "reachable"}.isdisjoint(found)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_package_that_is_missing_fails(
     assert found["msgpack"].endswith("pip install msgpack")
 
 
-# -- whom it reaches ------------------------------------------------------------------------------
+# -- servers that it reaches ----------------------------------------------------------------------
 
 
 async def asked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, str]]:
@@ -138,7 +139,8 @@ async def test_a_server_is_reached_with_its_token_and_not_with_another(
 async def test_what_a_server_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     async with WeightServer(URL) as server, trainer(server) as source:
         await send(source, 1.0)
-        await WeightClient(server.url).pull()  # a worker that has left
+        # This worker has left when the doctor asks.
+        await WeightClient(server.url).pull()
         async with worker(server):
             _, found = await asked(capsys, server.url)
     assert found["reachable"].endswith(" ms: policy has version 1, workers: 1")
@@ -174,7 +176,7 @@ def test_certificate_files_are_tried(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 @pytest.mark.parametrize("colours", [True, False])
 def test_a_narrow_terminal(colours: bool) -> None:
-    """60 columns: nothing is longer, and no colours where NO_COLOR asks for none."""
+    """No line is longer than the 60 columns, and NO_COLOR suppresses colours."""
     with Terminal(60) as terminal:
         process = terminal.start("doctor", "unix:///none", **({} if colours else {"NO_COLOR": "1"}))
         terminal.read_until(lambda shown: "Failed checks: reachable." in shown)
@@ -199,7 +201,8 @@ def test_a_new_token_is_for_this_user_alone(
         os.umask(old)
     assert stat.S_IMODE(first.stat().st_mode) == 0o600
     token = first.read_text()
-    assert len(token) >= 32 and not token[-1].isspace()  # so that token= may be the whole file
+    # The token has no line end, so that token= may be the whole file.
+    assert len(token) >= 32 and not token[-1].isspace()
     assert token != second.read_text()
     assert token not in capsys.readouterr().out
     status, text = refused(capsys, "token", str(first))

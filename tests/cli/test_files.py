@@ -30,7 +30,7 @@ ENDINGS = SAFETENSORS + TORCH
 every_ending = pytest.mark.parametrize("ending", ENDINGS)
 
 
-# -- there and back ---------------------------------------------------------------------------
+# -- round trips ------------------------------------------------------------------------------
 
 
 @every_ending
@@ -54,7 +54,8 @@ def test_weights_and_values_come_back(tmp_path: Path, ending: str) -> None:
             save_weights(path, saved | values)
     save_weights(path, saved, metadata={"version": "3"})
     assert_same(load_weights(path), saved)
-    save_weights(str(path), {"other": torch.ones(1)})  # replaces it
+    # This file replaces the one before.
+    save_weights(str(path), {"other": torch.ones(1)})
     assert_same(load_weights(str(path)), {"other": torch.ones(1)})
     assert os.listdir(tmp_path) == [path.name]
 
@@ -65,8 +66,10 @@ def test_memory_for_a_second_model_is_not_needed(tmp_path: Path, ending: str) ->
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
-    saved = {name: torch.ones(8_000_000) for name in "abcd"}  # 32 MB each
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is what there is now
+    # Each tensor has 32 MB.
+    saved = {name: torch.ones(8_000_000) for name in "abcd"}
+    # This sets the peak back to the present value.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = peak()
     save_weights(tmp_path / f"x{ending}", saved)
     assert peak() - before < 64_000_000
@@ -150,7 +153,8 @@ def test_a_pickle_that_could_run_code_is_refused(
         torch.save(content, path, _use_new_zipfile_serialization=how == "zip")
     with pytest.raises(ConfigError, match=r"x\.pt: refused: .*could run code") as caught:
         load_weights(path)
-    assert "weights_only" not in str(caught.value)  # no advice to load it all the same
+    # The error must not advise to load the file all the same.
+    assert "weights_only" not in str(caught.value)
     assert "mkdir" in str(caught.value) or how == "pickle"
     assert not marker.exists()
 

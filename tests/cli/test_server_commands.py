@@ -1,8 +1,7 @@
-"""``aiosync serve``, ``push``, ``pull`` and ``status``: what they do and what they say.
+"""``aiosync serve``, ``push``, ``pull`` and ``status``: their effects and their messages.
 
-The servers are processes, started once for all tests. Clients are run in this process through
-``aiosync.cli.main()`` where nothing else counts but what they say: an interpreter with torch
-takes seconds to start.
+The servers are processes, started once for all tests. Most clients run in this process through
+``aiosync.cli.main()``, since an interpreter with torch takes seconds to start.
 """
 
 from __future__ import annotations
@@ -69,14 +68,14 @@ TLS_CLIENT = ("--tls-ca", "ca.pem", "--tls-cert", "good.pem")
 
 
 def with_files(options: tuple[str, ...]) -> list[str]:
-    """Options whose file names are those of the test's certificates."""
+    """Return the options, with file names replaced by those of the test's certificates."""
     at = certificates().folder
     return [str(at / each) if each.endswith(".pem") else each for each in options]
 
 
 @pytest.fixture(scope="module")
 def servers(folder: Path, token_file: str) -> Iterator[dict[str, Command]]:
-    """A plain one, one with a token, and one with TLS; they start at the same time."""
+    """Start three servers at the same time: a plain one, one with a token, and one with TLS."""
     unix = f"unix://{folder / 'socket'}"
     tcp = "tcp://127.0.0.1:0"
     with (
@@ -108,14 +107,16 @@ def test_push_pull_and_status_as_processes(
     url = servers["plain"].url
     assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9][0-9]*", url)
     pushed = run("push", path, url)
-    assert (pushed.returncode, pushed.stderr) == (0, "")  # no bar where there is no terminal
+    # There is no progress bar without a terminal.
+    assert (pushed.returncode, pushed.stderr) == (0, "")
     line = re.fullmatch(
         r"Pushed policy: version 1 of epoch ([0-9a-f]{16}), "
         r"240\.\d kB \(240\d+ bytes\) in [\d.]+ s, [\d.]+ MB/s\n",
         pushed.stdout,
     )
     assert line, pushed.stdout
-    with ThreadPoolExecutor(2) as pool:  # both start at the same time
+    # Both commands start at the same time.
+    with ThreadPoolExecutor(2) as pool:
         pulling = pool.submit(run, "pull", url, str(tmp_path / "copy.safetensors"))
         telling = pool.submit(run, "status", url, "--json", NO_COLOR="1")
         pulled, told = pulling.result(), telling.result()
@@ -127,7 +128,8 @@ def test_push_pull_and_status_as_processes(
     (model,) = values["models"]
     assert (model["model_id"], model["strategy"], model["version"]) == ("policy", "any", 1)
     assert f"{model['epoch']:016x}" == line[1]
-    assert model["tensors"] == 4  # the tied one once
+    # The tied tensor counts once.
+    assert model["tensors"] == 4
     assert f"policy: version 1 of epoch {line[1]}" in servers["plain"].log.read_text()
 
 
@@ -143,7 +145,8 @@ def test_a_round_trip_with_tls(
     url = servers["tls"].url
     options = [*with_files(TLS_CLIENT), "--model-id", "a b"]
     assert aiosync.cli.main(["push", path, url, *options]) == 0
-    assert aiosync.cli.main(["push", path, url, *options]) == 0  # a new epoch each time
+    # Each push starts a new epoch.
+    assert aiosync.cli.main(["push", path, url, *options]) == 0
     assert aiosync.cli.main(["pull", url, str(tmp_path / "copy.pt"), *options]) == 0
     assert_same(load_weights(tmp_path / "copy.pt"), tensors)
     lines = capsys.readouterr().out.splitlines()
@@ -160,7 +163,7 @@ def test_a_round_trip_with_tls(
     assert text.endswith(
         " See reference/errors-updates#recvtimeout in the documentation of aiosync.\n"
     )
-    # What does not fit is refused in one line.
+    # Wrong TLS options and model ids are refused in one line.
     status, text = refused(capsys, "status", url)
     assert (status, "TLS" in text) == (1, True)
     foreign = ("--tls-ca", str(certificates().folder / "other-ca.pem"))
@@ -176,7 +179,7 @@ def test_a_round_trip_with_tls(
     assert "does not serve model 'c'; it serves: a b" in text
 
 
-# -- what goes wrong --------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -200,7 +203,8 @@ def test_a_wrong_token_is_one_line(
     assert not Path(target).exists()
     monkeypatch.setenv("AIOSYNC_TOKEN", SECRET)
     assert aiosync.cli.main(["status", url]) == 0
-    status, text = refused(capsys, "status", url, *given)  # the file counts, not the variable
+    # The file counts, not the variable.
+    status, text = refused(capsys, "status", url, *given)
     assert status == 1
     status, text = refused(capsys, "status", servers["plain"].url)
     assert (status, "the listener has none" in text) == (1, True)
@@ -281,7 +285,8 @@ def test_wrong_usage_is_status_2(
 ) -> None:
     file, empty = tmp_path / "file.pt", tmp_path / "empty"
     torch.save({"a": torch.zeros(2)}, file)
-    file.chmod(0o755)  # what may be executed is no folder all the same
+    # An executable file is still no folder.
+    file.chmod(0o755)
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 and nothing that makes sense")
     empty.touch()
     os.mkfifo(tmp_path / "fifo.pt")
@@ -318,7 +323,8 @@ def test_a_token_may_come_through_a_pipe_that_is_removed(
     os.mkfifo(pipe)
 
     def give() -> None:
-        with pipe.open("w") as file:  # once the command has opened it
+        # open() returns once the command has opened the pipe, too.
+        with pipe.open("w") as file:
             pipe.unlink()
             file.write(SECRET)
 
@@ -381,7 +387,7 @@ def test_ctrl_c_ends_a_pull_that_waits(
     assert os.listdir(tmp_path) == ["said"]
 
 
-# -- what a push does -------------------------------------------------------------------------
+# -- effects of a push ------------------------------------------------------------------------
 
 
 async def push(path: Path, url: str, *flags: str) -> int:
@@ -424,7 +430,8 @@ async def test_a_push_says_why_it_was_not_taken(
     async with WeightServer(URL, store=store) as server:
         assert await push(tmp_path / "sparse.pt", server.url) == 1
         assert said("cannot be sent")
-        assert server.status()["models"] == []  # nobody heard of it
+        # The refused push has not registered a model.
+        assert server.status()["models"] == []
         async with trainer(server):
             assert await push(path, server.url) == 1
             assert said("is already pushing model 'policy' to this server")
@@ -517,18 +524,19 @@ def test_a_second_signal_ends_a_server_at_once(
     unix = f"unix://{folder / 'stuck'}"
     args = ("--listen", unix, "--store", str(folder / "stuck-store"))
     with serving(folder / "stuck-log", *args, program=program) as server:
-        # The trainer is told that the version is not on disk.
+        # The trainer gets an error, since the version is not on disk.
         status, text = refused(capsys, "push", weights[0], server.url, "--timeout", "1")
         assert (status, "AckTimeout" in text) == (1, True)
         server.send_signal(signal.SIGINT)
-        wait_until(lambda: not (folder / "stuck").exists())  # it ends, and waits for the disk
+        # The server ends, but waits for the disk.
+        wait_until(lambda: not (folder / "stuck").exists())
         assert server.poll() is None
         server.send_signal(signal.SIGINT)
         assert server.wait() == 130
 
 
 def pushed(path: str, url: str) -> contextlib.closing[Command]:
-    """A push that is under way."""
+    """Start a push, which goes on in the background."""
     args = ("push", path, url, "--timeout", "60")
     return contextlib.closing(Command(Path(f"{path}-pushed"), *args))
 
@@ -536,7 +544,8 @@ def pushed(path: str, url: str) -> contextlib.closing[Command]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: Path) -> None:
-    big = [{"w": torch.full((8, 2**20), float(value))} for value in (1, 2)]  # 32 MiB
+    # Each file has 32 MiB.
+    big = [{"w": torch.full((8, 2**20), float(value))} for value in (1, 2)]
     for number, tensors in enumerate(big, 1):
         torch.save(tensors, tmp_path / f"{number}.pt")
     store = folder / "kill-store"
@@ -553,7 +562,8 @@ def test_a_killed_server_has_the_last_complete_version(folder: Path, tmp_path: P
                 )
             )
             first.close()
-            stored = WeightStore(store).load("policy")  # which checks every byte
+            # load() checks every byte.
+            stored = WeightStore(store).load("policy")
             assert stored is not None
             (name,) = [leaf.name for leaf in stored.layout.manifest.leaves]
             value = float(stored.buffer.views(stored.layout)[0][0, 0])
@@ -581,14 +591,16 @@ def test_what_a_terminal_shows_is_true(folder: Path) -> None:
         server = terminal.start("serve", "--listen", url)
         terminal.read_until(lambda shown: f"{url}\r\n" in shown)
         pulling = terminal.start("pull", url, str(folder / "x.pt"), quiet=True)
-        for text in ("pull policy", f"waits for {url}"):  # the bar
+        # The progress bar shows these texts.
+        for text in ("pull policy", f"waits for {url}"):
             terminal.read_until(lambda shown, text=text: text in shown)
         pulling.send_signal(signal.SIGINT)
         assert pulling.wait(PATIENCE) == 130
         server.send_signal(signal.SIGINT)
         terminal.read_until(lambda shown: shown.count("Stopped by Ctrl-C.") == 2)
         assert server.wait(PATIENCE) == 130
-        assert b"\x1b[?25h" in terminal.raw  # the cursor is back
+        # The command has shown the cursor again.
+        assert b"\x1b[?25h" in terminal.raw
 
 
 @pytest.mark.slow

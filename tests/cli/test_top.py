@@ -1,4 +1,4 @@
-"""``aiosync top`` and its page: what they ask and show, and what becomes of hostile names."""
+"""``aiosync top`` and its page: questions, output, and the treatment of hostile names."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def main(*args: str) -> asyncio.Task[int]:
     return asyncio.ensure_future(asyncio.to_thread(aiosync.cli.main, args))
 
 
-# -- what is asked ----------------------------------------------------------------------------
+# -- questions and answers --------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
@@ -93,7 +93,8 @@ async def test_a_trainer_that_listens_is_asked(cls: Any, transport: str) -> None
     async with harness.here(scheme, linear(), sender={"model": linear()}) as (source, _):
         client = WeightClient(source.address, token=SECRET)
         assert (await source.send()).acked == {0}
-        await until(lambda: source.worker_versions == {0: 2})  # through shared memory it takes it
+        # Through shared memory the worker may take the version only after send() has returned.
+        await until(lambda: source.worker_versions == {0: 2})
         (told,) = await client.stats()
         assert (told.role, told.model, told.transport) == ("sender", "policy", transport)
         assert (told.epoch, told.version, told.newest_version) == (source.epoch, 2, 2)
@@ -103,7 +104,8 @@ async def test_a_trainer_that_listens_is_asked(cls: Any, transport: str) -> None
             await WeightClient(source.address, token="wrong").stats()
         with pytest.raises(aiosync.ConnectError, match="`aiosync top` shows it"):
             await client.status()
-        assert (await source.send()).acked == {0}  # who only asked is no worker
+        # A client that only asked is no worker.
+        assert (await source.send()).acked == {0}
         (told,) = await client.stats()
         assert (told.version, len(told.workers), told.reconnects) == (3, 1, 0)
 
@@ -183,7 +185,7 @@ async def test_who_has_pulled_has_left_and_is_not_lost() -> None:
             assert [each.state for each in (await client.stats())[0].workers] == ["left"]
 
 
-# -- what is shown ----------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------
 
 
 def test_a_stuck_and_a_lost_worker_are_seen_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,8 @@ async def test_who_does_not_answer_is_asked_again() -> None:
     assert (third.models, "asking again: gone" in third.trouble) == ([SIXTEEN], True)
     assert (fourth.models, fourth.trouble) == ([], "")
     assert fourth.before is not None
-    assert (fourth.before.models, fourth.before.before) == ([SIXTEEN], None)  # no chain of them
+    # A look keeps only one earlier look, not a chain of them.
+    assert (fourth.before.models, fourth.before.before) == ([SIXTEEN], None)
     assert "No answer for 0 s" in drawn(third)
     assert "No models yet." in drawn(fourth)
 
@@ -320,7 +323,8 @@ def test_on_a_terminal_it_goes_on_until_ctrl_c(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             terminal.read_until(lambda shown: "Stopped by Ctrl-C." in shown)
             assert process.wait(PATIENCE) == 130
-        assert b"\x1b[?25h" in terminal.raw  # the cursor is back
+        # The command has shown the cursor again.
+        assert b"\x1b[?25h" in terminal.raw
 
 
 # -- the page ---------------------------------------------------------------------------------
@@ -334,7 +338,8 @@ def test_the_page_is_whole_and_takes_nothing_for_markup() -> None:
     text = (importlib.resources.files("aiosync.cli") / "dashboard.html").read_text()
     (script,) = scripts_of(text)
     markup = text.replace(script, "")
-    assert re.findall(r"\b(?:src|href|action)=(\S+)>", markup) == ['"data:,"']  # no icon
+    # The only address is that of an empty icon.
+    assert re.findall(r"\b(?:src|href|action)=(\S+)>", markup) == ['"data:,"']
     assert not re.search(r"<[^>]*\son\w+=", markup), "a handler in the markup"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "default-src 'none'; connect-src 'self'; " in text
@@ -349,7 +354,7 @@ def test_the_page_is_whole_and_takes_nothing_for_markup() -> None:
 
 @contextlib.asynccontextmanager
 async def requested(url: str, path: str) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
-    """The head of an answer, and the rest as it comes."""
+    """Request a path; yield the head of the answer and a reader of the rest."""
     host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -376,7 +381,8 @@ async def test_the_stream_of_the_page_is_read_by_a_client() -> None:
             raise aiosync.ConnectError(HOSTILE)
         return list(answer)
 
-    shown = HOSTILE.replace("\x1b", "\\x1b")  # text for the page to show, and no more
+    # The page gets the name as text, with its escapes written out.
+    shown = HOSTILE.replace("\x1b", "\\x1b")
     async with asyncio.timeout(PATIENCE), contextlib.AsyncExitStack() as stack:
         async with serve_page("127.0.0.1:0", HOSTILE, ask, 0.01) as url:
             assert url.startswith("http://127.0.0.1:")
@@ -400,17 +406,19 @@ async def test_the_stream_of_the_page_is_read_by_a_client() -> None:
             while not said["trouble"]:
                 said = await event(reader)
             assert shown in said["trouble"]
-            assert len(said["models"]) == 1  # what was said last
+            # The page still has the models of the last answer.
+            assert len(said["models"]) == 1
             answer.append(SIXTEEN)
             while said["trouble"]:
                 said = await event(reader)
             assert said["models"][0]["name"] == "policy"
-        with contextlib.suppress(ConnectionError):  # the server ends it, and waits for that
+        # The server ends the connection, and waits for that.
+        with contextlib.suppress(ConnectionError):
             await reader.read()
 
 
 class Source:
-    """Gives the same answer to whoever asks, and counts that."""
+    """Source that gives the same answer to every question, and counts the questions."""
 
     def __init__(self, *answer: SyncStats) -> None:
         self.answer, self.asked = answer, 0
@@ -437,7 +445,8 @@ async def test_a_reader_that_takes_nothing_for_ten_seconds_is_let_go() -> None:
     ask = Source(*[dataclasses.replace(SIXTEEN, workers=SIXTEEN.workers * 200)] * 4)
     async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 0.01) as url:
         async with requested(url, "/events") as (_, reader):
-            await asyncio.sleep(13)  # the other side waits with the second or third event
+            # The server waits meanwhile with the second or third event.
+            await asyncio.sleep(13)
             with contextlib.suppress(ConnectionError):
                 while await reader.read(2**20):
                     pass
