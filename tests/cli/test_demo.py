@@ -1,4 +1,4 @@
-"""``aiosync demo``, run in the way of a user."""
+"""``aiosync demo``, run as a user runs it."""
 
 from __future__ import annotations
 

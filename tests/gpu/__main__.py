@@ -1,10 +1,10 @@
-"""What aiosync does on a GPU, and what the GPU can do: tables for the documentation.
+"""Tables for the documentation: aiosync on a GPU, and the abilities of the GPU itself.
 
 python -m tests.gpu                     # all sections, five minutes at most
 python -m tests.gpu times torchrl       # some of them
 
-Each section runs in a process of its own with a time limit; one that fails does not stop the
-others. Without a GPU it ends with status 2.
+Each section runs in a process of its own with a time limit. A section that fails does not stop the
+others. Without a GPU the program ends with status 2.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "slots": (_slots, 50),
     "torchrl": (_torchrl, 50),
 }
-"""By name: what prints it, and after how many seconds it is ended."""
+"""The function that prints a section, and the seconds after which it is ended, by name."""
 
 
 def main() -> None:
-    """Run the sections that are named, or all."""
+    """Run the named sections, or all of them."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu",
         description=__doc__,

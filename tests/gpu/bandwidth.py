@@ -1,4 +1,4 @@
-"""Ways of bytes out of a GPU, into it, and on it."""
+"""Bandwidth of copies out of a GPU, into it, and on it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _moves(kind: str, chunk: int) -> str:
 
 
 def _both_ways() -> str:
-    """Both directions at once, pinned."""
+    """Measure both directions at once, with pinned memory."""
     ones = [torch.ones(_NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     hosts = [_memory("pinned", _NBYTES) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -69,7 +69,7 @@ def _copy_parts(parts: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _host_copy(threads: int) -> str:
-    """From a memfd into pinned memory of 32 MiB, again and again."""
+    """Measure copies by threads from a memfd into the same 32 MiB of pinned memory."""
     source, ring = _memory("memfd", _NBYTES).numpy(), _memory("pinned", 32 * _MIB).numpy()
     step = 32 * _MIB // threads
     with ThreadPoolExecutor(threads) as pool:
@@ -86,7 +86,7 @@ def _host_copy(threads: int) -> str:
 
 
 def _ring(direction: str, chunk: int, threads: int) -> str:
-    """Through two pinned chunks in turns, copied by threads."""
+    """Measure copies through two pinned chunks in turn, which threads fill or empty."""
     device = torch.ones(_NBYTES, dtype=torch.uint8, device="cuda")
     host = _memory("memfd", _NBYTES)
     rings = [_memory("pinned", chunk) for _ in range(2)]
@@ -126,7 +126,7 @@ def _ring(direction: str, chunk: int, threads: int) -> str:
 
 
 def _small(how: str) -> str:
-    """1,000 tensors of 4 KiB on the device, into or out of one buffer there."""
+    """Measure one way to copy 1,000 tensors of 4 KiB on the device, with or without a buffer."""
     tensors = [torch.ones(1024, device="cuda") for _ in range(1000)]
     flat = torch.empty(1000 * 1024, device="cuda")
     views = list(flat.split(1024))
@@ -179,7 +179,7 @@ def _on_device() -> str:
 
 
 def _gather_large(chunk: int) -> str:
-    """16 tensors of 32 MiB, gathered piece by piece into chunks."""
+    """Measure the gathering of 16 tensors of 32 MiB into chunks, piece by piece."""
     tensors = [torch.ones(2**23, device="cuda") for _ in range(16)]
     flat = torch.empty(_NBYTES // 4, device="cuda")
     pairs = [*zip(flat.split(chunk), torch.cat(tensors).split(chunk), strict=True)]

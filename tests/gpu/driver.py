@@ -15,7 +15,7 @@ _NOT_READY = 600
 
 
 class DriverError(Exception):
-    """A call of the driver failed; the text has its name and the error's."""
+    """Error of a driver call; the text has the name of the call and that of the error."""
 
 
 class _Location(ctypes.Structure):
@@ -43,11 +43,12 @@ class Driver:
     """Calls of ``libcuda.so.1`` in torch's primary context of a device.
 
     Args:
-        index: Of the device.
+        index: Index of the device.
     """
 
     def __init__(self, index: int = 0) -> None:
-        torch.zeros(1, device=f"cuda:{index}")  # torch makes the context current
+        # torch makes the context current.
+        torch.zeros(1, device=f"cuda:{index}")
         self._lib = ctypes.CDLL("libcuda.so.1")
         self._device = c_int()
         self._call("cuDeviceGet", byref(self._device), c_int(index))
@@ -65,32 +66,32 @@ class Driver:
             raise DriverError(f"{name}: {(text.value or b'?').decode()} ({status})")
 
     def attribute(self, number: int) -> int:
-        """An attribute of the device."""
+        """Return an attribute of the device."""
         value = c_int()
         self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
         return value.value
 
     def version(self) -> int:
-        """CUDA version of the driver, such as 13000."""
+        """Return the CUDA version of the driver, such as 13000."""
         value = c_int()
         self._call("cuDriverGetVersion", byref(value))
         return value.value
 
     def granularity(self, recommended: bool = False) -> int:
-        """Bytes that sizes are multiples of."""
+        """Return the number of bytes that sizes have to be multiples of."""
         value = c_size_t()
         option = c_int(int(recommended))
         self._call("cuMemGetAllocationGranularity", byref(value), byref(self._prop), option)
         return value.value
 
     def free_nbytes(self) -> int:
-        """Bytes of the device that nobody has."""
+        """Return the number of free bytes of the device."""
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
     def create(self, nbytes: int) -> int:
-        """Take memory of the device; returns a handle."""
+        """Allocate memory of the device; return its handle."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), c_size_t(nbytes), byref(self._prop), c_uint64(0))
         return handle.value
@@ -114,7 +115,7 @@ class Driver:
         return handle.value
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve addresses."""
+        """Reserve addresses; return the first."""
         address = c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -127,7 +128,7 @@ class Driver:
         return address.value
 
     def map(self, address: int, nbytes: int, handle: int, access: int) -> None:
-        """Map memory at reserved addresses."""
+        """Map memory at reserved addresses, with the given access."""
         self._call(
             "cuMemMap",
             c_uint64(address),
@@ -142,15 +143,15 @@ class Driver:
         )
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take memory away from its addresses, which stay reserved."""
+        """Unmap memory from its addresses, which stay reserved."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(nbytes))
 
     def release(self, handle: int) -> None:
-        """Let go of memory; it is freed when no handle, mapping and descriptor is left."""
+        """Release a handle; its memory is freed when no handle, mapping and descriptor is left."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give addresses back."""
+        """Free reserved addresses."""
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(nbytes))
 
     def new_event(self) -> c_void_p:
@@ -160,18 +161,18 @@ class Driver:
         return event
 
     def record_all(self, event: c_void_p) -> None:
-        """Have an event happen after all that is queued in the context, on every stream."""
+        """Record an event after all work that is queued in the context, on every stream."""
         self._call("cuCtxRecordEvent", self.context, event)
 
     def is_done(self, event: c_void_p) -> bool:
-        """True if it has happened."""
+        """Return True if the event has happened."""
         status = self._lib.cuEventQuery(event)
         if status not in (0, _NOT_READY):
             raise DriverError(f"cuEventQuery: {status}")
         return status == 0
 
     def wait(self, event: c_void_p) -> None:
-        """Wait until it has happened."""
+        """Wait until the event has happened."""
         self._call("cuEventSynchronize", event)
 
 
@@ -179,9 +180,9 @@ class Mapping:
     """Memory of a device with an address in this process.
 
     Args:
-        driver: Of this process.
-        nbytes: A multiple of the granularity.
-        fd: From another process; ``None`` for memory that is taken now.
+        driver: Driver of this process.
+        nbytes: Size, a multiple of the granularity.
+        fd: Descriptor from another process; ``None`` to allocate memory.
         access: :data:`READ` or :data:`READ_WRITE`.
     """
 
@@ -200,11 +201,11 @@ class Mapping:
         }
 
     def tensor(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """All of it as a tensor, which keeps this object alive."""
+        """Return all of the memory as a tensor, which keeps this object alive."""
         return torch.as_tensor(self, device="cuda").view(dtype)
 
     def close(self) -> None:
-        """Give everything back; no tensor may be used any more."""
+        """Unmap and release the memory; no tensor of it may be used any more."""
         self.driver.unmap(self.address, self.nbytes)
         self.driver.release(self.handle)
         self.driver.unreserve(self.address, self.nbytes)

@@ -18,12 +18,13 @@ from tests.gpu.driver import FABRIC_SUPPORTED, FD_SUPPORTED, READ, VMM_SUPPORTED
 from tests.gpu.report import attempt, begin, median_ms, once_ms, row
 
 NBYTES = 2**29
-_CYCLES = 200_000_000  # about a tenth of a second
+# So many cycles take about a tenth of a second.
+_CYCLES = 200_000_000
 _PATIENCE = 30
 
 
 class Child:
-    """A process that was forked before this one used the GPU, at the other end of a socket."""
+    """A process that is forked before this one uses the GPU, at the other end of a socket."""
 
     def __init__(self, target: Callable[[socket.socket], None]) -> None:
         self.socket, theirs = socket.socketpair()
@@ -35,7 +36,7 @@ class Child:
         theirs.close()
 
     def ask(self, text: str, fd: int | None = None) -> str:
-        """Send a word, maybe with a descriptor; returns the answer."""
+        """Send a word, with a descriptor if there is one; return the answer."""
         if fd is None:
             self.socket.send(text.encode())
         else:
@@ -43,14 +44,14 @@ class Child:
         return self.socket.recv(4096).decode()
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, which ends it as a crash would."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(_PATIENCE)
 
 
 def _read(sock: socket.socket) -> None:
-    """Map what comes read-only, and answer questions about it."""
+    """Map the memory that arrives read-only, and answer questions about it."""
     _, fds, _, _ = socket.recv_fds(sock, 16, 1)
     start = time.perf_counter()
     driver = Driver()
@@ -73,7 +74,7 @@ def _read(sock: socket.socket) -> None:
                 tensor.fill_(7.0)
                 torch.cuda.synchronize()
                 sock.send(b"the write went through")
-            except Exception as exc:  # noqa: BLE001 - it is the answer
+            except Exception as exc:  # noqa: BLE001 - the error is the answer
                 sock.send(f"{type(exc).__name__}: {str(exc).splitlines()[0]}".encode())
 
 
@@ -90,7 +91,7 @@ def _export(sock: socket.socket) -> None:
 
 
 def _expandable(sock: socket.socket) -> None:
-    """Import with torch's allocator in expandable segments."""
+    """Import memory while torch's allocator uses expandable segments."""
     _, fds, _, _ = socket.recv_fds(sock, 16, 1)
     try:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -98,7 +99,7 @@ def _expandable(sock: socket.socket) -> None:
         tensor = Mapping(Driver(), NBYTES, fds[0], READ).tensor()
         total = float((tensor[: 2**24] + other).mean())
         sock.send(f"works, mean {total:g}".encode())
-    except Exception as exc:  # noqa: BLE001 - it is the answer
+    except Exception as exc:  # noqa: BLE001 - the error is the answer
         sock.send(f"{type(exc).__name__}: {exc}".encode()[:300])
 
 
@@ -145,9 +146,9 @@ def _while_capturing(driver: Driver) -> str:
             x.add_(1)
             try:
                 driver.record_all(event)
-            except Exception as exc:  # noqa: BLE001 - it is the answer
+            except Exception as exc:  # noqa: BLE001 - the error is the answer
                 said = str(exc)
-    except Exception as exc:  # noqa: BLE001 - it is the answer
+    except Exception as exc:  # noqa: BLE001 - the error is the answer
         return f"{said}; the capture failed: {str(exc).splitlines()[0]}"
     return f"{said}; the capture is valid"
 
@@ -165,7 +166,8 @@ def _register(flags: int, kind: int, access: int) -> str:
     taken = once_ms(register)
     if status[0]:
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda").add_(1)  # reports the error once more
+            # This call reports the error once more.
+            torch.zeros(1, device="cuda").add_(1)
         return f"refused with error {status[0]} after {taken:.0f} ms"
     device = torch.ones(NBYTES, dtype=torch.uint8, device="cuda")
     out = ""
@@ -280,7 +282,7 @@ def run() -> None:
         exporter.kill()
         attempt("importer after the kill of the exporter", lambda: float(kept.tensor().mean()))
         kept.close()
-    except Exception as exc:  # noqa: BLE001 - the table has it
+    except Exception as exc:  # noqa: BLE001 - the table shows it
         row("importer after the kill of the exporter", f"{type(exc).__name__}: {exc}")
     attempt("memory after that", lambda: _back(driver, free))
     attempt("context-wide event: work on another stream", lambda: _all_streams(driver))

@@ -1,4 +1,4 @@
-"""Rows of a Markdown table, printed as they come, and clocks that wait for the GPU."""
+"""Rows of a Markdown table, printed one by one, and clocks that wait for the GPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ def begin(title: str, *columns: str) -> None:
 
 
 def row(*cells: object) -> None:
-    """Print one row of it."""
+    """Print one row of the table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def attempt(what: str, measure: Callable[[], object]) -> None:
-    """Print what a function returns as a row, or the error that it raises."""
+    """Print the result of a function as a row, or the error that it raises."""
     try:
         row(what, measure())
-    except Exception as exc:  # noqa: BLE001 - the table has it, and the other rows go on
+    except Exception as exc:  # noqa: BLE001 - the table shows it, and the other rows go on
         row(what, f"{type(exc).__name__}: {' '.join(str(exc).split())[:200]}")
 
 
 def median_ms(call: Callable[[], object], repeats: int = 7) -> float:
-    """Milliseconds of a call and of what it starts on the GPU; the first call is not counted."""
+    """Return the median time in milliseconds of a call and of the work that it starts on the GPU.
+
+    The first call is not counted.
+    """
     taken = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -41,7 +44,7 @@ def median_ms(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 def once_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of one call, the first."""
+    """Return the time in milliseconds of one call, the first."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3

@@ -1,7 +1,7 @@
-"""A prototype of slots in device memory: what they cost, and that fences keep forwards whole.
+"""Prototype of slots in device memory: their cost, and fences that keep forwards whole.
 
-Not what aiosync does today. A trainer fills one of two slots while a reader, another process, has
-the other; the reader copies a slot into its parameters, or points these at it.
+aiosync does not do this today. A trainer fills one of two slots while a reader, another process,
+holds the other. The reader copies a slot into its parameters, or points these at it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STRESS = (4, 2**22)
 _SECONDS = 4.0
 _WANT, _STOP, _HELD = 0, 1, 2
 _page = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
-"""What both processes see: twice the version plus the slot, an end, and which slots are read."""
+"""Page of both processes: twice the version plus the slot, the end, and the reads of each slot."""
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -52,12 +52,15 @@ class _Reader:
         self.seen = 0
 
     def fence(self) -> None:
-        """Wait for all that is queued in this process."""
+        """Wait for all work that is queued in this process."""
         self.driver.record_all(self.event)
         self.driver.wait(self.event)
 
     def hold(self) -> int | None:
-        """The slot that is named, if it is news; the trainer does not write to it from now on."""
+        """Hold the newest slot and return it; return ``None`` without news.
+
+        From then on the trainer does not write to the slot.
+        """
         while True:
             want = int(_page[_WANT])
             if want == self.seen:
@@ -70,14 +73,14 @@ class _Reader:
             _page[_HELD + slot] -= 1
 
     def copy(self, slot: int, fenced: bool = True) -> None:
-        """Copy a slot into the parameters."""
+        """Copy a slot into the parameters, after all queued work if ``fenced``."""
         if fenced:
             self.fence()
         torch._foreach_copy_([each.data for each in self.params], self.slots[slot])
         torch.cuda.synchronize()
 
     def flip(self, slot: int) -> None:
-        """Point the parameters at a slot, without a look at what is queued."""
+        """Point the parameters at a slot, without waiting for queued work."""
         deque(map(_set_data, self.params, self.slots[slot]), maxlen=0)
 
 
@@ -92,7 +95,7 @@ def _timed(call: Callable[[], object], repeats: int = 30) -> str:
 
 
 def _serve_times(sock: socket.socket) -> None:
-    """Per model: the times of a copy, of a flip, and of a flip until the old slot is free."""
+    """Measure each model: a copy, a flip, and a flip until the old slot is free."""
     driver = Driver()
     while True:
         text, fds, _, _ = socket.recv_fds(sock, 64, 2)
@@ -118,7 +121,7 @@ def _serve_times(sock: socket.socket) -> None:
 
 
 def _serve_stress(sock: socket.socket) -> None:
-    """Forwards on two streams beside updates; answers how many computed with two versions."""
+    """Run forwards on two streams beside updates; answer how many computed with two versions."""
     driver = Driver()
     _, fds, _, _ = socket.recv_fds(sock, 64, 2)
     reader = _Reader(driver, fds, *_STRESS)
@@ -142,7 +145,8 @@ def _stress(reader: _Reader, how: str, fence: str) -> str:
         while waiting and reader.driver.is_done(waiting[0][1]):  # type: ignore[arg-type]
             _page[_HELD + waiting.popleft()[0]] -= 1
         if len(rows) % 64 == 0:
-            torch.cuda.synchronize()  # a bound on what is queued
+            # This bounds the work that is queued.
+            torch.cuda.synchronize()
         slot = reader.hold()
         if slot is None:
             continue
@@ -184,7 +188,7 @@ class _Trainer:
         torch.cuda.synchronize()
 
     def publish(self) -> bool:
-        """Fill the other slot and name it, unless the reader has that."""
+        """Fill the other slot and name it as the newest, unless the reader holds it."""
         slot = 1 - (int(_page[_WANT]) & 1)
         if _page[_HELD + slot]:
             return False
@@ -236,7 +240,7 @@ def run() -> None:
     for name in MODELS:
         try:
             _times(driver, timer, name)
-        except Exception as exc:  # noqa: BLE001 - the table has it
+        except Exception as exc:  # noqa: BLE001 - the table shows it
             row(name, f"{type(exc).__name__}: {exc}", "", "", "", "")
     timer.kill()
     begin(f"torn forwards in {_SECONDS:g} s, 64 MiB, two streams", "reader", "result")

@@ -22,7 +22,7 @@ from aiosync.bench import PATIENCE, Crew, Desk, Handle, fill
 from tests.gpu.report import begin, row
 
 MODELS = {"1,000 x 4 KiB": (1000, 1024), "16 MiB": (16, 2**18), "512 MiB": (16, 2**23)}
-"""By name: tensors of float32, and the elements of each."""
+"""Number of float32 tensors, and of elements in each, by name."""
 SCHEMES = {
     "shared memory": aiosync.SharedMemWeightSyncScheme,
     "pipe": aiosync.MultiProcessWeightSyncScheme,
@@ -40,13 +40,13 @@ _MOST = 200
 
 
 def build(name: str, device: str) -> nn.Module:
-    """Make a model."""
+    """Make the model of this name."""
     count, numel = MODELS[name]
     return nn.ParameterList(torch.zeros(numel, device=device) for _ in range(count))
 
 
 def work(idx: int, pipe: Connection, scheme: Any, name: str, device: str) -> None:
-    """A worker of aiosync."""
+    """Run a worker of aiosync."""
     with asyncio.Runner() as runner:
         runner.run(_work(idx, pipe, scheme, build(name, device)))
 
@@ -80,7 +80,7 @@ async def _timed(
     model: nn.Module,
     ask: Callable[[], Callable[[], float]] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of sends, and until the worker has what was sent, each of new values.
+    """Return the times in milliseconds of sends, and those until the worker has the new values.
 
     The first five are not counted.
     """
@@ -91,7 +91,8 @@ async def _timed(
             break
         fill(model, float(turn % 7 + 2))
         answer = ask() if ask is not None else time.perf_counter
-        await asyncio.sleep(0.002)  # the worker begins to wait
+        # The worker begins to wait meanwhile.
+        await asyncio.sleep(0.002)
         _synchronize()
         start = time.perf_counter()
         await send()
@@ -107,7 +108,7 @@ def _shown(taken: Sequence[float]) -> str:
 
 
 async def _loop_gap(stop: asyncio.Event) -> float:
-    """The longest time, in milliseconds, in which the loop did not turn."""
+    """Return the longest time, in milliseconds, in which the loop did not turn."""
     longest, before = 0.0, time.perf_counter()
     while not stop.is_set():
         await asyncio.sleep(0)
@@ -117,7 +118,7 @@ async def _loop_gap(stop: asyncio.Event) -> float:
 
 
 async def _one(scheme: str, name: str, device: str) -> str:
-    """Start a worker, measure sends, and look at each element that arrived."""
+    """Start a worker, measure sends, and check each element that arrived."""
     model = build(name, device)
     fill(model, 1.0)
     crew = Crew([__name__])
@@ -154,13 +155,13 @@ async def _all(device: str, names: Sequence[str]) -> None:
             try:
                 async with asyncio.timeout(40):
                     found = await _one(scheme, name, device)
-            except Exception as exc:  # noqa: BLE001 - the table has it
+            except Exception as exc:  # noqa: BLE001 - the table shows it
                 found = f"{type(exc).__name__}: {' '.join(str(exc).split())[:150]} | |"
             row(name, f"aiosync, {scheme}", found)
 
 
 def run(device: str = "cuda", names: Sequence[str] = tuple(MODELS)) -> None:
-    """Print aiosync's times."""
+    """Print the times of aiosync."""
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     begin(
         f"times of a send on one {where}, torch {torch.__version__}",
@@ -173,13 +174,14 @@ def run(device: str = "cuda", names: Sequence[str] = tuple(MODELS)) -> None:
 
 
 def work_torchrl(idx: int, pipe: Connection, scheme: Any, name: str, device: str) -> None:
-    """A worker of TorchRL's, which applies in a thread of its own."""
+    """Run a worker of TorchRL, which applies updates in a thread of its own."""
     warnings.simplefilter("ignore")
     model = build(name, device)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     scheme.connect(worker_idx=idx)
     Desk(model).serve(pipe)
-    os._exit(0)  # its thread waits in a queue
+    # TorchRL's thread waits in a queue, so the process ends without it.
+    os._exit(0)
 
 
 async def _one_torchrl(kind: str, name: str, device: str) -> str:
@@ -226,7 +228,7 @@ async def _one_torchrl(kind: str, name: str, device: str) -> str:
 
 
 def run_torchrl(device: str = "cuda", names: Sequence[str] = tuple(MODELS)) -> None:
-    """Print TorchRL's times."""
+    """Print the times of TorchRL."""
     begin(
         "TorchRL's schemes, likewise",
         *_COLUMNS,
@@ -236,10 +238,11 @@ def run_torchrl(device: str = "cuda", names: Sequence[str] = tuple(MODELS)) -> N
         for kind in ("SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"):
             try:
                 found = asyncio.run(_one_torchrl(kind, name, device))
-            except Exception as exc:  # noqa: BLE001 - the table has it
+            except Exception as exc:  # noqa: BLE001 - the table shows it
                 found = f"{type(exc).__name__}: {' '.join(str(exc).split())[:150]} | |"
             row(name, f"TorchRL, {kind}", found)
-    os._exit(0)  # its threads and queues wait for ever
+    # TorchRL's threads and queues wait for ever, so the process ends without them.
+    os._exit(0)
 
 
 if __name__ == "__main__":
