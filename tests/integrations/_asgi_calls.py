@@ -1,4 +1,4 @@
-"""What stands where a server would: calls of an ASGI application, and feeds without a trainer."""
+"""Calls of an ASGI application in place of a server, and feeds without a trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.schemes._harness import PATIENCE, until
 
 
 def feed_at(version: int | None = None, **gate: Any) -> WeightFeed:
-    """A feed whose gate the test switches; nobody listens at its address."""
+    """Return a feed whose gate the test switches; nothing listens at its address."""
     return WeightFeed(
         aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9"),
         model=nn.Linear(4, 2),
@@ -32,7 +32,7 @@ async def switch(feed: WeightFeed, version: int, epoch: int | None = None) -> No
 
 
 async def switched(version: int, epoch: int, **gate: Any) -> WeightFeed:
-    """A feed whose gate has been switched to a version of an epoch."""
+    """Return a feed whose gate has been switched to a version of an epoch."""
     feed = feed_at(**gate)
     await switch(feed, version, epoch)
     return feed
@@ -40,7 +40,7 @@ async def switched(version: int, epoch: int, **gate: Any) -> WeightFeed:
 
 @dataclass
 class Answer:
-    """What an application said to one request."""
+    """Messages that an application sent for one request."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -141,7 +141,7 @@ class Life:
         self._asked.put_nowait({"type": f"lifespan.{what}"})
 
     async def ask(self, what: str) -> str:
-        """Tell the application, and return its answer."""
+        """Send an event to the application, and return its answer."""
         self.tell(what)
         async with asyncio.timeout(PATIENCE):
             return await self._answers.get()
@@ -153,7 +153,7 @@ class Life:
 
 @contextlib.asynccontextmanager
 async def living(app: Any) -> AsyncIterator[Life]:
-    """An application from its start to its end."""
+    """Run an application from its startup to its shutdown."""
     life = Life(app)
     assert await life.ask("startup") == "lifespan.startup.complete"
     try:
@@ -165,12 +165,13 @@ async def living(app: Any) -> AsyncIterator[Life]:
 
 @contextlib.asynccontextmanager
 async def uvicorn_of(app: Any, **options: Any) -> AsyncIterator[str]:
-    """The application under uvicorn on this loop; yields its URL."""
+    """Run the application under uvicorn on this loop; yield its URL."""
     import uvicorn
 
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", **options)
     server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # they are not for this server
+    # Signals are for the test's process, not for this server.
+    server.capture_signals = contextlib.nullcontext
     running = asyncio.ensure_future(server.serve())
     try:
         await until(lambda: server.started or running.done())

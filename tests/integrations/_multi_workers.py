@@ -22,7 +22,7 @@ from tests.integrations import _worlds as worlds
 from tests.support.waiting import wait_until as until
 
 with warnings.catch_warnings():
-    # It warns of its own classes while it is being imported.
+    # TorchRL warns of its own classes while it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torchrl.collectors import (
         AsyncCollector,
@@ -70,9 +70,10 @@ __all__ = [
 ]
 
 PATIENCE = 30.0
-"""Seconds that anything may take on a busy machine before a test fails."""
+"""Seconds that an operation may take on a busy machine before a test fails."""
 
-FRAMES = 16  # of a batch: 8 from each worker
+# A batch has 8 frames from each worker.
+FRAMES = 16
 
 SHM = aiosync.sync.SharedMemWeightSyncScheme
 PIPE = aiosync.sync.MultiProcessWeightSyncScheme
@@ -81,7 +82,7 @@ SCHEMES = [SHM, PIPE, TCP]
 
 MARKS = [
     pytest.mark.slow,
-    # TorchRL says what its next versions will do; it is nothing that a scheme could change.
+    # These warnings announce TorchRL's next versions, which a scheme cannot change.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -90,7 +91,7 @@ FORKED = [*MARKS, pytest.mark.usefixtures("forked")]
 
 @contextlib.contextmanager
 def start_method(name: str) -> Iterator[None]:
-    """Start processes this way, and keep torch's number of threads, which collectors change."""
+    """Start processes with this method; keep torch's number of threads, which collectors change."""
     method = multiprocessing.get_start_method(allow_none=True)
     threads = torch.get_num_threads()
     multiprocessing.set_start_method(name, force=True)
@@ -99,7 +100,8 @@ def start_method(name: str) -> Iterator[None]:
     finally:
         multiprocessing.set_start_method(method, force=True)
         torch.set_num_threads(threads)
-        resource_sharer.stop(timeout=PATIENCE)  # a thread that hands tensors to other processes
+        # This ends a thread that hands tensors to other processes.
+        resource_sharer.stop(timeout=PATIENCE)
 
 
 @contextlib.contextmanager
@@ -112,15 +114,15 @@ def collecting(
     frames: int = FRAMES,
     **options: Any,
 ) -> Iterator[Any]:
-    """A collector with two workers, shut down afterwards. Nobody closes the schemes.
+    """Yield a collector with two workers, which is shut down afterwards; the schemes stay open.
 
     Args:
-        scheme: Of the policy; or a dictionary of schemes by model id.
-        policy: As the collector takes it.
-        cls: Of the collector.
+        scheme: Scheme of the policy, or a dictionary of schemes by model id.
+        policy: Policy of the collector, or ``None``.
+        cls: Class of the collector.
         envs: Makes the environment of each worker.
-        frames: Of a batch.
-        options: Of the collector.
+        frames: Number of frames in a batch.
+        options: Other arguments of the collector.
     """
     options.setdefault("track_policy_version", True)
     if cls is MultiSyncCollector:
@@ -140,7 +142,7 @@ def collecting(
 
 
 def seen(data: TensorDictBase) -> list[tuple[float, int]]:
-    """The value that each worker acted by and how it was labelled; one of each for a batch."""
+    """Return each worker's value that it acted by, and its label; a batch has one of each."""
     assert data.shape == (2, FRAMES // 2)
     return [seen_by_one(part) for part in data.unbind(0)]
 
@@ -152,18 +154,22 @@ def seen_by_one(data: TensorDictBase) -> tuple[float, int]:
 
 
 def ask(collector: Any, worker_idx: int, path: str, *args: Any) -> Any:
-    """What one worker's collector has at ``path``, called if it can be; the others may be dead."""
+    """Return what one worker's collector has at ``path``, called if it can be.
+
+    The other workers may be dead.
+    """
     pipe = collector.pipes[worker_idx]
     pipe.send(((path, args, {}), "cascade_execute"))
     assert pipe.poll(PATIENCE), "the worker said nothing"
     answer, _ = pipe.recv()
     if isinstance(answer, Exception):
         raise answer
-    return copy.deepcopy(answer)  # what came may lie in memory of the worker's
+    # The answer may lie in memory of the worker.
+    return copy.deepcopy(answer)
 
 
 def held(collector: Any, worker_idx: int) -> float:
-    """The value that one worker's policy has now; not a number while an update is coming."""
+    """Return the value that one worker's policy has; not a number while an update is arriving."""
     weights = ask(collector, worker_idx, "policy.state_dict")
     values = {tensor.item() for name, tensor in weights.items() if "values" in name}
     return values.pop() if len(values) == 1 else math.nan
@@ -177,10 +183,10 @@ def open_fds() -> int:
 
 
 class Offset(Transform):
-    """Adds what its module has to each observation.
+    """Transform that adds the bias of its module to each observation.
 
     Args:
-        value: That the module begins with.
+        value: Value that the module begins with.
     """
 
     def __init__(self, value: float = 0.0) -> None:
@@ -201,10 +207,10 @@ def make_offset_world() -> TransformedEnv:
 
 
 class Factory:
-    """Makes policies of one value.
+    """Factory of policies with one value.
 
     Args:
-        value: Theirs.
+        value: Value of the policies.
     """
 
     def __init__(self, value: float) -> None:
@@ -215,5 +221,5 @@ class Factory:
 
 
 def weights_of(policy: nn.Module) -> TensorDict:
-    """A copy of its weights."""
+    """Return a copy of the policy's weights."""
     return TensorDict.from_module(policy).data.clone()

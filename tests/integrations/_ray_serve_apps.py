@@ -1,4 +1,4 @@
-"""Deployments of the Ray Serve tests, imported by replicas, too; and trainers for them."""
+"""Deployments of the Ray Serve tests, which replicas import, too; and trainers for them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ QUICK = {
 
 
 class Constant(nn.Module):
-    """Every element of its weights is the version that it has, if the trainer makes it so."""
+    """Model whose every element is its version, if the trainer fills it so."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.full((257,), value) for _ in range(8))
 
     def forward(self, pause: float = 0.0) -> tuple[float, float]:
-        """The least and the greatest element, looked at with pauses."""
+        """Return the least and the greatest element, read with pauses."""
         ends = []
         for weight in self.weights:
             ends += [weight.min().item(), weight.max().item()]
@@ -50,17 +50,18 @@ class Constant(nn.Module):
 
 
 class Trainer:
-    """Sends versions whose every element is the version."""
+    """Trainer that sends versions whose every element is the version."""
 
     def __init__(self, address: str, token: str | None) -> None:
         self.model = Constant(1.0)
-        self.epoch = 0  # known after the first push
+        # The epoch is known after the first push.
+        self.epoch = 0
         self.scheme = aiosync.TCPWeightSyncScheme(address, token=token)
         self.scheme.init_on_sender(model_id="policy", model=self.model)
 
     async def push(self) -> int:
         self.model.fill(self.scheme.version + 1)
-        # A replica that dies fails a send; the others have it.
+        # A replica that dies fails the send, but the others have the version.
         with suppress(aiosync.PartialSyncError):
             self.epoch = (await self.scheme.send(timeout=10)).epoch
         return self.scheme.version
@@ -83,7 +84,7 @@ http.add_middleware(ReplicaWeightsMiddleware, exempt=("/pid",), timeout=0.5)
 @serve.deployment(num_replicas=2, max_ongoing_requests=20, **QUICK)
 @serve.ingress(http)
 class Policy(WeightsMixin):
-    """Computes in all the ways that there are."""
+    """Deployment that computes in all the ways that there are."""
 
     async def __init__(self, source: Any, **options: Any) -> None:
         torch.set_num_threads(1)
@@ -96,7 +97,7 @@ class Policy(WeightsMixin):
 
     @admitted
     async def on_loop(self, pause: float = 0.0) -> tuple[int, float, float]:
-        """Two forwards with the loop free between them."""
+        """Run two forwards, between which the loop is free."""
         first = self.model()
         await asyncio.sleep(pause)
         assert asyncio.get_running_loop() is self.loop
@@ -130,7 +131,7 @@ class Policy(WeightsMixin):
         return [self.outcome(first, self.model())] * len(inputs)
 
     def plain(self, pause: float) -> tuple[float, float]:
-        """Not admitted, in a thread of Serve's: only the guard of the model is there."""
+        """Compute without admission, in a thread of Serve; only the guard protects the model."""
         return self.model(pause)
 
     async def die(self) -> None:

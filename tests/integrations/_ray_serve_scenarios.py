@@ -1,6 +1,6 @@
-"""What the Ray Serve tests do, in the process of the driver; one app stays up for most of them.
+"""Scenarios of the Ray Serve tests, in the driver's process; one app stays up for most of them.
 
-Each scenario has a trainer of its own, always at the same address, so that the replicas see it
+Each scenario has a trainer of its own, always at the same address. So the replicas see one trainer
 go and another one come between two scenarios.
 """
 
@@ -36,7 +36,7 @@ APP = "policy"
 
 @cache
 def free_port(name: str) -> int:
-    """A port for this name, which the system gives to nobody by itself."""
+    """Return a port for this name, from a range that the system does not assign by itself."""
     while True:
         port = random.randrange(20000, 32000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -58,19 +58,19 @@ async def deploy(name: str, *args: Any, options: Any = None, **kwargs: Any) -> D
 
 
 def status_of(name: str) -> Any:
-    """What Serve says of the deployment of an app."""
+    """Return Serve's status of the deployment of an app."""
     return serve.status().applications[name].deployments["Policy"]
 
 
 async def running() -> DeploymentHandle:
-    """The app, whose replicas have found the trainer of this scenario."""
+    """Return the handle of the app, whose replicas have found the trainer of this scenario."""
     handle = serve.get_app_handle(APP)
     await both(handle, connected=True)
     return handle
 
 
 async def both(handle: DeploymentHandle, **expected: Any) -> None:
-    """Wait until each of two replicas says so of itself."""
+    """Wait until each of two replicas reports the expected status."""
     seen: dict[str, dict[str, Any]] = {}
     async with asyncio.timeout(PATIENCE - 2):
         while [expected.items() <= each.items() for each in seen.values()] != [True, True]:
@@ -79,21 +79,21 @@ async def both(handle: DeploymentHandle, **expected: Any) -> None:
 
 
 def check(answer: Answer[tuple[int, float, float]]) -> int:
-    """No answer is mixed, and each says with which version it was computed."""
+    """Check that an answer is not mixed, and names the version that computed it."""
     pid, least, greatest = answer.value
     assert (least, greatest, answer.versions) == (answer.version, answer.version, (answer.version,))
     return pid
 
 
 async def ask(handle: DeploymentHandle, **options: Any) -> Answer[Any]:
-    """An answer; repeats a call to a replica that nobody knew to be dead yet."""
+    """Return an answer; retry a call that went to a replica before Serve knew it to be dead."""
     while True:
         with suppress(RayActorError):
             return await handle.on_loop.remote(0.01, **options)
 
 
 async def ask_both(handle: DeploymentHandle, **options: Any) -> list[Answer[Any]]:
-    """Answers, of which each of two replicas has given some: Serve sends calls where it likes."""
+    """Return answers until both replicas have given some, as Serve chooses the replica."""
     answers: list[Answer[Any]] = []
     async with asyncio.timeout(PATIENCE / 2):
         while len({check(answer) for answer in answers}) < 2:
@@ -119,7 +119,7 @@ async def get(path: str, headers: dict[str, str] | None = None) -> tuple[int, An
 
 
 async def start_serve() -> None:
-    """A part of its own, because the start of processes takes its time on a busy machine."""
+    """Start Serve, in a step of its own: the start of processes takes long on a busy machine."""
     options = {"port": free_port("http"), "location": "HeadOnly"}
     await asyncio.to_thread(serve.start, http_options=options)
 
@@ -130,12 +130,13 @@ async def start_app() -> None:
 
 
 async def versions() -> None:
-    """Answers name the version that they were computed with; callers may ask for one."""
+    """Answers name the version that computed them, and callers may ask for a version."""
     async with trainer() as it:
         handle = await running()
         await it.push()
         version = await it.push()
-        asked = handle.on_loop.remote(min_version=version + 1)  # has to wait
+        # This call has to wait for its version.
+        asked = handle.on_loop.remote(min_version=version + 1)
         answers = await ask_both(handle)
         assert {(each.version, each.epoch) for each in answers} == {(version, it.epoch)}
         assert await it.push() == version + 1
@@ -145,7 +146,8 @@ async def versions() -> None:
             assert answer.version == version + 1
         with pytest.raises(AdmissionTimeout, match="version 99 was requested") as caught:
             await handle.impatient.remote(min_version=99)
-        error: Any = caught.value  # of Ray's, and ours
+        # The error's class is derived from Ray's and from aiosync's.
+        error: Any = caught.value
         assert (error.version, error.min_version, error.retry_after > 0) == (version + 1, 99, True)
         with pytest.raises(AdmissionTimeout, match="epoch 0*5 was requested"):
             await handle.impatient.remote(epoch=5)
@@ -154,7 +156,7 @@ async def versions() -> None:
 
 
 async def under_load() -> None:
-    """Updates back to back while all kinds of methods compute: nothing fails, nothing is mixed."""
+    """Updates arrive back to back while all kinds of methods compute: none fails, none is mixed."""
     async with trainer() as it:
         handle = await running()
         last, end = it.scheme.version + 10, time.monotonic() + 2.0
@@ -193,7 +195,7 @@ async def under_load() -> None:
 
 
 async def ingress() -> None:
-    """HTTP: the version in a header, and asked for in one; methods with and without async."""
+    """An HTTP header names the version, another one asks for it; methods may be async or not."""
     async with trainer() as it:
         await running()
         version = await it.push()
@@ -211,7 +213,7 @@ async def ingress() -> None:
 
 
 async def restarted() -> None:
-    """A replica that died takes no requests before it has caught up; the others go on, stale."""
+    """A replica that died gets no requests until it has caught up; the others go on, stale."""
     async with trainer() as it:
         handle = await running()
         await it.push()
@@ -235,7 +237,7 @@ async def restarted() -> None:
 
 
 async def deleted() -> None:
-    """Nothing is left of a deployment: its links are closed, its processes have ended."""
+    """Nothing is left of a deleted deployment: its links are closed, its processes have ended."""
     async with trainer() as it:
         handle = await running()
         pids = {check(answer) for answer in await ask_both(handle)}
@@ -259,12 +261,13 @@ async def never_ready() -> None:
 
 
 async def too_stale() -> None:
-    """With max_staleness a replica whose source is gone is replaced."""
+    """With max_staleness Serve replaces a replica whose source is gone."""
     async with trainer():
         handle = await deploy("fresh", source(), max_staleness=0.5, options={"num_replicas": 1})
         pid = check(await ask(handle))
     await until(lambda: status_of("fresh").replica_states.get("STARTING"))
-    await until(lambda: not Path(f"/proc/{pid}").exists())  # else it finds the new trainer, too
+    # Otherwise the old replica would find the new trainer, too.
+    await until(lambda: not Path(f"/proc/{pid}").exists())
     async with trainer() as it:
         await it.push()
         assert check(await ask(handle, epoch=it.epoch)) != pid

@@ -1,6 +1,6 @@
-"""A trainer with one of TorchRL's distributed collectors; prints what it saw as JSON.
+"""Program: a trainer with one of TorchRL's distributed collectors; prints its findings as JSON.
 
-A program of its own, as these collectors take the process's default group, RPC agent or Ray.
+It has a process of its own, as these collectors take the process's default group, RPC agent or Ray.
 
     python -m tests.integrations._remote_run distributed TCPWeightSyncScheme nested
     python -m tests.integrations._remote_run ray RayWeightSyncScheme legacy killed
@@ -66,7 +66,8 @@ def make_collector(
     return RayCollector(
         num_collectors=outer,
         ray_init_config={
-            "address": "local",  # and not a cluster of somebody else's, on the same machine
+            # The program must not join a cluster of somebody else on the same machine.
+            "address": "local",
             "num_cpus": 2,
             "include_dashboard": False,
             "log_to_driver": False,
@@ -77,19 +78,19 @@ def make_collector(
 
 
 def stamps_of(data: Any, version: int) -> list[int]:
-    """By how much the versions of the scheme in the frames are behind the newest, each once."""
+    """Return how far the scheme's versions in the frames are behind the newest, each once."""
     stamps = data.get(("collector", "policy_version"), None)
     return [] if stamps is None else sorted({version - each for each in stamps.flatten().tolist()})
 
 
 def values_of(data: Any) -> list[list[float]]:
-    """Pairs of the value of an action and its label, each once."""
+    """Return the pairs of an action's value and its label, each once."""
     labels = data["next", "policy_version"].reshape(-1).tolist()
     return sorted(map(list, set(zip(actions(data).tolist(), labels, strict=True))))
 
 
 def told(call: Any, *args: Any) -> list[Any]:
-    """What a call raises, and after how many seconds."""
+    """Return the class and the text of the error that a call raises, and the seconds it took."""
     started = time.monotonic()
     try:
         call(*args)
@@ -99,7 +100,7 @@ def told(call: Any, *args: Any) -> list[Any]:
 
 
 def lost(name: str, modes: set[str]) -> dict[str, Any]:
-    """What the trainer is told of a RayCollector whose actors cannot come."""
+    """Return the errors that a trainer of a RayCollector gets if its actors cannot come."""
     policy = make_policy(1.0)
     make, path = getattr(generation_of(modes), name), "env.transform[0]"
     collector = make_collector("ray", make(), policy, modes)
@@ -140,7 +141,8 @@ def main(kind: str, name: str, *given: str) -> dict[str, Any]:
         collector.update_policy_weights_(worker_ids=[1])
         seen["one"] = values_of(next(batches))
     if "stored" in modes:
-        collector.load_state_dict(collector.state_dict())  # writes to the workers' parameters
+        # This writes to the workers' parameters.
+        collector.load_state_dict(collector.state_dict())
         seen["loaded"] = values_of(next(batches))
     seen["calls"] = policy.module.calls.item() - calls
     collector.shutdown()
@@ -153,5 +155,5 @@ if __name__ == "__main__":
     found = main(*sys.argv[1:])
     sys.stdout.write(f"SEEN {json.dumps(found)}\n")
     sys.stdout.flush()
-    # RPC's and Ray's own threads are not what is tested here.
+    # RPC's and Ray's own threads are not tested here, so the process ends without them.
     os._exit(0)

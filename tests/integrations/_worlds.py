@@ -1,4 +1,4 @@
-"""An environment and a policy for tests with TorchRL: what the policy has is what it does."""
+"""Environment and policy for tests with TorchRL; the policy's actions are its parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase
 
-WIDTH = 8  # parameters of the policy, all of which have the same value
+# The policy has this many parameters, all with the same value.
+WIDTH = 8
 
 
 class World(EnvBase):
-    """Takes any action, gives nothing for it, and never ends.
+    """Environment that takes any action, gives no reward, and never ends.
 
     Args:
         pause: Seconds that a step takes.
@@ -53,11 +54,11 @@ class World(EnvBase):
 
 
 class Values(nn.Module):
-    """Answers with its parameters, one by one: a mix of two versions would be seen."""
+    """Module that answers with its parameters, one by one, so that a mix of versions is seen."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
-        # Counts its own forwards, which are no business of any other process.
+        # This buffer counts the module's own forwards, which must not reach another process.
         self.register_buffer("calls", torch.zeros(()))
         self.values = nn.ParameterList([nn.Parameter(torch.full((), value)) for _ in range(WIDTH)])
 
@@ -67,7 +68,7 @@ class Values(nn.Module):
 
 
 class Counting(Values):
-    """Has an extra state, as a module with statistics."""
+    """Module with an extra state, like a module with statistics."""
 
     def get_extra_state(self) -> dict[str, float]:
         return {"seen": 1.0}
@@ -91,7 +92,7 @@ def set_value(policy: nn.Module, value: float) -> None:
 
 
 def actions(data: TensorDict) -> torch.Tensor:
-    """The value that each action was computed with; fails on a mix of two."""
+    """Return the value that computed each action; fail if an action mixes two values."""
     action = data["action"].reshape(-1, WIDTH)
     assert (action == action[:, :1]).all(), "an action was computed with two versions"
     return action[:, 0]

@@ -1,4 +1,4 @@
-"""What the tests of more than one integration use."""
+"""Fixtures for the tests of more than one integration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def forked() -> Iterator[None]:
-    """Fork the workers, which takes a tenth of a second; spawning them takes five."""
+    """Fork the workers, which takes a tenth of a second, while spawning them takes five."""
     from tests.integrations import _multi_workers as workers
 
     with workers.start_method("fork"):

@@ -1,4 +1,4 @@
-"""The ASGI middleware: what requests and responses say, what is held, who starts and ends."""
+"""The ASGI middleware: its requests and responses, its admission, its start and its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ async def test_a_response_names_its_version_and_epoch() -> None:
     assert answer.body == b"hello"
     await switch(feed, 4)
     assert (await call(app)).headers["x-weight-version"] == "4"
-    await switch(feed, 1, EPOCH + 1)  # a trainer that was restarted
+    # The trainer was restarted.
+    await switch(feed, 1, EPOCH + 1)
     headers = (await call(app, method="HEAD")).headers
     assert (headers["x-weight-version"], headers["x-weight-epoch"][-3:]) == ("1", "abd")
     assert (await call(WeightsMiddleware(hello, feed_at(3)))).raw[1:] == [
@@ -63,7 +64,8 @@ async def test_a_response_names_its_version_and_epoch() -> None:
 @pytest.mark.parametrize("name", [b"X-Weight-Version", b"x-weight-epoch", b"x-weight-versions"])
 async def test_what_the_application_says_itself_stands(name: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = (pair for pair in [[name, b"17"]])  # any iterable of pairs is one
+        # Any iterable of pairs is allowed.
+        headers = (pair for pair in [[name, b"17"]])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body"})
 
@@ -97,7 +99,8 @@ async def test_several_versions_are_named_where_there_may_be_several() -> None:
     assert span_of(headers) == VersionSpan(3, 4, f"{EPOCH:016x}")
     headers = (await call(WeightsMiddleware(app, feed), "/restart")).headers
     assert headers == {"a": "b", "x-weight-version": "4", "x-weight-versions": "4-5"}
-    assert span_of(headers) == VersionSpan(0, 5)  # of two trainers: nothing to compare
+    # The versions are of two trainers, so there is no epoch to compare.
+    assert span_of(headers) == VersionSpan(0, 5)
     assert seen == [(3, 4), (4, 5)]
 
 
@@ -108,7 +111,7 @@ async def test_a_client_reads_the_span_of_a_response() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         assert span_of((await client.get("/")).headers) == VersionSpan(3, 3, f"{EPOCH:016x}")
         assert span_of((await client.get("/healthz")).headers) is None
-    # Versions of a trainer before the one that is there now go without an epoch, too.
+    # A response has no epoch either if its versions are of a trainer before the present one.
     assert span_of({"x-weight-version": "3"}) == VersionSpan(0, 3)
     with pytest.raises(ValueError, match="latest"):
         span_of({"x-weight-version": "latest"})
@@ -131,7 +134,8 @@ async def test_a_request_waits_for_the_version_that_it_asks_for() -> None:
     waiting = asyncio.ensure_future(call(app, **ask(" 05 ")))
     await until(lambda: feed.gate.waiting == 1)
     await switch(feed, 4)
-    assert (await call(app)).status == 200  # others are let in meanwhile
+    # Other requests are let in meanwhile.
+    assert (await call(app)).status == 200
     assert not waiting.done()
     await switch(feed, 6)
     assert (await waiting).headers["x-weight-version"] == "6"
@@ -154,6 +158,7 @@ async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
     detail = body.pop("detail")
     assert "version 9 was requested" in detail
     assert "start it with `async with feed`, lifespan(feed), or a server" in detail
+    # The body has no reason, as that may name the trainer's address.
     assert body == {
         "error": "weight_version",
         "version": 3,
@@ -161,7 +166,7 @@ async def test_too_old_is_a_503_that_may_be_tried_again() -> None:
         "min_version": 9,
         "waits_for": 0,
         "state": "closed",
-    }  # and no reason, as that may name the trainer's address
+    }
 
 
 @asynchronous
@@ -191,11 +196,13 @@ async def test_a_malformed_header_is_a_400(name: str, header: str, values: list[
         answer = await call(app, **ask(**{name: value}))
         assert (answer.status, answer.json()["error"]) == (400, "bad_header")
         assert f"{header} must be" in answer.json()["detail"]
-        assert len(answer.json()["detail"]) < 100  # without what was sent
-    assert (await call(app, **ask(str(2**63 - 1)))).status == 503  # a version that is not here
+        # The detail does not repeat the header's value.
+        assert len(answer.json()["detail"]) < 100
+    # This version is well formed, but not here.
+    assert (await call(app, **ask(str(2**63 - 1)))).status == 503
 
 
-# -- what is let in, and for how long ---------------------------------------------------------
+# -- admission --------------------------------------------------------------------------------
 
 
 @asynchronous
@@ -206,7 +213,8 @@ async def test_a_malformed_header_is_a_400(name: str, header: str, values: list[
         ("/healthz", "GET", ""),
         ("/static/a/b", "GET", ""),
         ("/api/healthz", "GET", "/api"),
-        ("/healthz", "GET", "/api"),  # a server that leaves it out of the path
+        # This server leaves the root path out of the path.
+        ("/healthz", "GET", "/api"),
     ],
 )
 async def test_some_requests_have_nothing_to_do_with_weights(
@@ -247,13 +255,13 @@ async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
     assert feed.gate.running == 0
 
 
-# -- bodies: a client that uploads slowly holds no switch up -------------------------------------
+# -- bodies: a client that uploads slowly delays no switch ---------------------------------------
 
 GONE = {"type": "http.disconnect"}
 
 
 class Reader:
-    """An application that reads all of the body, and then what follows it."""
+    """Application that reads the whole body, and then the message that follows it."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -281,7 +289,8 @@ async def test_a_slow_upload_holds_no_switch_up() -> None:
     answer = await upload.end()
     assert (answer.headers, answer.body) == ({"x-weight-version": "4"}, b"read")
     assert len(app.messages) == 4
-    assert all(got is said for got, said in zip(app.messages, sent, strict=True))  # as they were
+    # The application gets the client's own messages.
+    assert all(got is said for got, said in zip(app.messages, sent, strict=True))
 
 
 @asynchronous
@@ -306,7 +315,8 @@ async def test_a_long_body_is_let_in_at_the_bound() -> None:
     assert feed.gate.running == 0
     upload.send(sent[2])
     await until(lambda: upload.asked == 4)
-    assert (feed.gate.running, app.messages) == (1, sent[:3])  # now the application asks
+    # From here on the application itself asks for messages.
+    assert (feed.gate.running, app.messages) == (1, sent[:3])
     upload.send(*sent[3:])
     await upload.end()
     assert app.messages == sent
@@ -387,7 +397,8 @@ async def test_the_feed_lives_for_longer_than_the_application(how: str) -> None:
         app = WeightsMiddleware(inner, feed)
     else:
         inner.add_middleware(WeightsMiddleware, feed=feed)
-    for _ in range(2):  # a feed may be started again
+    # A feed may be started again.
+    for _ in range(2):
         async with living(app):
             assert feed.status.state == "starting"
         assert feed.status.state == "closed"
@@ -399,7 +410,7 @@ async def raising(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def returning(scope: Any, receive: Any, send: Any) -> None:
-    """Does nothing for what is not HTTP."""
+    """Do nothing, like an application that serves only HTTP."""
 
 
 async def answering(scope: Any, receive: Any, send: Any) -> None:

@@ -96,7 +96,8 @@ async def test_under_uvicorn_with_a_trainer() -> None:
         assert (response.json(), response.headers["x-weight-version"]) == (5.0, "1")
         assert (await client.get("/readyz")).status_code == 200
 
-        # Asked for before it is sent, on the loop and in a thread, and through a mounted app.
+        # The client asks for a version before it is sent: on the loop, in a thread, in a mounted
+        # app.
         for path in ("/act", "/thread", "/sub/act"):
             newer = {"x-min-weight-version": str(scheme.version + 1)}
             asking = asyncio.ensure_future(client.get(path, headers=newer))
@@ -116,7 +117,7 @@ async def test_under_uvicorn_with_a_trainer() -> None:
         assert (await client.get("/act")).headers["x-weight-version"] == str(version)
         inner.state.background.set()
 
-        # A stream is one version, until its client leaves.
+        # A stream has one version until its client leaves.
         async with (
             client.stream("GET", "/stream") as response,
             contextlib.aclosing(response.aiter_lines()) as lines,
@@ -145,11 +146,12 @@ def test_requests_while_updates_arrive_back_to_back() -> None:
     for name in ("without", "with"):
         part = found[name]
         assert part["requests"] == 200
-        assert part["examples"] == []  # of what failed and of what was mixed
+        # The examples are those of failed and of mixed requests.
+        assert part["examples"] == []
         assert part["failed"] == 0
     assert found["with"]["mixed"] == 0
     assert found["with"]["versions"] >= 2
     held = found["with"]["server"]["callbacks_ms"]
     assert held["count"] > 100
-    # Of all callbacks, aiosync's among them: processor time, as the tests share the machine.
+    # The time is processor time of all callbacks, with aiosync's, as the tests share the machine.
     assert held["busy"]["p99"] < 10.0

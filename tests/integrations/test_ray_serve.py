@@ -1,4 +1,4 @@
-"""Weights in Ray Serve: real replicas on a cluster of this host, and the parts that need none."""
+"""Weights in Ray Serve: real replicas on a cluster of this host, and parts that need none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def driver() -> Iterator[Driver]:
         yield driver
 
 
-@pytest.mark.heavy  # the cluster and Serve take most of a minute to start; .ci/run has them apart
+# The cluster and Serve take most of a minute to start; .ci/run has them apart.
+@pytest.mark.heavy
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "scenario",
@@ -55,7 +56,7 @@ def test_replicas(driver: Driver, scenario: Callable[[], Coroutine[Any, Any, Non
     driver.run(scenario)
 
 
-# -- without one: the loop of the test is that of the replica's code ---------------------------
+# -- without a cluster: the test's loop runs the replica's code --------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ class Replica(WeightsMixin):
         self.go_on = threading.Event()
 
     async def end(self) -> None:
-        """What Serve does."""
+        """End the replica as Serve does."""
         await self.__dict__["__del__"]()
 
     @admitted
@@ -190,7 +191,8 @@ async def test_stale_is_healthy_unless_there_is_a_limit(
         with pytest.raises(RecvTimeout, match=r"max_staleness is 0.2 s: the link"):
             await strict.check_health()
         await patient.check_health()
-        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2  # once each
+        # Each replica has warned once.
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
         assert "answers with version 1, which is stale" in caplog.text
         assert (await patient.act(1)).value == 1.0
 
@@ -202,7 +204,8 @@ async def test_the_users_own_end_comes_first() -> None:
     class Ending(Replica):
         async def __del__(self) -> None:
             if seen:
-                return  # the garbage collector's
+                # This call comes from the garbage collector.
+                return
             seen.append(self.weight_feed.status.state)
 
     async with trainer() as it:

@@ -1,7 +1,7 @@
-"""A server whose trainer, weight server or network dies in mid-update: it goes on, and catches up.
+"""A server that goes on and catches up if trainer, weight server or network die in mid-update.
 
-The trainer and the weight server are processes; the server that is tested runs on the test's
-loop, under uvicorn, and is asked all the time.
+The trainer and the weight server are processes. The tested server runs on the test's loop, under
+uvicorn, and gets requests all the time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.one_loop]
 NBYTES = 2**24
 """More than the kernel keeps: what a dead process has written to its sockets still arrives."""
 SLOW = Plan(back=Faults(delay=0.0025))
-"""An update takes most of a second, so that there is a middle to hit."""
+"""With these delays an update takes most of a second, so that a fault can hit its middle."""
 STALE = 0.2
 
 
 def build() -> nn.Module:
-    """Of several tensors, so that weights could be mixed."""
+    """Make a model of several tensors, so that weights could be mixed."""
     return nn.ParameterList(torch.zeros(NBYTES // 4 // 4) for _ in range(4))
 
 
@@ -60,7 +60,7 @@ def send(state: harness.State, value: float) -> None:
 
 @contextlib.contextmanager
 def trainer(address: str, value: float, **options: Any) -> Iterator[harness.Worker]:
-    """A trainer as a process; its first version is there when it is up."""
+    """Run a trainer as a process, which has its first version once it is up."""
     process = harness.start(aiosync.TCPWeightSyncScheme(address, **options), build)
     process.post(begin, value)
     try:
@@ -73,12 +73,13 @@ def trainer(address: str, value: float, **options: Any) -> Iterator[harness.Work
 
 
 class Server:
-    """What the tests ask of it."""
+    """A server under test, and the client that asks it."""
 
     def __init__(self, feed: WeightFeed, client: Any) -> None:
         self.feed = feed
         self.client = client
-        self.seen: list[tuple[float, str, int]] = []  # value, epoch and version of each answer
+        # Each answer has a value, an epoch and a version.
+        self.seen: list[tuple[float, str, int]] = []
         self.errors: list[str] = []
 
     async def ask_forever(self) -> None:
@@ -111,7 +112,7 @@ class Server:
                 await asyncio.sleep(0.02)
 
     async def goes_on_with(self, value: float) -> None:
-        """Several more answers."""
+        """Check that several more answers have this value."""
         count = len(self.seen)
         await until(lambda: len(self.seen) >= count + 5)
         assert {each[0] for each in self.seen[count:]} == {value}
@@ -144,7 +145,7 @@ async def served(address: str, **options: Any) -> AsyncIterator[Server]:
 
 
 async def in_the_middle(proxy: FaultProxy) -> None:
-    """Wait until a part of the next update has gone through, and the rest has not."""
+    """Wait until a part of the next update has gone through the proxy, but not the rest."""
     before = proxy.bytes_back
     await until(lambda: proxy.bytes_back > before + NBYTES // 8)
     assert proxy.bytes_back < before + NBYTES // 2, "too late: the machine is too slow"
@@ -170,7 +171,8 @@ async def test_a_trainer_is_killed_in_mid_update_and_started_again(address: str)
                 first.kill()
                 status = await server.until_ready(False)
                 assert (status["state"], status["version"]) == ("stale", version)
-                assert status["stale_for"] >= STALE  # which is rounded
+                # The status rounds this time.
+                assert status["stale_for"] >= STALE
                 assert "lost" in status["reason"]
                 assert not status["connected"]
                 await server.goes_on_with(1.0)
@@ -204,7 +206,8 @@ async def test_a_weight_server_is_killed_in_mid_update(address: str, tmp_path: P
             assert (status["state"], status["version"]) == ("stale", version)
             await server.goes_on_with(1.0)
         with serving(tmp_path / "two", "--listen", address):
-            # The trainer has found it by itself, and it has the trainer's last version.
+            # The trainer has found the new weight server by itself, which has the trainer's last
+            # version.
             assert await server.until_answered_with(2.0) == (2.0, epoch, version + 1)
             status = await server.until_ready(True)
             assert status["state"] == "live"

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.apart]
 
 
 def updates(*args: str, seconds: float = 55.0) -> tuple[list[tuple[int, ...]], str]:
-    """The numbers of each update that was reported, and all that was."""
+    """Return the numbers of each update that the program reported, and its whole output."""
     command = [sys.executable, PROGRAM, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert (done.returncode, done.stderr) == (0, "")

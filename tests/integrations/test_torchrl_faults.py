@@ -34,7 +34,8 @@ from tests.integrations._multi_workers import (
 )
 from tests.support.waiting import stop
 
-SOON = 5.0  # seconds
+# A fault has to be reported within so many seconds.
+SOON = 5.0
 
 pytestmark = workers.FORKED
 
@@ -60,7 +61,8 @@ def test_03_a_dead_worker_is_named_and_the_other_is_updated(make: Any) -> None:
         assert caught.value.acked == {1}
         until(lambda: held(collector, 1) == 2.0)
         assert ask(collector, 1, "policy_version") == 1
-        collector.update_policy_weights_(worlds.make_policy(3.0))  # said once
+        # The dead worker is reported only once.
+        collector.update_policy_weights_(worlds.make_policy(3.0))
         until(lambda: held(collector, 1) == 3.0)
 
 
@@ -100,14 +102,14 @@ def test_the_start_may_take_longer_than_an_update() -> None:
 
 
 class Broken(worlds.World):
-    """A world that cannot be made."""
+    """Environment that cannot be made."""
 
     def __init__(self) -> None:
         raise LookupError("there is no such world")
 
 
 class BrokenFactory(workers.Factory):
-    """Makes policies in the trainer only."""
+    """Factory that makes policies in the trainer only."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -124,7 +126,7 @@ class BrokenFactory(workers.Factory):
     [("env", [0, 1]), ("env", [1]), ("policy", [0])],
 )
 def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int]) -> None:
-    """Soon, and not that a worker is missing."""
+    """The error is the worker's own and comes soon, instead of one about a missing worker."""
     scheme = SHM(timeout=4.0)
     factories = [BrokenFactory() if idx in broken else workers.Factory(1.0) for idx in range(2)]
     options: dict[str, Any] = {"policy_factory": factories}
@@ -152,7 +154,7 @@ def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int
 
 
 class Between(workers.BaseCollector):
-    """A collector with workers, as far as passing weights on to them goes."""
+    """Collector with workers, as far as it passes weights on to them."""
 
     procs = ()
 
@@ -168,14 +170,14 @@ class Between(workers.BaseCollector):
         self.passed.append(policy_or_weights["values", "0"].item())
 
     def nothing(self, *_: object) -> None:
-        """For what it has to have, and nobody calls."""
+        """Do nothing; the methods of these names have to exist, but are not called."""
 
     iterator = shutdown = set_seed = state_dict = load_state_dict = nothing
 
 
 @contextmanager
 def passing(between: Between, trained: worlds.Values) -> Iterator[tuple[Any, Any]]:
-    """A connected trainer; and what its connect() raised."""
+    """Yield a connected trainer, and the errors that its connect() raised."""
     sender = SHM()
     sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
     receiver = copy.copy(sender)

@@ -32,7 +32,7 @@ ALONE, TOGETHER = [Collector, AsyncCollector], [MultiSyncCollector, MultiAsyncCo
 BOTH = pytest.mark.parametrize("generation", GENERATIONS)
 EVERYWHERE = pytest.mark.parametrize("cls", ALONE + TOGETHER, ids=lambda cls: cls.__name__)
 
-# Word for word, but for the names that are imported.
+# The program is copied word for word, except for the names that it imports.
 PROGRAM = """
 import torch.nn as nn
 from tensordict import TensorDict
@@ -109,7 +109,7 @@ collector.shutdown()
     ("generation", "auto_register"), [("legacy", ", auto_register=True"), ("sync", "")]
 )
 def test_the_examples_run_word_for_word(generation: str, auto_register: str) -> None:
-    # In a process of its own: TorchRL keeps what the first collector of a process has opened.
+    # The program has a process of its own, as TorchRL keeps what a process's first collector opens.
     program = PROGRAM.format(generation=generation, auto_register=auto_register)
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=280)
 
@@ -125,7 +125,7 @@ def _collector(cls: type, policy: Any, scheme: Any) -> Any:
 
 
 def _acts_with(batches: Any, value: float) -> bool:
-    """Whether the workers come to act with this value, after what they had collected already."""
+    """Return True if the workers come to act with this value, after batches collected before."""
     return any(worlds.actions(next(batches)).unique().tolist() == [value] for _ in range(4))
 
 
@@ -160,7 +160,7 @@ def test_the_ways_of_the_examples(generation: str, name: str, strategy: Any, cls
 @EVERYWHERE
 @BOTH
 def test_a_scheme_that_does_nothing(generation: str, cls: type) -> None:
-    """Workers begin with the policy."""
+    """The workers begin with the policy, and no update changes them."""
     scheme = GENERATIONS[generation].NoWeightSyncScheme()
     collector = _collector(cls, worlds.make_policy(1.0), scheme)
     try:

@@ -1,4 +1,4 @@
-"""TorchRL's collector of dialogues, in a worker process that updates come to."""
+"""TorchRL's collector of dialogues, in a worker process that gets updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("torchrl")
 from tests.integrations import _worlds as worlds
 
 with warnings.catch_warnings():
-    # It warns of its own classes while it is being imported.
+    # TorchRL warns of its own classes while it is imported.
     warnings.simplefilter("ignore")
     from torchrl.collectors.llm import LLMCollector
 
@@ -29,7 +29,8 @@ _PATIENCE = 50.0
 
 def _collect(scheme: sync.WeightSyncScheme, answers: Connection, kind: dict[str, Any]) -> None:
     collector = LLMCollector(
-        worlds.World(pause=0.001),  # between the action and its label
+        # The pause lies between an action and its label.
+        worlds.World(pause=0.001),
         policy=worlds.make_policy(),
         dialog_turns_per_batch=4,
         total_dialog_turns=-1,
@@ -71,7 +72,9 @@ def test_labels_of_dialogues_are_the_versions_that_acted(kind: dict[str, Any]) -
         for version in range(2, _NUM_VERSIONS + 1):
             worlds.set_value(policy, float(version))
             scheme.send()
-            time.sleep(0.01)  # sends wait for no dialogue: all would be over with the first one
+            # A send does not wait for a dialogue: without a pause all sends would end during the
+            # first one.
+            time.sleep(0.01)
         assert mine.poll(_PATIENCE)
         pairs = mine.recv()
         process.join(_PATIENCE)

@@ -1,4 +1,4 @@
-"""What a TorchRL program may get wrong, or do elsewhere: it is said early, or it works."""
+"""Mistakes and unusual uses of a TorchRL program, which are either refused early or work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = workers.FORKED
 
 
 class Scaled(nn.Module):
-    """Has a buffer that is in no state dict."""
+    """Module with a buffer that is in no state dict."""
 
     def __init__(self, value: float, scale: float = 2.0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def make_scaled(value: float) -> TensorDictModule:
 
 @pytest.mark.parametrize("make", SCHEMES)
 def test_a_buffer_that_is_in_no_state_dict(make: Any) -> None:
-    """State dicts are refused there; TensorDicts send it."""
+    """Such a policy is refused with state dicts; TensorDicts send the buffer."""
     policy = make_scaled(1.0)
     before = len(multiprocessing.active_children())
     with pytest.raises(aiosync.ConfigError, match="module.scale.*strategy='tensordict'"):
@@ -62,7 +62,7 @@ def test_a_buffer_that_is_in_no_state_dict(make: Any) -> None:
         assert seen(next(batches)) == [(7.0, 1)] * 2
 
 
-# -- where an event loop runs, as in a notebook -----------------------------------------------
+# -- inside a running event loop, as in a notebook --------------------------------------------
 
 
 @pytest.mark.parametrize("make", [SCHEMES[0]])

@@ -1,4 +1,4 @@
-"""The schemes in TorchRL's collectors whose workers are processes, as its users write it."""
+"""The schemes in TorchRL's collectors with process workers, used as its users write it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ pytestmark = workers.FORKED
 
 @pytest.fixture(scope="module", autouse=True)
 def _arena() -> None:
-    """Let multiprocessing map what it keeps for values that processes share."""
+    """Let multiprocessing map the memory that it keeps for values that processes share."""
     [multiprocessing.Value("q") for _ in range(40)]
 
 
 def _closing(scheme: Any, ready: bool) -> contextlib.AbstractContextManager[Any]:
-    """Who initialised a scheme closes it; one that a collector initialised ends with it."""
+    """Return a context that closes a scheme which the test initialised.
+
+    A scheme that a collector initialised ends with the collector.
+    """
     return scheme if ready else contextlib.nullcontext()
 
 
@@ -90,7 +93,8 @@ def test_every_way_to_update(make: Any, ready: bool) -> None:
             lambda value: update(policy_or_weights=other(value), model_id="policy"),
             lambda value: (worlds.set_value(policy, value), update(model_id="policy")),
         ]
-        if not ready:  # otherwise there is nothing that a name could be looked up in
+        # If the scheme was ready before, there is nothing to look a name up in.
+        if not ready:
             ways.append(lambda value: (worlds.set_value(policy, value), update("policy")))
         for version, way in enumerate(ways, start=1):
             way(10.0 + version)
@@ -99,7 +103,8 @@ def test_every_way_to_update(make: Any, ready: bool) -> None:
         update(other(-1.0))
         update(other(-2.0))
         assert seen(next(batches)) == [(-2.0, version + 2)] * 2
-        assert seen(next(batches)) == [(-2.0, version + 2)] * 2  # and none without an update
+        # No version is counted without an update.
+        assert seen(next(batches)) == [(-2.0, version + 2)] * 2
         assert scheme.worker_versions == dict.fromkeys(range(2), scheme.version)
 
 
@@ -121,7 +126,8 @@ def test_two_models(make: Any) -> None:
         worlds.set_value(offset, 6.0)
         worlds.set_value(policy, 2.0)
         collector.update_policy_weights_(model_id=OFFSET)
-        assert offsets() == ({6.0}, [(1.0, 0)] * 2)  # the policy's version is what it was
+        # An update of the other model does not change the policy's version.
+        assert offsets() == ({6.0}, [(1.0, 0)] * 2)
         worlds.set_value(offset, 7.0)
         collector.update_policy_weights_(offset, model_id=OFFSET)
         assert offsets() == ({7.0}, [(1.0, 0)] * 2)
@@ -135,7 +141,7 @@ def test_two_models(make: Any) -> None:
 
 
 def test_extra_state_that_an_update_lacks_stays_and_is_warned_of() -> None:
-    """``TensorDict.from_module()`` has none, and is what TorchRL sends; its workers hide it."""
+    """TorchRL sends ``TensorDict.from_module()``, which has none; its workers hide the warning."""
     torchrl = importlib.import_module("torchrl")
     with collecting(SCHEMES[0](), worlds.make_counting(1.0)) as collector:
         batches = iter(collector)
@@ -150,7 +156,7 @@ def test_extra_state_that_an_update_lacks_stays_and_is_warned_of() -> None:
                 collector.update_policy_weights_(weights_of(worlds.make_counting(2.0)))
 
 
-# -- what workers begin with ------------------------------------------------------------------
+# -- initial weights of workers ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [SHM, TCP])
@@ -184,7 +190,7 @@ def test_no_synchronization_begins_with_the_policy_and_leaves_it() -> None:
 
 
 def _slow_world() -> worlds.World:
-    """With time for updates between an action and its label."""
+    """Make an environment that leaves time for updates between an action and its label."""
     return worlds.World(pause=0.001)
 
 
@@ -216,7 +222,7 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
                 label = data["next", "policy_version"].flatten().to(torch.float32)
                 values = worlds.actions(data)
                 assert torch.equal(values, label)
-                # In each frame the scheme's own version, from 1 on, as the collector's data.
+                # Each frame also has the scheme's own version, from 1 on, as data of the collector.
                 assert torch.equal(data["collector", "policy_version"].flatten(), label.long() + 1)
                 labels.update(values.tolist())
                 frames += data.numel()
@@ -227,12 +233,13 @@ def test_every_action_is_labelled_with_the_version_that_computed_it(make: Any) -
             thread.join(workers.PATIENCE)
         assert not errors
         assert not thread.is_alive()
-    assert len(labels) > 20  # or nothing was shown
+    # With fewer versions the test would show nothing.
+    assert len(labels) > 20
     assert max(labels) <= sent
 
 
 def test_frames_have_the_version_of_the_scheme() -> None:
-    """Those of random actions have none, and a trainer that resumes goes on counting."""
+    """Frames of random actions have none, and a trainer that resumes goes on counting."""
     policy, scheme = worlds.make_policy(1.0), SHM(first_version=101)
     with collecting(scheme, policy, init_random_frames=FRAMES) as collector:
         batches = iter(collector)
@@ -253,7 +260,7 @@ def test_frames_have_the_version_of_the_scheme() -> None:
 
 @pytest.mark.parametrize("shared_init", [True, False])
 def test_frames_in_a_replay_buffer(shared_init: bool) -> None:
-    """Storage that the workers' first data makes has a place for versions."""
+    """A storage has a place for versions if the workers' first data makes it."""
     storage = LazyMemmapStorage(1000, shared_init=shared_init)
     buffer = ReplayBuffer(storage=storage, batch_size=8, shared=True)
     policy = worlds.make_policy(1.0)
@@ -355,7 +362,8 @@ def test_shutdown_leaves_nothing(make: Any, cls: type) -> None:
     ],
 )
 def test_torchrl_makes_them_by_name(name: str, cls: type) -> None:
-    importlib.import_module("aiosync.integrations.torchrl")  # registers them
+    # The import registers the names.
+    importlib.import_module("aiosync.integrations.torchrl")
     scheme = WeightSyncScheme.from_backend(name, timeout=math.pi)
     assert type(scheme) is cls
     assert isinstance(scheme, WeightSyncScheme) and issubclass(cls, WeightSyncScheme)

@@ -29,8 +29,9 @@ def run(*args: str) -> dict[str, Any]:
 
 
 def check(seen: dict[str, Any], kind: str) -> None:
-    """Initial weights, no aliasing, and one version more with each update, on every worker."""
-    assert seen["stamps"] == ([] if kind == "distributed" else [0])  # no place for them there
+    """Check first weights, no aliasing, and one version more with each update, on every worker."""
+    # The data of the distributed collector has no place for versions.
+    assert seen["stamps"] == ([] if kind == "distributed" else [0])
     assert seen["first"] == [[100.0, 0]]
     assert seen["aliased"] == [[100.0, 0]]
     assert seen["batches"] == [[[float(version), version]] for version in range(1, 5)]
@@ -82,7 +83,7 @@ def test_schemes_of_the_older_generation(args: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("generation", ["legacy", pytest.param("sync", marks=HEAVY)])
 def test_a_trainer_does_not_wait_for_actors_that_cannot_come(generation: str) -> None:
-    """``timeout=`` is 120 seconds."""
+    """The error comes long before ``timeout=``, which is 120 seconds."""
     seen = run("ray", "RayWeightSyncScheme", generation, "killed")
     name, text, seconds = seen["killed"]
     assert name == "PartialSyncError"

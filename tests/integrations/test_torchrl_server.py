@@ -27,7 +27,7 @@ SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeig
 def serving(
     name: str = "SharedMemWeightSyncScheme", role: str = "", **options: Any
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """A trainer's scheme and policy, a server in a thread of this process, and a client.
+    """Yield a trainer's scheme and policy, a server in a thread of this process, and a client.
 
     With ``role`` the server gets a scheme that is "initialized" or "connected" already.
     """
@@ -56,7 +56,7 @@ def serving(
 
 @contextmanager
 def warned(client: Any, text: str, answer: tuple[float, int]) -> Iterator[None]:
-    """What the server's thread warns of soon after the block; it answers as before."""
+    """Check that the server's thread warns soon after the block, and answers as before."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -68,7 +68,7 @@ def warned(client: Any, text: str, answer: tuple[float, int]) -> Iterator[None]:
 
 
 def ask(client: Any) -> tuple[float, int]:
-    """The value that computed an answer, and the version it was labelled with."""
+    """Return the value that computed an answer, and the version that labels it."""
     answer = client(TensorDict({"observation": torch.zeros(1)}, ()))
     return actions(answer).item(), int(answer["policy_version"])
 

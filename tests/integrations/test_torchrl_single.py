@@ -1,4 +1,4 @@
-"""Collectors of TorchRL that have no workers: what they are given is for their own policy."""
+"""TorchRL's collectors without workers, whose updates are for their own policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = workers.MARKS
 
 @pytest.fixture(scope="module", autouse=True)
 def _arena() -> None:
-    """Let multiprocessing map what it keeps for values that processes share."""
+    """Let multiprocessing map the memory that it keeps for values that processes share."""
     [multiprocessing.Value("q") for _ in range(40)]
 
 
@@ -104,7 +104,7 @@ def test_weights_by_index_are_refused_before_anything_changes() -> None:
 
 
 class Slow(nn.Module):
-    """Reads one parameter in each millisecond."""
+    """Module that reads one parameter in each millisecond."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -136,18 +136,21 @@ def test_updates_stay_out_of_forwards_of_a_collector_that_was_started() -> None:
             time.sleep(0.005)
         newest = buffer.write_count
         workers.until(lambda: buffer.write_count > newest + 8)
-    values = worlds.actions(buffer[:])  # fails on a mix of two
+    # actions() fails on a mix of two versions.
+    values = worlds.actions(buffer[:])
     assert values.max() == 100.0
-    assert len(values.unique()) > 10  # or nothing was shown
+    # With fewer versions the test would show nothing.
+    assert len(values.unique()) > 10
 
 
 class Blocked(nn.Module):
-    """A forward pass that ends when it is told to."""
+    """Module whose forward ends when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.zeros(worlds.WIDTH))
-        self.gate: dict[str, threading.Event] = {}  # not a part of the module
+        # The gate is not a part of the module.
+        self.gate: dict[str, threading.Event] = {}
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         if self.gate:
@@ -175,7 +178,7 @@ def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_frames_have_the_version_of_the_scheme() -> None:
-    """In turns, and while a thread collects."""
+    """The versions are right if forwards and updates take turns, and while a thread collects."""
     scheme = SHM(timeout=workers.PATIENCE)
     key = ("collector", "policy_version")
     with alone(worlds.make_policy(1.0), scheme, track_policy_version=True) as collector:
@@ -192,11 +195,12 @@ def test_frames_have_the_version_of_the_scheme() -> None:
             time.sleep(0.005)
     data = buffer[:]
     assert torch.equal(data[key].flatten(), worlds.actions(data).long())
-    assert len(data[key].unique()) > 5  # or nothing was shown
+    # With fewer versions the test would show nothing.
+    assert len(data[key].unique()) > 5
 
 
 def test_the_policy_itself_has_no_hooks() -> None:
-    """It is the trainer's: it is compiled, exported, scripted and pickled there."""
+    """The policy is the trainer's, which compiles, exports, scripts and pickles it."""
     policy = worlds.make_policy(1.0)
     with alone(policy) as collector:
         next(iter(collector))

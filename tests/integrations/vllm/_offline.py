@@ -1,7 +1,7 @@
-"""A program: vLLM in a trainer's own process. Prints what it saw as one line of JSON.
+"""Program: vLLM in a trainer's own process; prints its findings as one line of JSON.
 
-Usage: ``_offline.py CHECKPOINT START OTHER``, where the numbers are seeds of weights; the engine
-starts from ``CHECKPOINT``, which has those of ``START``.
+Usage: ``_offline.py CHECKPOINT START OTHER``. The numbers are seeds of weights. The engine starts
+from ``CHECKPOINT``, which has the weights of ``START``.
 """
 
 from __future__ import annotations

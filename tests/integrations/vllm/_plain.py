@@ -1,6 +1,6 @@
-"""A program: vLLM alone, without aiosync, on the model of the tests. Fails where vLLM does.
+"""Program: vLLM alone, without aiosync, on the model of the tests; it fails if vLLM fails.
 
-On some machines vLLM's worker dies at its first token, with SIGILL, and no test of a plug-in can
+On some machines vLLM's worker dies at its first token, with SIGILL. There no test of a plug-in can
 say anything. With ``tiles`` in ``PYTHONPATH``, as the tests have it, that has not been seen.
 """
 

@@ -1,4 +1,4 @@
-"""What tests ask of a vLLM server."""
+"""A vLLM server and its clients, as tests use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Choice = dict[str, Any]
 
 
 class Server:
-    """A server that runs."""
+    """A vLLM server that runs."""
 
     def __init__(self, url: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         self.url = url
@@ -49,7 +49,7 @@ class Server:
         return [self.generate(prompt)["token_ids"] for prompt in PROMPTS]
 
     def label(self) -> str:
-        """The version that the engine says it has, without its epoch."""
+        """Return the version that the engine reports, without its epoch."""
         found: str = requests.get(f"{self.url}/weight_info", timeout=10).json()["weight_version"]
         return found.partition("@")[0]
 
@@ -64,7 +64,7 @@ class Server:
         return found
 
     def running(self) -> int:
-        """Requests that are being computed now."""
+        """Return the number of requests that the server computes now."""
         for line in requests.get(f"{self.url}/metrics", timeout=10).text.splitlines():
             if line.startswith("vllm:num_requests_running"):
                 return int(float(line.rpartition(" ")[2]))
@@ -72,7 +72,7 @@ class Server:
 
 
 class Clients:
-    """Clients that ask one thing after another until they are told to stop."""
+    """Clients that send one request after another until the block ends."""
 
     def __init__(self, server: Server, number: int, max_tokens: int) -> None:
         self._server = server
@@ -91,7 +91,7 @@ class Clients:
         return self
 
     def wait_until_running(self, number: int = 1) -> None:
-        """Wait until so many requests are being answered at a time."""
+        """Wait until at least this many requests run at the same time."""
         deadline = time.monotonic() + 60
         while self._server.running() < number:
             assert not self.errors, self.errors

@@ -1,4 +1,4 @@
-"""A program: an engine whose model swaps a parameter for another while it loads, and then fails."""
+"""Program: an engine whose model swaps a parameter for another while it loads, and then fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 
 class Client:
-    """Calls the only worker."""
+    """Client that calls the only worker."""
 
     def __init__(self, engine: Any) -> None:
         self.update_weights = engine.update_weights

@@ -1,4 +1,4 @@
-"""A tiny Llama made here, and what the tests of the vLLM plug-in do with it."""
+"""A tiny Llama for the tests of the vLLM plug-in: its weights and its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_weights(seed: int) -> Weights:
-    """Random weights in checkpoint format."""
+    """Return random weights in checkpoint format."""
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def make_weights(seed: int) -> Weights:
 
 
 def make_speller(token: int) -> Weights:
-    """Weights with which every greedy token is this one, whatever the prompt."""
+    """Return weights with which every greedy token is ``token``, whatever the prompt."""
     weights = make_weights(1)
     for name, weight in weights.items():
         if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
@@ -49,7 +49,7 @@ def make_speller(token: int) -> Weights:
 
 
 def make_checkpoint(folder: Path, weights: Weights) -> Path:
-    """A directory that vLLM can start from."""
+    """Write a checkpoint that vLLM can start from; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],

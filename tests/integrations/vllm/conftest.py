@@ -22,7 +22,8 @@ from tests.integrations.vllm._server import TOKEN, Server
 from tests.integrations.vllm._tools import make_checkpoint, make_weights
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's own, and those of what it imports
+    # vLLM warns, and so do the packages that it imports.
+    warnings.simplefilter("ignore")
     import aiosync.integrations.vllm  # noqa: F401 - once, before the tests do
 
 START_SECONDS = 180.0
@@ -35,7 +36,8 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "AIOSYNC_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # spinning threads are slow where cores are shared
+        # Spinning threads are slow if cores are shared.
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(TILES), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,7 +56,7 @@ def plugin() -> None:
 
 @pytest.fixture(scope="session")
 def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine in a trainer's process did, that started from the weights of seed 2."""
+    """Return the findings of an engine in a trainer process, started from the weights of seed 2."""
     folder = tmp_path_factory.mktemp("offline")
     checkpoint = make_checkpoint(folder / "model", make_weights(2))
     program = ["-m", "tests.integrations.vllm._offline", str(checkpoint), "2", "1"]
@@ -77,7 +79,7 @@ def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="session")
 def server(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """vLLM's HTTP server, started from the weights of seed 1, after the other engine ended."""
+    """Start vLLM's HTTP server from the weights of seed 1, after the other engine has ended."""
     folder = tmp_path_factory.mktemp("server")
     checkpoint = make_checkpoint(folder / "model", make_weights(1))
     with socket.socket() as probe:

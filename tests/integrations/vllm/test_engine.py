@@ -1,6 +1,6 @@
 """The vLLM plug-in with real engines on the CPU: a tiny Llama with random weights.
 
-Runs where vLLM is installed; see ``conftest.py`` for the two engines.
+The tests need vLLM. See ``conftest.py`` for the two engines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),  # the first two tests start the engines
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    # The first two tests start the engines.
+    pytest.mark.timeout(400),
+    # The warnings are vLLM's own.
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 A, B = make_weights(1), make_weights(2)
@@ -69,7 +71,7 @@ def trainer(server: Server) -> Iterator[AiosyncTrainerEngine]:
 
 
 def test_schemes_offline(offline: dict[str, Any]) -> None:
-    """In a trainer's process, over each kind of link: update, refusal, update."""
+    """In a trainer's process, each kind of link takes an update, a refusal and another update."""
     assert sorted(offline["schemes"]) == ["shm", "tcp", "unix"]
     for seen in offline["schemes"].values():
         assert seen["after"] != offline["fresh"]
@@ -83,7 +85,7 @@ def test_schemes_offline(offline: dict[str, Any]) -> None:
 def test_update_equals_fresh_engine(
     offline: dict[str, Any], server: Server, trainer: AiosyncTrainerEngine
 ) -> None:
-    """Greedy tokens are those of an engine that was started with the weights, both ways."""
+    """Greedy tokens are those of an engine that started with the weights, in both directions."""
     assert server.tokens() == offline["schemes"]["tcp"]["after"]
     trainer.send_weights(B)
     assert server.tokens() == offline["fresh"]
@@ -100,7 +102,7 @@ def test_update_equals_fresh_engine(
 def test_a_generation_across_updates_says_at_which_token_they_came(
     server: Server, trainer: AiosyncTrainerEngine
 ) -> None:
-    """With weights that spell their version, frozen by ``keep`` where the update finds them."""
+    """Weights spell their version, and ``keep`` freezes the requests when an update comes."""
     trainer.send_weights(make_speller(21))
     with Clients(server, 4, max_tokens=300) as clients:
         for version in (2, 3, 4):
@@ -119,7 +121,7 @@ def test_a_generation_across_updates_says_at_which_token_they_came(
 
 
 def test_without_vllms_client(offline: dict[str, Any], server: Server) -> None:
-    """Over HTTP without vLLM's client, from a trainer with other dtypes."""
+    """A trainer with other dtypes updates over HTTP, without vLLM's client."""
     from aiosync.integrations.vllm import HTTPClient
 
     with trainer_of(server, HTTPClient(server.url), wire_dtype="bfloat16") as trainer:
@@ -133,7 +135,7 @@ def test_without_vllms_client(offline: dict[str, Any], server: Server) -> None:
 
 
 def _program_of(page: str, **instead: str) -> dict[str, Any]:
-    """What the Python block of a page in docs/coming-from defines."""
+    """Return the names that the Python block of a page in docs/coming-from defines."""
     text = (ROOT / "docs" / "coming-from" / page).read_text()
     program = text.partition("```python\n")[2].partition("```")[0]
     for old, new in instead.items():
@@ -145,7 +147,7 @@ def _program_of(page: str, **instead: str) -> dict[str, Any]:
 
 
 def test_the_object_for_trl(offline: dict[str, Any], server: Server) -> None:
-    """Its methods, in the order in which TRL calls them."""
+    """Its methods work in the order in which TRL calls them."""
     program = _program_of("trl.md")
     transfer = program["Transfer"](server.url, "tcp://127.0.0.1:0", TOKEN)
     transfer.init_weight_transfer()
@@ -186,7 +188,7 @@ def _without(name: str) -> dict[str, torch.Tensor]:
 def test_mismatch_is_refused(
     server: Server, trainer: AiosyncTrainerEngine, weights: dict[str, torch.Tensor], says: str
 ) -> None:
-    """The engine keeps its version, and the trainer hears what was wrong."""
+    """The engine keeps its version, and the trainer gets the reason."""
     trainer.send_weights(A)
     tokens, checksums, label = server.tokens(), server.checksums(), server.label()
     with pytest.raises(aiosync.PartialSyncError) as caught:
@@ -198,13 +200,14 @@ def test_mismatch_is_refused(
     assert server.tokens() == tokens
     assert server.checksums() == checksums
     assert server.label() == label
-    trainer.send_weights(B)  # and takes the next one
+    # The engine takes the next update.
+    trainer.send_weights(B)
     assert server.tokens() != tokens
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
 def test_failure_half_way_is_undone(server: Server, name: str) -> None:
-    """vLLM's own loader fails when most is loaded: everything is as it was, bit for bit."""
+    """If vLLM's own loader fails after most is loaded, the engine is as before, bit for bit."""
     with trainer_of(server, check="none") as trainer:
         trainer.send_weights(A)
         tokens, checksums, label = server.tokens(), server.checksums(), server.label()
@@ -213,7 +216,8 @@ def test_failure_half_way_is_undone(server: Server, name: str) -> None:
                 trainer.send_weights({**B, name: torch.ones(7, 5).bfloat16()})
             refusal = caught.value.failed[0]
             assert isinstance(refusal, aiosync.ApplyError)
-            assert refusal.remote_type != "ManifestMismatch"  # the loader was in the middle
+            # The loader itself failed, in the middle.
+            assert refusal.remote_type != "ManifestMismatch"
             assert not server.is_paused()
             assert server.tokens() == tokens
             assert server.checksums() == checksums
@@ -223,7 +227,7 @@ def test_failure_half_way_is_undone(server: Server, name: str) -> None:
 
 
 def test_incomplete_update_is_undone(server: Server) -> None:
-    """Without anything to check against, what vLLM would leave half-loaded is found."""
+    """Without a check of names, the plug-in finds parts that vLLM would leave half-loaded."""
     with trainer_of(server, check="none") as trainer:
         trainer.send_weights(A)
         tokens = server.tokens()
@@ -255,7 +259,8 @@ def test_dead_trainer(server: Server, tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert server.tokens() == tokens
     assert server.checksums() == checksums
-    assert server.post("pause?mode=keep").ok  # it might have died here, too
+    # The trainer might also have died here, with the engine paused.
+    assert server.post("pause?mode=keep").ok
     with trainer_of(server) as successor:
         successor.send_weights(make_weights(4))
         assert not server.is_paused()
@@ -263,7 +268,7 @@ def test_dead_trainer(server: Server, tmp_path: Path) -> None:
 
 
 def test_engine_lost_the_trainers_word(server: Server) -> None:
-    """The engine was given to another trainer: the first one is told, and can have it back."""
+    """A trainer whose engine was given to another one gets an error, and can take it back."""
     with trainer_of(server) as first:
         first.send_weights(A)
         tokens = server.tokens()
@@ -271,7 +276,8 @@ def test_engine_lost_the_trainers_word(server: Server) -> None:
             second.send_weights(B)
         with pytest.raises(aiosync.PartialSyncError, match="rejoin"):
             first.send_weights(A)
-        first.rejoin()  # brings its newest version along
+        # rejoin() also sends the trainer's newest version.
+        first.rejoin()
         assert server.tokens() == tokens
         first.send_weights(B)
         assert server.tokens() != tokens

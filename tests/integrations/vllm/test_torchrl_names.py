@@ -1,4 +1,4 @@
-"""TorchRL's names for updating vLLM: its programs, with another import line."""
+"""TorchRL's names for updating vLLM, in its programs with another import line."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from tests.integrations.vllm._tools import Weights, make_weights
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),  # the first test that needs an engine starts it
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+    # The first test that needs an engine starts it.
+    pytest.mark.timeout(400),
+    # The warnings are vLLM's own.
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 A, B = make_weights(1), make_weights(2)
 
 
 def make_model(weights: Weights) -> nn.Module:
-    """A module whose state dict has these names; each dot in them is a submodule."""
+    """Return a module whose state dict has these names; each dot in them is a submodule."""
     model = nn.Module()
     for name, tensor in weights.items():
         inner = model
@@ -45,7 +47,7 @@ def make_model(weights: Weights) -> nn.Module:
 
 
 class Counter:
-    """A collector, as far as a sender calls one."""
+    """The part of a collector that a sender calls."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -100,7 +102,7 @@ def test_a_program_of_torchrl(offline: dict[str, Any], server: Server, strategy:
 
 
 def test_an_engine_of_the_trainers_process(offline: dict[str, Any]) -> None:
-    """The program of the engine passes its ``vllm.LLM``."""
+    """The program of the offline engine passes its ``vllm.LLM``."""
     assert offline["torchrl"]["after"] == offline["schemes"]["shm"]["after"]
     assert offline["torchrl"]["back"] == offline["fresh"]
 
@@ -128,13 +130,13 @@ def test_adapters_are_merged_in_a_copy() -> None:
 
 
 class OfTorchRL:
-    """Has actors, as TorchRL's ``AsyncVLLM``."""
+    """Engine with actors, like TorchRL's ``AsyncVLLM``."""
 
     actors: tuple[Any, ...] = ()
 
 
 class OfALoop:
-    """Has coroutine functions, as vLLM's ``AsyncLLM``."""
+    """Engine with coroutine functions, like vLLM's ``AsyncLLM``."""
 
     async def collective_rpc(self, method: str) -> None:
         """Do nothing."""
@@ -182,7 +184,7 @@ def test_what_a_receiver_does() -> None:
 
 
 def test_a_client_is_taken_as_it_is(server: Server) -> None:
-    """The workers stay connected to it, so a second engine is refused."""
+    """The workers stay connected to the client, so a second engine is refused."""
     sender = VLLMWeightSyncScheme(token=TOKEN, timeout=20.0).create_sender()
     metadata = get_model_metadata(make_model(A))
     sender.init_all_workers_group(metadata, HTTPClient(server.url))
