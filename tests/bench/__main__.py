@@ -25,7 +25,7 @@ from tests.bench.processes import Comparison, run
 
 
 def plans() -> dict[str, Plan]:
-    """By name: those of ``aiosync bench``, with all contenders, and that of the targets."""
+    """Return plans by name: those of ``aiosync bench``, with all contenders, and the targets'."""
     quick, full = (
         Plan(each.name, each.cases, each.blocks, each.scale)
         for each in profiles(["rpc", "ray"]).values()
@@ -43,7 +43,7 @@ def plans() -> dict[str, Plan]:
 
 
 def measure(plan: Plan, json_to: str | None, figures: bool) -> Comparison:
-    """Run; until the end or Ctrl-C. A file is written before every case, too."""
+    """Run a plan until its end or Ctrl-C; write the file before every case, too."""
     results = Comparison(machine(), plan.name)
 
     def note(done: int, total: int, what: str) -> None:
@@ -59,7 +59,7 @@ def measure(plan: Plan, json_to: str | None, figures: bool) -> Comparison:
 
 
 def main() -> None:
-    """Measure or read, and show."""
+    """Measure or read results, and show them."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench",
         description=__doc__,

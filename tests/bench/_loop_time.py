@@ -1,8 +1,8 @@
-"""What an event loop spends its time with: late timers, and single callbacks.
+"""Time that an event loop spends: late timers, and single callbacks.
 
-For the benchmark ``asgi_under_load``; runs in the server. Times are milliseconds: *wall* by the
-clock, *busy* by the processor time of the loop's thread, which leaves most of what other
-processes on a busy machine add out.
+For the benchmark ``asgi_under_load``, in whose server it runs. Times are milliseconds: *wall* by
+the clock, *busy* by the processor time of the loop's thread. The latter leaves out most of the time
+that other processes add on a busy machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIMIT_MS = 5.0
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Percentiles of sorted values."""
+    """Return percentiles of sorted values."""
     if not values:
         return {"p50": 0.0, "p99": 0.0, "p999": 0.0, "max": 0.0}
     last = len(values) - 1
@@ -26,7 +26,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 class Ticker:
-    """How late timers are."""
+    """Timers that record how late they fire."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []
@@ -45,7 +45,7 @@ class Ticker:
 
 
 class Spans:
-    """How long named pieces of work took, each time."""
+    """Durations of named pieces of work."""
 
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[float, float]]] = {}
@@ -60,7 +60,7 @@ class Spans:
             self.spans.setdefault(name, []).append(span)
 
     def take(self) -> dict[str, Any]:
-        """Of everything together, and of each name with the longest first."""
+        """Return and forget the durations: of all together, then of each name, longest first."""
         rows = [{"what": name, **_row(spans)} for name, spans in self.spans.items()]
         together = _row([span for spans in self.spans.values() for span in spans])
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()

@@ -1,8 +1,9 @@
-"""An older commit beside this checkout, by public names alone, in turns.
+"""Comparison of an older commit with this checkout, by public names alone, in turns.
 
-``python -m tests.bench.against ec10b18`` takes the package of that commit out of git, runs every
-case with the one and with the other, five times each, and prints the medians of their medians and
-the ratio: seconds from a call to what it waits for, with one worker process that computes little.
+``python -m tests.bench.against ec10b18`` takes the package of that commit out of git, and runs
+every case with the one package and with the other, five times each. It prints the medians of their
+medians and the ratio. The times are seconds from a call to what it waits for, with one worker
+process that computes little.
 
     python -m tests.bench.against ec10b18 --turns 5 --only tcp
 """
@@ -36,7 +37,7 @@ PAUSE = 0.005
 
 
 class Tensors(nn.Module):
-    """``count`` parameters of ``numel`` elements each."""
+    """Model with ``count`` parameters of ``numel`` elements each."""
 
     def __init__(self, count: int, numel: int) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ CASES += ["forward, guarded", "connect, 4 workers"]
 
 
 def fill(model: nn.Module, value: float) -> None:
-    """An optimizer's step."""
+    """Set all parameters, like an optimizer's step."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
@@ -85,7 +86,7 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def follow(scheme: Any, api: str, model: str, worker_idx: int, over: Any) -> None:
-    """Receive until ``over``, and read now and then."""
+    """Receive until ``over`` is set, and read now and then."""
     torch.set_num_threads(1)
     if api == "async":
         aiosync.run(follow_async(scheme, model, worker_idx, over))
@@ -99,7 +100,7 @@ def follow(scheme: Any, api: str, model: str, worker_idx: int, over: Any) -> Non
 
 
 async def follow_async(scheme: Any, model: str, worker_idx: int, over: Any) -> None:
-    """The same, on the loop of this thread."""
+    """Receive until ``over`` is set, and read now and then, on the loop of this thread."""
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=MODELS[model](), worker_idx=worker_idx)
         await scheme.connect()
@@ -110,7 +111,7 @@ async def follow_async(scheme: Any, model: str, worker_idx: int, over: Any) -> N
 
 
 def hire(scheme: Any, api: str, model: str, num_workers: int) -> tuple[Any, list[Any]]:
-    """Start the workers: what ends them, and their processes."""
+    """Start the workers; return the event that ends them, and their processes."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
     processes = [
@@ -126,14 +127,14 @@ def hire(scheme: Any, api: str, model: str, num_workers: int) -> tuple[Any, list
 
 
 def is_over(seconds: list[float], started: float) -> bool:
-    """Whether there are enough sends: the first fifth warms up."""
+    """Return True if there are enough sends, of which the first fifth warms up."""
     return len(seconds) >= 5 and time.monotonic() - started > SECONDS * (
         3 if seconds[-1] > 0.1 else 1
     )
 
 
 async def send_async(transport: str, name: str) -> list[float]:
-    """How long each ``await send()`` took."""
+    """Return the seconds that each ``await send()`` took."""
     model, scheme, seconds = MODELS[name](), SCHEMES[transport](aiosync), []
     scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
     async with scheme:
@@ -151,7 +152,7 @@ async def send_async(transport: str, name: str) -> list[float]:
 
 
 def send_facade(transport: str, name: str) -> list[float]:
-    """How long each blocking ``send()`` took."""
+    """Return the seconds that each blocking ``send()`` took."""
     model, scheme, seconds = MODELS[name](), SCHEMES[transport](aiosync.sync), []
     scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
     with scheme:
@@ -169,7 +170,7 @@ def send_facade(transport: str, name: str) -> list[float]:
 
 
 async def connect_four() -> list[float]:
-    """How long ``connect()`` of a trainer takes from the start of its workers."""
+    """Return the seconds of a trainer's ``connect()``, from the start of its workers on."""
     scheme = aiosync.SharedMemWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=nn.Linear(4, 2), num_workers=4)
     async with scheme:
@@ -184,7 +185,7 @@ async def connect_four() -> list[float]:
 
 
 async def forward() -> list[float]:
-    """How long a guarded forward of a small layer takes, without news."""
+    """Return the seconds of guarded forwards of a small layer, without new versions."""
     trainer, inputs, seconds = nn.Linear(4, 2), torch.ones(1, 4), []
     first = aiosync.SharedMemWeightSyncScheme()
     first.init_on_sender(model_id="policy", model=trainer, num_workers=1)
@@ -203,7 +204,7 @@ async def forward() -> list[float]:
 
 
 def measure(case: str) -> float:
-    """The median of one case, in seconds, with the package that this interpreter has."""
+    """Return the median seconds of one case, with the package that this interpreter has."""
     torch.set_num_threads(1)
     if case.startswith("forward"):
         seconds = aiosync.run(forward())
@@ -219,7 +220,7 @@ def measure(case: str) -> float:
 
 
 def ask(tree: Path, case: str) -> float:
-    """The same with the package in ``tree``, in a process of its own."""
+    """Return the median seconds of one case, with the package in ``tree``, in its own process."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--measure", case],
         env={**os.environ, "PYTHONPATH": str(tree)},
@@ -233,7 +234,7 @@ def ask(tree: Path, case: str) -> float:
 
 
 def take_out(revision: str, folder: Path) -> None:
-    """The package of that commit."""
+    """Extract the package of a commit into a folder."""
     packed = subprocess.run(
         ["git", "archive", revision, "aiosync"], stdout=subprocess.PIPE, check=True
     )
@@ -241,7 +242,7 @@ def take_out(revision: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure all, or what the command line says."""
+    """Measure all cases, or those that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("revision", nargs="?", default="ec10b18")
     parser.add_argument("--turns", type=int, default=5)

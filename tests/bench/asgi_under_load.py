@@ -2,21 +2,22 @@
 
     python -m tests.bench.asgi_under_load [--mib 1024] [--rate 200] [--seconds 20] [--json FILE]
 
-Three processes: a Starlette application with a feed under uvicorn, and a model of the given size;
-a trainer that fills the model with the number of each version and sends it over
-TCP, one after the other without a pause; and this one, which asks at a steady rate. The load is
-open: requests begin when the clock says so, not when earlier ones have ended, and latencies count
-from then. Half of the requests are answered by one forward, half by two forwards with a pause of
-2 ms between them. Every forward reads elements of every tensor, and an answer is *mixed* unless
+Three processes take part: a Starlette application with a feed under uvicorn, and a model of the
+given size; a trainer that fills the model with the number of each version and sends it over TCP,
+one after the other without a pause; and this process, which sends requests at a steady rate. The
+load is open: requests begin when the clock says so, not when earlier ones have ended, and latencies
+count from then. Half of the requests are answered by one forward, half by two forwards with a pause
+of 2 ms between them. Every forward reads elements of every tensor, and an answer is *mixed* unless
 all of them are the version that the header names.
 
-*Lag* is how much later than asked a timer of 1 ms in the server fires. It includes what requests
-and other processes do, which is why it is measured without updates, too. ``--loop asyncio --blame``
+*Lag* is how much later than asked a timer of 1 ms in the server fires. It includes the work of
+requests and of other processes, so it is measured without updates, too. ``--loop asyncio --blame``
 times every callback of the loop: *wall* by the clock, *busy* by the processor time of the thread.
 
-``--mode immediate`` shows that the check can fail: there, an answer of two forwards may be mixed.
+``--mode immediate`` shows that the check can fail: in this mode an answer of two forwards may be
+mixed.
 
-What is not measured: other machines, TLS, and models whose forwards take long.
+Not measured: other machines, TLS, and models whose forwards take long.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SPAN = (
 
 
 class Probe(nn.Module):
-    """A model whose output names the version of every tensor; ``size`` bytes in all."""
+    """Model of ``nbytes`` bytes, whose output names the version of every tensor."""
 
     def __init__(self, nbytes: int, num_tensors: int) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def serve(sock: socket.socket, address: str, args: Any) -> None:
 
 
 class Client:
-    """As little HTTP as it takes: what it costs is taken from the server, on a small machine."""
+    """Client with as little HTTP as possible: on a small machine it takes time from the server."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -198,7 +199,7 @@ class Client:
 
 
 class Load:
-    """Asks at a steady rate and looks at every answer."""
+    """Load that sends requests at a steady rate, and checks every answer."""
 
     def __init__(self, client: Client, args: Any) -> None:
         self.client = client
@@ -253,7 +254,7 @@ class Load:
             self.mixed.append(f"{path}: {version} says the header, {set(values)} the answer")
 
 
-# -- all of it --------------------------------------------------------------------------------
+# -- the benchmark ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -272,21 +273,26 @@ def started(processes: Any, target: Any, *args: Any) -> Iterator[Any]:
 
 
 async def hear(conn: Any) -> Any:
-    """What a process says, which must not take for ever."""
+    """Return the next message of a process.
+
+    Raises:
+        TimeoutError: The process has not sent one in time.
+    """
     if not await asyncio.to_thread(conn.poll, PATIENCE):
         raise TimeoutError("a process of the benchmark says nothing")
     return conn.recv()
 
 
 async def measure(args: Any, processes: Any = SPAWN) -> dict[str, Any]:
-    """All of it; ``processes`` is a context of ``multiprocessing``."""
+    """Run the benchmark; ``processes`` is a context of ``multiprocessing``."""
     mine, theirs = processes.Pipe()
     with (
         contextlib.ExitStack() as stack,
         socket.create_server(("127.0.0.1", 0), backlog=1024) as sock,
     ):
         stack.callback(mine.close)
-        # Inherited by what is accepted. asyncio's loop does not set it on a socket of this kind.
+        # Accepted sockets inherit this option, which asyncio's loop does not set on a socket of
+        # this kind.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stack.enter_context(started(processes, train, args, theirs))
         theirs.close()
@@ -299,7 +305,8 @@ async def measure(args: Any, processes: Any = SPAWN) -> dict[str, Any]:
                 await asyncio.sleep(0.1)
         assert await hear(mine) == "connected"
         load = Load(client, args)
-        await load.run(min(2.0, args.seconds))  # warm up
+        # This load only warms up the server.
+        await load.run(min(2.0, args.seconds))
         found: dict[str, Any] = {"cores": os.cpu_count(), **vars(args), "json": None}
         found["start"] = json.loads((await client.ask("GET", "/measured"))[2])
         found["without"] = await load.run(args.seconds)
@@ -362,7 +369,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
+    # An exit by SystemExit also ends the processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = aiosync.run(measure(args))
     show(found)
     if args.json:

@@ -1,10 +1,10 @@
 """The same collector, environment and policy, with aiosync's scheme and with TorchRL's own.
 
-Two collectors live side by side and take turns, block by block, in one run. Measured: frames a
-second while the weights are updated after each batch, and the time of
-``update_policy_weights_()`` of a policy of many small tensors. Every block checks that the
-actions were computed with the newest weights. TorchRL's workers share the trainer's memory;
-aiosync's have a copy. Not measured: GPUs, environments that are dearer than the policy.
+Two collectors live side by side and take turns, block by block, in one run. The benchmark measures
+the frames per second while the weights are updated after each batch, and the time of
+``update_policy_weights_()`` of a policy of many small tensors. Every block checks that the actions
+were computed with the newest weights. TorchRL's workers share the trainer's memory, while aiosync's
+have a copy. Not measured: GPUs, and environments that are dearer than the policy.
 
     python -m tests.bench.collectors_vs_torchrl --schemes shared process --workers 2
 """
@@ -40,7 +40,7 @@ def make_env() -> GymEnv:
 
 
 class Policy(nn.Module):
-    """Goes left or right as its last bias says; the other tensors only travel."""
+    """Policy that goes left or right as its last bias says; the other tensors only travel."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def steer(policy: nn.Module, action: int) -> None:
 
 
 class Side:
-    """One collector and what it took."""
+    """One collector and its measurements."""
 
     def __init__(self, scheme: Any, tensors: int, workers: int, frames: int) -> None:
         self.policy = TensorDictModule(
@@ -89,7 +89,8 @@ class Side:
         self.updates.append(time.perf_counter() - begun)
 
     def block(self, batches: int) -> None:
-        for _ in range(2):  # what the other side left in the caches
+        # These batches replace what the other side left in the caches.
+        for _ in range(2):
             next(self.batches)
         begun, frames = time.perf_counter(), 0
         for _ in range(batches):

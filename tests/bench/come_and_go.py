@@ -1,12 +1,12 @@
-"""What a trainer holds while workers come and go, as a picture.
+"""Memory and descriptors of a trainer while workers come and go, as a picture.
 
 ``python -m tests.bench.come_and_go --picture docs/benchmarks/come_and_go.png`` has one trainer send
-three models, through shared memory and over TCP, without a pause, to about eight
-workers: each stays for some seconds, and then leaves or is killed. Every value of version v is the
-number v, so that a forward which sees two numbers is torn. Each second says how much memory the
-trainer has, how much of it in segments, and how many descriptors.
+three models, through shared memory and over TCP, without a pause, to about eight workers. Each
+worker stays for some seconds, and then leaves or is killed. Every value of version v is the number
+v, so that a forward which sees two numbers is torn. Each second the program notes how much memory
+the trainer has, how much of it in segments, and how many descriptors.
 
-Exits with 1 if a forward was torn, a send failed for another reason than a killed worker, or the
+It exits with 1 if a forward was torn, a send failed for another reason than a killed worker, or the
 second half of the time has more than a fifth above the second minute's.
 """
 
@@ -34,14 +34,14 @@ _WORKERS, _STAYS_SECONDS, _KILL_SECONDS = 8, (4.0, 40.0), 30.0
 
 
 class Stack(nn.Module):
-    """Parameters that hold one number; a forward says which it found."""
+    """Parameters that hold one number; a forward returns the numbers that it finds."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
         self.each = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(count))
 
     def fill(self, value: float) -> None:
-        """What an optimizer's step does."""
+        """Set all parameters, like an optimizer's step."""
         with torch.no_grad():
             for tensor in self.parameters():
                 tensor.fill_(value)
@@ -52,7 +52,7 @@ class Stack(nn.Module):
 
 
 def act(scheme: Any, size: tuple[int, int], index: int, seconds: float, told: Any) -> None:
-    """A worker: computes for some seconds, and leaves."""
+    """Run a worker, which computes for some seconds and leaves."""
     torch.set_num_threads(1)
     told.send(asyncio.run(_act(scheme, Stack(*size), index, seconds)))
 
@@ -71,7 +71,7 @@ async def _act(scheme: Any, model: Stack, index: int, seconds: float) -> tuple[i
 
 
 def held() -> dict[str, float]:
-    """What this process has now: MB, MB in segments, descriptors."""
+    """Return what this process holds: memory in MB, the MB of it in segments, and descriptors."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     segments, names = {}, os.listdir("/proc/self/fd")
@@ -88,7 +88,7 @@ def held() -> dict[str, float]:
 
 
 class Run:
-    """One trainer with its schemes, and the workers of now."""
+    """One trainer with its schemes, and its present workers."""
 
     def __init__(self, seconds: float, seed: int) -> None:
         self.count: Counter[str] = Counter()
@@ -101,7 +101,7 @@ class Run:
         self._workers: dict[int, tuple[Any, Any]] = {}
 
     async def main(self) -> None:
-        """Everything."""
+        """Run the sends, the workers and the samples until the time is over."""
         async with contextlib.AsyncExitStack() as stack:
             for kind in (aiosync.SharedMemWeightSyncScheme, aiosync.TCPWeightSyncScheme):
                 for size in SIZES.values():
@@ -170,7 +170,7 @@ class Run:
 
 
 def draw(samples: list[dict[str, float]], path: str) -> None:
-    """The samples as three panels."""
+    """Draw the samples as three panels."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
@@ -186,7 +186,7 @@ def draw(samples: list[dict[str, float]], path: str) -> None:
 
 
 def main() -> int:
-    """Run it, say what was found, and draw it."""
+    """Run the trainer, print the findings, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Who takes part: by transport, with what each needs; aiosync by its other faces, too."""
+"""Contenders by transport, with the needs of each; aiosync by its other surfaces, too."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Contender:
 
     Attributes:
         name: Such as ``"aiosync/facade"``; that of a limit begins with ``"limit/"``.
-        loop: What drives its trainer, and its workers if they are async.
+        loop: Kind of loop of its trainer, and of its workers if they are async.
         make: Makes its trainer's half; see :func:`aiosync.bench.contenders_of`. Unless the loop is
             ``"blocking"``, the methods are coroutine functions.
         needs: Packages that must be installed.
-        surface: Another face of the same thing: left out where there are many contenders.
+        surface: True for another surface of the same thing, which is left out with many workers.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Contender:
     surface: bool = False
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
-        """A loop of its kind, unless it is blocking."""
+        """Return a new loop of the contender's kind, which must not be blocking."""
         if self.loop == "asyncio":
             return asyncio.new_event_loop()
         import uvloop
@@ -63,16 +63,16 @@ class Contender:
         return uvloop.new_event_loop()
 
     def missing(self) -> list[str]:
-        """Packages that it needs and that are not installed."""
+        """Return the packages that the contender needs and that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
 CONTENDERS: dict[str, list[Contender]] = {}
-"""By transport, in the order in which they take turns."""
+"""Contenders by transport, in the order in which they take turns."""
 
 
 def register(transport: str, *contenders: Contender) -> None:
-    """Let more take part. The limits stay last."""
+    """Add contenders to a transport. The limits stay last."""
     there = [*CONTENDERS.get(transport, ()), *contenders]
     there.sort(key=lambda each: each.name.startswith(LIMIT))
     CONTENDERS[transport] = there
@@ -80,19 +80,20 @@ def register(transport: str, *contenders: Contender) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan(bench.Plan):
-    """Cases, and who takes part in them.
+    """Cases, and the contenders that take part in them.
 
     Attributes:
-        contenders: Names of those that take part, limits included; ``None`` for all.
-        surfaces_upto: Workers up to which other surfaces take part; 0 leaves them out. With 512 MiB
-            it is 1 at most: contenders are open together, and everybody has to fit into memory.
+        contenders: Names of the contenders that take part, limits included; ``None`` for all.
+        surfaces_upto: Number of workers up to which other surfaces take part; 0 leaves them out.
+            With 512 MiB it is 1 at most: contenders are open together, and all have to fit into
+            memory.
     """
 
     contenders: Collection[str] | None = None
     surfaces_upto: int = 8
 
     def takes(self, case: Case, contender: Contender) -> bool:
-        """Whether a contender takes part in a case."""
+        """Return True if a contender takes part in a case."""
         if self.contenders is not None and contender.name not in self.contenders:
             return False
         if contender.name.startswith(LIMIT):
@@ -101,7 +102,7 @@ class Plan(bench.Plan):
         return not contender.surface or case.workers <= upto
 
     def taking(self, case: Case, results: Results) -> list[Contender]:
-        """Who takes part in a case; what is not installed is noted once for each transport."""
+        """Return the contenders of a case; note a missing package once for each transport."""
         found = []
         for each in CONTENDERS[case.transport]:
             if self.takes(case, each) and (missing := each.missing()):
@@ -114,7 +115,7 @@ class Plan(bench.Plan):
 
 
 def choose(plan: Plan, contenders: Collection[str] = (), **chosen: Any) -> Plan:
-    """As :func:`aiosync.bench.choose`, and by names of contenders; ``"limits"`` is all of these.
+    """Choose as :func:`aiosync.bench.choose`, and by contenders; ``"limits"`` is all limits.
 
     Raises:
         ConfigError: There is no such name, or no case is left.
@@ -136,11 +137,11 @@ def choose(plan: Plan, contenders: Collection[str] = (), **chosen: Any) -> Plan:
     return found
 
 
-# -- aiosync's other faces -------------------------------------------------------------------------
+# -- aiosync's other surfaces ----------------------------------------------------------------------
 
 
 class NetworkTrainer(AsyncTrainer):
-    """Gloo with workers as if they were on other hosts."""
+    """Trainer over Gloo, with workers as if they were on other hosts."""
 
     def __init__(self) -> None:
         super().__init__("gloo")
@@ -151,7 +152,7 @@ class NetworkTrainer(AsyncTrainer):
 
 
 def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
-    """A worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
+    """Run a worker of classic code: a scheme of ``aiosync.sync`` applies in the background."""
     model = WORKLOADS[workload].build()
     with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
@@ -160,7 +161,7 @@ def work_facade(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
 
 
 class FacadeTrainer:
-    """``aiosync.sync`` in trainer and workers.
+    """Trainer with ``aiosync.sync``, also in the workers.
 
     Args:
         transport: Name of the transport.
@@ -185,11 +186,11 @@ class FacadeTrainer:
         return handles
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self.scheme.send()
 
     def close(self) -> None:
-        """End workers and scheme."""
+        """End the workers and the scheme."""
         if self.scheme is not None:
             self.crew.stop()
             self.scheme.shutdown()

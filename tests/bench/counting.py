@@ -1,8 +1,8 @@
-"""What counting and telling cost: ``python -m tests.bench.counting [--sends N]``.
+"""Cost of counting and of observers: ``python -m tests.bench.counting [--sends N]``.
 
-One trainer sends a 4x2 layer through shared memory to one worker process, in turns with nobody who
-listens and with an observer on its side. It prints how long a send takes, and how much memory the
-trainer has then: that does not grow with the number of sends.
+One trainer sends a 4x2 layer through shared memory to one worker process, in turns without an
+observer and with one on its side. The program prints how long a send takes, and how much memory the
+trainer has then. That does not grow with the number of sends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TURNS = 20
 
 
 class Counter:
-    """Counts what it is told."""
+    """Observer that counts its events."""
 
     def __init__(self) -> None:
         self.told = 0
@@ -34,14 +34,15 @@ class Counter:
 
 
 def work(scheme: Any) -> None:
-    """A worker, until its trainer has gone."""
+    """Run a worker until its trainer has gone."""
 
     async def follow() -> None:
         scheme.init_on_receiver(model=nn.Linear(4, 2))
         scheme.add_observer(Counter())
         async with scheme:
             await scheme.connect()
-            while scheme.link_lost is None:  # idle: who waits in receive() would be rung each time
+            # The worker is idle, as one that waits in receive() would be rung at each send.
+            while scheme.link_lost is None:
                 await asyncio.sleep(0.05)
             print(scheme.stats())
 
@@ -49,7 +50,7 @@ def work(scheme: Any) -> None:
 
 
 async def main(num_sends: int) -> None:
-    """Send, and print what it takes."""
+    """Send, and print the times and the memory."""
     trainer = aiosync.SharedMemWeightSyncScheme()
     trainer.init_on_sender(model=nn.Linear(4, 2), num_workers=1)
     worker = multiprocessing.get_context("spawn").Process(target=work, args=(trainer,))

@@ -1,7 +1,7 @@
-"""Pictures of the built documentation: front page, a pattern and an example, to be looked at.
+"""Pictures of the built documentation, for a look by hand: front page, a pattern and an example.
 
-``sphinx-build -b html docs SITE``, then ``python -m tests.bench.docs_pictures SITE FOLDER``, by
-hand. Each page is taken in light, in dark, and as wide as a phone. Needs ``chromium``.
+Run ``sphinx-build -b html docs SITE``, then ``python -m tests.bench.docs_pictures SITE FOLDER``.
+Each page is taken in light, in dark, and as wide as a phone. Needs ``chromium``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOKS = {
 
 
 def pages(site: Path) -> dict[str, Path]:
-    """The front page, and the first page of the patterns and of the examples by name."""
+    """Return the front page, and the first page of the patterns and of the examples, by name."""
     found = {"front": site / "index.html"}
     for name in ("patterns", "examples"):
         below = sorted((site / name).glob("*.html"))
@@ -30,7 +30,10 @@ def pages(site: Path) -> dict[str, Path]:
 
 
 def photograph(page: Path, file: Path, size: tuple[int, int], *options: str) -> None:
-    """Have Chromium look at a page, in a frame: its own windows are never as narrow as a phone."""
+    """Take a picture of a page with Chromium.
+
+    The page is in a frame, as Chromium's own windows are never as narrow as a phone.
+    """
     width, height = size
     with tempfile.TemporaryDirectory() as place:
         frame = Path(place) / "frame.html"
@@ -54,7 +57,7 @@ def photograph(page: Path, file: Path, size: tuple[int, int], *options: str) -> 
 
 
 def main(site: Path, folder: Path) -> None:
-    """Take them all."""
+    """Take all pictures."""
     folder.mkdir(exist_ok=True)
     for name, page in pages(site).items():
         for look, (size, options) in _LOOKS.items():

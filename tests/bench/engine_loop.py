@@ -1,12 +1,12 @@
-"""How late tickers on the loops of trainer and workers come while a large update is awaited.
+"""Delay of tickers on the loops of trainer and workers while a large update is awaited.
 
-For torch.distributed, RPC and Ray, each with workers on the trainer's host as they come, and as if
-they were on other hosts. The trainer's ticker sleeps 5 ms, those of the workers 2 ms. The weights
-change before each send, while nothing ticks.
+The engines are torch.distributed, RPC and Ray, each with workers on the trainer's host as they
+come, and as if they were on other hosts. The trainer's ticker sleeps 5 ms, those of the workers 2
+ms. The weights change before each send, while nothing ticks.
 
-A virtual machine that its host stops for a while makes every ticker late. Where this may run with
-the scheduler's real-time policy, a control process finds those pauses: it sleeps a millisecond at
-a time and needs no loop, no GIL and no turn. ``late_ms_most`` counts them, ``own_ms_most`` does
+A virtual machine that its host stops for a while makes every ticker late. If the program may use
+the scheduler's real-time policy, a control process finds those pauses: it sleeps a millisecond at a
+time and needs no loop, no GIL and no turn. ``late_ms_most`` counts the pauses, ``own_ms_most`` does
 not.
 
     python -m tests.bench.engine_loop --workload 512MiB --workers 1 --sends 8
@@ -46,14 +46,15 @@ TICK_SECONDS = 0.005
 PAUSE_SECONDS = 0.003
 
 Pause = tuple[float, float]
-"""From when to when."""
+"""Start and end of a pause."""
 
 
 def control(pipe: Connection) -> None:
-    """Find the machine's pauses, and tell them when asked."""
+    """Find the machine's pauses, and report them when asked."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
-    except PermissionError:  # what it found would be those who had the cores before it
+    # Without the policy this would find the processes that had the cores before it.
+    except PermissionError:
         pipe.send(False)
         return
     pipe.send(True)
@@ -69,7 +70,7 @@ def control(pipe: Connection) -> None:
 
 
 def own(tick: Tick, interval: float, pauses: Sequence[Pause]) -> float:
-    """By how much a tick was late while the machine ran, in seconds."""
+    """Return by how many seconds a tick was late while the machine ran."""
     end = tick.began + interval + tick.late
     paused = sum(max(0.0, min(end, to) - max(tick.began, since)) for since, to in pauses)
     return max(0.0, tick.late - paused)
@@ -141,7 +142,8 @@ def main() -> None:
         ours, theirs = context.Pipe()
         watch = context.Process(target=control, args=(theirs,), daemon=True)
         watch.start()
-        # References of RPC, and a process group, belong to the process for good.
+        # Each engine has a process of its own, as references of RPC, and a process group, belong to
+        # a process for good.
         run = context.Process(target=one, args=(engine, case, args.sends, ours))
         run.start()
         run.join()

@@ -2,14 +2,14 @@
 
 ``python -m tests.bench.forwards`` runs trainer and workers in processes of their own, for shared
 memory, pipe and TCP, the async API and the facade, and a model that is eager or compiled. Every
-value of version v is the number v, so that a forward that finds two numbers, or fewer than the
-forward before it, is wrong; and so is one whose number is not the version of its span. Exits with 1
-if there was any, or if hardly anything was sent meanwhile.
+value of version v is the number v. So a forward is wrong if it finds two numbers, or a smaller one
+than the forward before it, or one that is not the version of its span. The program exits with 1 if
+a forward was wrong, or if hardly anything was sent meanwhile.
 
-With ``--agent`` the model has no ``forward()``, and one of its methods is called, with no option
-set. With ``--keep 50`` each worker keeps what programs keep of that many versions: state dicts,
-assigned to another model too, detached TensorDicts, activations, and outputs that view buffers. All
-of that has to stay as it was.
+With ``--agent`` the model has no ``forward()``, and the workers call one of its methods, with no
+option set. With ``--keep 50`` each worker keeps what programs keep of that many versions: state
+dicts, assigned to another model too, detached TensorDicts, activations, and outputs that view
+buffers. All of that has to stay as it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEMES = {
 
 
 class Agent(nn.Module):
-    """Layers that all hold one number, and no forward."""
+    """Layers that all hold one number, without a forward."""
 
     level: torch.Tensor
 
@@ -53,12 +53,12 @@ class Agent(nn.Module):
         return self.level.view(4, 4)[1:]
 
     def act(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One number a layer: sixteen weights by a sixteenth, and no bias."""
+        """Return one number for each layer: sixteen weights by a sixteenth, without the bias."""
         return torch.stack([(layer(inputs) - layer.bias).mean() for layer in self.layers])
 
 
 class Stack(Agent):
-    """The same with a forward."""
+    """The same layers with a forward."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.act(inputs)
@@ -78,27 +78,27 @@ class Case(NamedTuple):
         return Agent() if self.agent else Stack()
 
     def computes(self, model: Any) -> Any:
-        """Return what computes with a connected model."""
+        """Return the function that computes with a connected model."""
         called = model.act if self.agent else model
         return torch.compile(called, backend="aot_eager") if self.compiled else called
 
 
 def fill(model: nn.Module, value: float) -> None:
-    """An optimizer's step."""
+    """Set all parameters and buffers, like an optimizer's step."""
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.fill_(value)
 
 
 class Kept(NamedTuple):
-    """What a program keeps of one version."""
+    """Tensors that a program keeps of one version."""
 
     value: float
     tensors: list[torch.Tensor]
 
     @classmethod
     def of(cls, model: Any) -> Kept:
-        """Take it from a model, within one read."""
+        """Keep the tensors of a model, within one read."""
         state, assigned = model.state_dict(), Agent()
         assigned.load_state_dict(model.state_dict(), assign=True)
         weights = TensorDict.from_module(model).detach()
@@ -114,12 +114,12 @@ class Kept(NamedTuple):
         return cls(float(state["level"][0]), tensors)
 
     def has_changed(self) -> bool:
-        """Look at all of it."""
+        """Return True if one of the tensors has changed."""
         return not all(bool((each == self.value).all()) for each in self.tensors)
 
 
 def look(scheme: Any, model: Any, computes: Any, forwards: int, keep: int) -> dict[str, int]:
-    """Compute, and count what is wrong and how many versions there were."""
+    """Compute; return the counts of forwards, of errors of each kind, and of versions."""
     found = dict.fromkeys(("forwards", "mixed", "older", "mislabelled", "versions", "changed"), 0)
     newest, inputs = 0.0, torch.full((16,), 1 / 16)
     kept: deque[Kept] = deque()
@@ -151,7 +151,7 @@ def look(scheme: Any, model: Any, computes: Any, forwards: int, keep: int) -> di
 
 
 def work(scheme: Any, case: Case, idx: int, forwards: int, said: Any) -> None:
-    """A worker."""
+    """Run a worker."""
     torch.set_num_threads(1)
     if case.api == "async":
         said.put(aiosync.run(work_async(scheme, case, idx, forwards)))
@@ -164,7 +164,7 @@ def work(scheme: Any, case: Case, idx: int, forwards: int, said: Any) -> None:
 
 
 async def work_async(scheme: Any, case: Case, idx: int, forwards: int) -> dict[str, int]:
-    """A worker with an event loop, that computes in a thread."""
+    """Run a worker with an event loop, which computes in a thread."""
     model = case.model()
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
@@ -174,7 +174,7 @@ async def work_async(scheme: Any, case: Case, idx: int, forwards: int) -> dict[s
 
 
 def run(case: Case, workers: int, forwards: int) -> dict[str, int]:
-    """One trainer that sends until its workers have computed all."""
+    """Run one trainer that sends until its workers have computed all forwards."""
     context = multiprocessing.get_context("spawn")
     model, said = case.model(), context.Queue()
     of = aiosync if case.api == "async" else aiosync.sync
@@ -207,20 +207,21 @@ def run(case: Case, workers: int, forwards: int) -> dict[str, int]:
 
 
 async def send_async(scheme: Any, model: nn.Module, over: threading.Event) -> int:
-    """Send until it is over; how often."""
+    """Send until ``over`` is set; return the last version."""
     async with scheme:
         await scheme.connect(timeout=PATIENCE)
         while not over.is_set():
             fill(model, float(scheme.version + 1))
             try:
                 await scheme.send()
-            except aiosync.PartialSyncError:  # they leave when they are done
+            # Workers leave when they are done.
+            except aiosync.PartialSyncError:
                 await asyncio.to_thread(over.wait, PATIENCE)
         return int(scheme.version)
 
 
 def send(scheme: Any, model: nn.Module, over: threading.Event) -> int:
-    """The same by the blocking API."""
+    """Send until ``over`` is set, by the blocking API; return the last version."""
     with scheme:
         scheme.connect(timeout=PATIENCE)
         while not over.is_set():
@@ -233,7 +234,7 @@ def send(scheme: Any, model: nn.Module, over: threading.Event) -> int:
 
 
 def main() -> None:
-    """Run all, or what the command line says."""
+    """Run all cases, or those that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forwards", type=int, default=100_000, help="of all cases together")
     parser.add_argument("--workers", type=int, default=2)

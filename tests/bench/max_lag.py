@@ -1,8 +1,9 @@
-"""How far behind workers compute, of which one is delayed: with ``send(max_lag=)`` and without.
+"""Lag of workers, of which one is delayed: with ``send(max_lag=)`` and without.
 
 ``python -m tests.bench.max_lag --batches 10000``. A batch is computed in one block, which keeps
-updates out, and says how far behind it was at its end. Weights encode their version. Exits with 1
-if a span is wrong, if a batch was further behind than allowed, or if the bound never mattered.
+updates out, and says how far behind it was at its end. Weights encode their version. The program
+exits with 1 if a span is wrong, if a batch was further behind than allowed, or if the bound never
+mattered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PATIENCE = 120.0
 
 
 class Net(nn.Module):
-    """Says which version it is, beside what it computes."""
+    """Network that also returns its version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Net(nn.Module):
         self.register_buffer("version", torch.ones((), dtype=torch.int64))
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Logits, and the version."""
+        """Return the logits and the version."""
         return self.head(inputs), int(self.version)
 
 
@@ -52,12 +53,13 @@ def work(scheme: Any, pause: float, trainer: Connection) -> None:
             try:
                 trainer.send((read.span, made_with, lag))
                 trainer.recv()
-            except (EOFError, OSError):  # it has enough
+            # The trainer has enough batches.
+            except (EOFError, OSError):
                 return
 
 
 def run(batches: int, pause: float, max_lag: int | None) -> dict[str, Any]:
-    """Learn from so many batches, with one version more after each."""
+    """Learn from so many batches, with a new version after each."""
     context = multiprocessing.get_context("spawn")
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -100,7 +102,7 @@ def run(batches: int, pause: float, max_lag: int | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=10_000)
     parser.add_argument("--max-lag", type=int, default=2)

@@ -1,9 +1,9 @@
-"""How good is the net? One-line faults, each put into a copy of the checkout, and who finds it.
+"""One-line faults, each put into a copy of the checkout, and the tests that have to find it.
 
-``python -m tests.bench.mutants`` tries them all; ``--only NAME`` one, ``--list`` none. Each fault
-names the tests that have to find it. Whoever rewrites the code of a fault writes a fault anew for
-what stands there then: one whose old text does not occur exactly once in its file fails the run,
-and an ordinary test.
+``python -m tests.bench.mutants`` tries all faults, ``--only NAME`` one, ``--list`` none. Each fault
+names the tests that have to find it. If you rewrite the code of a fault, write the fault anew for
+the new code: a fault whose old text does not occur exactly once in its file fails the run, and an
+ordinary test.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Mutant(NamedTuple):
     """A fault.
 
     Attributes:
-        name: What is wrong.
-        file: Where, below ``aiosync/``.
-        old: What stands there, once in the file.
-        new: What is put in its place.
-        tests: Arguments of pytest: who has to find it.
-        patience: Seconds for what a check waits for, which the fault may keep from happening.
+        name: The fault in a few words.
+        file: File of the fault, below ``aiosync/``.
+        old: Text that the fault replaces; it occurs once in the file.
+        new: Text that the fault puts there.
+        tests: Arguments of pytest for the tests that have to find the fault.
+        patience: Seconds that a check waits for something, which the fault may keep from happening.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Mutant(NamedTuple):
     patience: float = PATIENCE_SECONDS
 
     def fits(self, root: Path = ROOT) -> bool:
-        """Whether it can be put in."""
+        """Return True if the fault can be put in."""
         path = root / "aiosync" / self.file
         return path.exists() and path.read_text().count(self.old) == 1
 
 
 def contract(*names: str) -> str:
-    """The tests of some checks of the contract, over shared memory, pipes and TCP."""
+    """Return the tests of some checks of the contract, over shared memory, pipes and TCP."""
     return f"tests/contract/test_contract.py -k '{' or '.join(names)}'"
 
 
 def conformance(*names: str) -> str:
-    """The tests of some checks of the transports."""
+    """Return the tests of some checks of the transports."""
     return f"tests/conformance/test_transports.py -k '{' or '.join(names)}'"
 
 
@@ -180,7 +180,8 @@ MUTANTS = [
         "            if early is not None:",
         "            if False:\n",
         "tests/schemes/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
-        patience=40.0,  # a cluster has to start
+        # A cluster has to start.
+        patience=40.0,
     ),
     # -- slots of shared memory
     Mutant(
@@ -239,7 +240,7 @@ MUTANTS = [
         "                    if False:",
         "tests/schemes/test_publishing.py -k overlap",
     ),
-    # -- versions, and what is on its way
+    # -- versions, and updates on their way
     Mutant(
         "the same version twice is news",
         "protocol/updates.py",
@@ -311,7 +312,7 @@ MUTANTS = [
         "        if False:",
         contract("close_wakes"),
     ),
-    # -- who comes, goes, and comes again
+    # -- workers that come, go, and come again
     Mutant(
         "a part that stays goes alone where an older one was replaced",
         "sender/snapshots.py",
@@ -535,7 +536,7 @@ MUTANTS = [
 
 
 def pytest(copy: Path, tests: str, patience: float) -> tuple[int, str]:
-    """Run tests in the copy; the exit status, 1 where they do not end, and the last line."""
+    """Run tests in the copy; return the exit status, 1 if they do not end, and the last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(
@@ -544,7 +545,8 @@ def pytest(copy: Path, tests: str, patience: float) -> tuple[int, str]:
             env={
                 **os.environ,
                 "PYTHONPATH": str(copy),
-                "PYTHONDONTWRITEBYTECODE": "1",  # the copy changes within the second
+                # The copy changes within a second, in which bytecode would look new.
+                "PYTHONDONTWRITEBYTECODE": "1",
                 "PATIENCE": str(patience),
             },
             capture_output=True,
@@ -558,7 +560,7 @@ def pytest(copy: Path, tests: str, patience: float) -> tuple[int, str]:
 
 
 def without_faults(copy: Path, chosen: list[Mutant]) -> bool:
-    """Whether the tests pass as long as nothing is wrong."""
+    """Return True if the tests pass without a fault."""
     wanted: dict[tuple[str, float], set[str]] = {}
     for mutant in chosen:
         tests, _, some = mutant.tests.partition(" -k ")
@@ -573,7 +575,7 @@ def without_faults(copy: Path, chosen: list[Mutant]) -> bool:
 
 
 def run(mutant: Mutant, copy: Path) -> str:
-    """Try one; ``""`` where it was found, else why not."""
+    """Try one fault; return ``""`` if it was found, else the reason why not."""
     if not mutant.fits(copy):
         return f"does not apply: its old text does not occur once in {mutant.file}"
     path = copy / "aiosync" / mutant.file
@@ -587,7 +589,7 @@ def run(mutant: Mutant, copy: Path) -> str:
 
 
 def main() -> int:
-    """Try those that were asked for; 1 if one was missed."""
+    """Try the chosen faults; return 1 if one was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", help="those whose name holds this")
     parser.add_argument("--list", action="store_true", help="only say what there is")

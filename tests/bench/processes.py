@@ -33,14 +33,14 @@ class Figure:
     """One number that is not the latency of a send.
 
     Attributes:
-        name: What it says, such as ``"loop lag p99"``.
+        name: Name of the figure, such as ``"loop lag p99"``.
         transport: As in :class:`Case`.
         workload: Name of the model.
-        workers: Worker processes.
+        workers: Number of worker processes.
         contender: As in :class:`Timing`.
         value: The number.
         unit: Its unit, such as ``"ms"``.
-        note: What else to know, in a few words.
+        note: More about the figure, in a few words.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Comparison(Results):
 
     @property
     def failed(self) -> bool:
-        """As that of results, but for what is not installed."""
+        """True if nothing was measured, or aiosync failed; missing packages do not count."""
         wrong = (each for each in self.missing if not each.why.startswith("not installed"))
         return not self.timings or any(", aiosync" in each.what for each in wrong)
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        """Read what ``to_json()`` wrote."""
+        """Read results that ``to_json()`` wrote."""
         found = Results.from_json(text)
         values = {each.name: getattr(found, each.name) for each in dataclasses.fields(Results)}
         return cls(**values, figures=[Figure(**raw) for raw in json.loads(text)["figures"]])
@@ -75,12 +75,12 @@ class Comparison(Results):
 
 @dataclass(frozen=True)
 class Lazy:
-    """What is imported in the process that calls it: ``"module:name"``."""
+    """A factory, ``"module:name"``, that is imported in the process that calls it."""
 
     factory: str
 
     def __call__(self) -> Any:
-        """Call it."""
+        """Import the factory, and call it."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)()
 
@@ -107,17 +107,20 @@ async def _reply(rounds: Rounds, question: str, argument: Any) -> tuple[bool, An
 
 def _trainer_main(contender: Contender, pipe: Connection) -> None:
     """Answer questions until ``None`` or the end of the pipe."""
-    # A terminal's Ctrl-C reaches every process: the benchmark's own ends the others in order.
+    # A terminal's Ctrl-C reaches every process, but the benchmark's own ends the others in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # libraries print; stdout is for the benchmark's results, which may be JSON
-    warnings.simplefilter("ignore")  # of libraries, about their own future
+    # Libraries print, but stdout is for the benchmark's results, which may be JSON.
+    os.dup2(2, 1)
+    # Libraries warn about their own future.
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rounds = Rounds(contender.make())
 
     def receive() -> Any:
         try:
             return pipe.recv()
-        except EOFError:  # the benchmark's process is gone
+        # The benchmark's process is gone.
+        except EOFError:
             return None
 
     async def serve() -> None:
@@ -139,7 +142,7 @@ def _trainer_main(contender: Contender, pipe: Connection) -> None:
 
 
 def _without_loop(coroutine: Any) -> Any:
-    """Run what awaits nothing, in a thread where no loop runs."""
+    """Run a coroutine that awaits nothing, in a thread without a running loop."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -148,53 +151,54 @@ def _without_loop(coroutine: Any) -> Any:
 
 
 class Failed(RuntimeError):
-    """A contender could not do what it was asked to; the text is the error."""
+    """Error of a contender that could not do what it was asked to, whose text is the cause."""
 
 
 class TrainerProcess:
-    """A contender's trainer, in a process of its own, asked over a pipe."""
+    """A contender's trainer, in a process of its own, which is asked over a pipe."""
 
     def __init__(self, contender: Contender) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "aiosync", "aiosync.sync"])
         self.contender = contender
         self._pipe, theirs = context.Pipe()
-        # Not a daemon: those may not have workers of their own. close() is always called.
+        # The process is no daemon, as daemons may not have workers of their own. close() is always
+        # called.
         self._process = context.Process(target=_trainer_main, args=(contender, theirs))
         self._process.start()
         theirs.close()
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there to be asked."""
+        """True if the process can be asked."""
         return self._process.is_alive()
 
     def block(self, sends: int) -> Block:
-        """Send so many times, or for a second, and have the workers checked."""
+        """Let the trainer send so many times, or for a second, and check the workers."""
         return cast("Block", self.ask("block", sends))
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """Return what ``function(half, handles)`` returns there, awaited if it is a coroutine."""
+        """Return the result of ``function(half, handles)`` there, awaited if it is a coroutine."""
         return self.ask("call", function)
 
     def ask(self, question: str, argument: Any = None) -> Any:
         """Ask one of ``"open"`` (a case), ``"block"``, ``"call"`` and ``"close"``.
 
         Raises:
-            Failed: It could not do that, or is gone.
+            Failed: The process could not do that, or is gone.
         """
         self.begin(question, argument)
         return self.end()
 
     def begin(self, question: str, argument: Any = None) -> None:
-        """Ask without waiting; :meth:`end` does that."""
+        """Ask without waiting; :meth:`end` waits for the answer."""
         try:
             self._pipe.send((question, argument))
         except OSError as exc:
             raise self._ended() from exc
 
     def end(self) -> Any:
-        """Wait for what was begun."""
+        """Wait for the answer to :meth:`begin`."""
         try:
             if not self._pipe.poll(_PATIENCE):
                 self._process.kill()
@@ -207,8 +211,9 @@ class TrainerProcess:
         return value
 
     def close(self) -> None:
-        """End the process; kill it if it does not. Idempotent."""
-        with contextlib.suppress(OSError):  # it is gone already
+        """End the process; kill it if it does not end. Idempotent."""
+        # The process is gone already.
+        with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(_END_SECONDS)
         if self._process.is_alive():
@@ -231,13 +236,13 @@ def run(plan: Plan, results: Comparison, progress: Progress, look: Look | None =
     """Do everything that a plan lists; see :func:`aiosync.bench.run`.
 
     Args:
-        plan: What to do.
-        results: Filled in as it goes.
+        plan: Plan of the run.
+        results: Results, to which the run adds as it goes.
         progress: Called before each case.
         look: Called after the blocks of a case with each trainer that is open, for more figures.
     """
     started = time.monotonic()
-    # torch's RPC writes a line for every link that closes; trainers and workers inherit this.
+    # torch's RPC would write a line for every link that closes; trainers and workers inherit this.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     trainers: dict[str, TrainerProcess] = {}
     transport = ""
@@ -268,7 +273,7 @@ def _measure(
     results: Comparison,
     look: Look | None,
 ) -> None:
-    """One case: every contender is opened, takes its turns, and is closed."""
+    """Measure one case: open every contender, let them take turns, and close them."""
     opened = dict(trainers)
 
     @contextmanager
@@ -293,8 +298,10 @@ def _measure(
 
     sums: dict[str, list[Block]] = {name: [] for name in trainers}
     try:
-        all_at_once("open")  # most of it is imports and processes that start
-        for turn in range(plan.blocks + 1):  # the first one warms up and does not count
+        # Most of this is imports and processes that start.
+        all_at_once("open")
+        # The first turn warms up and does not count.
+        for turn in range(plan.blocks + 1):
             for name in list(opened):
                 with noting(name):
                     sums[name].append(opened[name].block(plan.sends(case) if turn else 2))

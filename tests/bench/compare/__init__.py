@@ -1,6 +1,6 @@
 """More contenders: TorchRL, and aiosync over RPC and Ray, with their limits.
 
-Importing this registers them.
+The import of this package registers them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ register("shm", _theirs("torchrl_local:shm"))
 register("shm", _theirs("torchrl_local:shm_aliased", "torchrl/aliased"))
 register("pipe", _theirs("torchrl_local:pipe"))
 register("pipe", _theirs("torchrl_local:pipe_aliased", "torchrl/aliased"))
-# TorchRL has no streams: what it offers between machines is Gloo.
+# TorchRL has no streams: between machines it offers Gloo.
 register("tcp", _GLOO)
 register("unix", _GLOO)
-# Workers as if on other hosts, which a scheme treats differently.
+# This scheme treats its workers as if they were on other hosts.
 register(
     "gloo",
     Contender("aiosync/network", "uvloop", NetworkTrainer, ("uvloop",)),

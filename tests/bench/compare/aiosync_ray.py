@@ -1,4 +1,4 @@
-"""aiosync to Ray actors."""
+"""Contenders: aiosync to Ray actors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AsyncRayTrainer", "FacadeRayTrainer", "ray", "ray_facade", "ray_netw
 
 
 class _AsyncActor:
-    """A worker with a loop, Ray's, on which updates arrive."""
+    """A worker on Ray's event loop, on which updates arrive."""
 
     def __init__(self, idx: int, workload: str) -> None:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ class _FacadeActor:
 
 
 class AsyncRayTrainer(AsyncTrainer):
-    """The async API in trainer and actors."""
+    """Trainer with the async API, also in the actors."""
 
     def __init__(self, *, shared_memory: bool = True) -> None:
         super().__init__("ray")
@@ -67,7 +67,8 @@ class AsyncRayTrainer(AsyncTrainer):
         """Start the actors, on loops of the same kind as this one, and join them."""
         plain = isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
         variables = {"RAY_USE_UVLOOP": "0"} if plain else None
-        join_cluster()  # blocks: nothing else runs on this loop yet
+        # This blocks, but nothing else runs on this loop yet.
+        join_cluster()
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
         self.scheme = aiosync.RayWeightSyncScheme(shared_memory=self._shared_memory)
@@ -89,7 +90,7 @@ class AsyncRayTrainer(AsyncTrainer):
 
 
 class FacadeRayTrainer:
-    """``aiosync.sync`` in trainer and actors."""
+    """Trainer with ``aiosync.sync``, also in the actors."""
 
     model: nn.Module
 
@@ -110,14 +111,15 @@ class FacadeRayTrainer:
             connecting = pool.submit(self.scheme.connect, timeout=PATIENCE)
             try:
                 ray.get(joining, timeout=PATIENCE)
-            except ray.exceptions.RayError:  # an actor that fails shall not cost all the patience
+            # An actor that fails must not cost all the patience.
+            except ray.exceptions.RayError:
                 self.scheme.abort()
                 raise
             connecting.result()
         return [ActorHandle(actor) for actor in self._actors]
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self.scheme.send()
 
     def close(self) -> None:
@@ -131,15 +133,15 @@ class FacadeRayTrainer:
 
 
 def ray() -> AsyncRayTrainer:
-    """Ray, with actors on the trainer's host."""
+    """Make a trainer of Ray actors on its own host."""
     return AsyncRayTrainer()
 
 
 def ray_network() -> AsyncRayTrainer:
-    """Ray's object store, for actors as if on other hosts."""
+    """Make a trainer of actors as if on other hosts, over Ray's object store."""
     return AsyncRayTrainer(shared_memory=False)
 
 
 def ray_facade() -> FacadeRayTrainer:
-    """Ray, blocking."""
+    """Make a blocking trainer of Ray actors."""
     return FacadeRayTrainer()

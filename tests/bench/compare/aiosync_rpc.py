@@ -47,13 +47,13 @@ _counter = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A trainer and its workers, who all have a copy of this.
+    """A trainer and its workers, which all have a copy of this.
 
     Attributes:
-        port: Of the trainer's store.
-        names: Of the members by rank, the trainer's first; no two groups of a process share any,
-            as RPC numbers collectives by the names of those who take part.
-        number: How many groups the trainer was in before.
+        port: Port of the trainer's store.
+        names: Names of the members by rank, the trainer's first. No two groups of a process share
+            any, as RPC numbers collectives by the names of their members.
+        number: Number of groups that the trainer was in before.
     """
 
     port: int
@@ -61,14 +61,15 @@ class _Group:
     number: int
 
     def join(self, rank: int) -> None:
-        """Wait until all members are there."""
-        # RPC keys what members tell each other by how many groups a process has been in, and
-        # workers have been in none.
+        """Join the group, and wait until all members are there."""
+        # RPC keys the messages between members by the number of groups that a process has been in,
+        # and workers have been in none.
         torch_rpc._init_counter = self.number
         options = torch_rpc.TensorPipeRpcBackendOptions(
             init_method=f"tcp://127.0.0.1:{self.port}", rpc_timeout=PATIENCE
         )
-        init: Any = torch_rpc.init_rpc  # has no types
+        # The function has no types.
+        init: Any = torch_rpc.init_rpc
         init(
             self.names[rank],
             rank=rank,
@@ -87,16 +88,16 @@ def _new_group(workers: int) -> _Group:
 
 def _leave() -> None:
     """Leave the group that this process is in."""
-    # Leaving gracefully hangs in all groups of a process but the first: it counts its barriers.
+    # Leaving gracefully hangs in all groups of a process but the first, as RPC counts its barriers.
     torch_rpc.shutdown(graceful=False)
 
 
 def _do(call: Callable[[], None], what: str, peers: Sequence[int]) -> None:
-    """Do what has no deadline of its own, and give it up when a peer ends or after a while.
+    """Make a call that has no deadline of its own; give it up when a peer ends or after a while.
 
     Args:
-        call: Done in a thread, which is left behind if need be.
-        what: For the error.
+        call: Runs in a thread, which is left behind if the call does not end.
+        what: Description for the error.
         peers: Sentinels of processes.
     """
     errors: list[BaseException] = []
@@ -113,7 +114,8 @@ def _do(call: Callable[[], None], what: str, peers: Sequence[int]) -> None:
     while thread.is_alive():
         thread.join(_LOOK_SECONDS)
         if wait(peers, 0):
-            thread.join(1.0)  # perhaps it sees that, too, and says more
+            # Perhaps the call notices the end of the peer, too, and says more about it.
+            thread.join(1.0)
             if not errors:
                 raise RuntimeError(f"{what}: a process ended meanwhile")
         if time.monotonic() > deadline:
@@ -126,7 +128,8 @@ class _Membership:
     """The trainer's side of one group after another."""
 
     def __init__(self) -> None:
-        # Workers would warn of the trainer that leaves. Torch looks at this when it is imported.
+        # Otherwise workers would warn of the trainer that leaves. Torch reads this variable when it
+        # is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self.crew = Crew()
         self._joined = False
@@ -145,9 +148,10 @@ class _Membership:
         return handles
 
     def end(self) -> None:
-        """End the workers and the group. Blocks."""
+        """End the group and the workers. Blocks."""
         try:
-            if self._joined:  # the trainer first, as it would complain of those who left before
+            # The trainer leaves first, as it would complain of workers that left before.
+            if self._joined:
                 self._joined = False
                 _do(_leave, "leaving an RPC group", [])
         finally:
@@ -160,8 +164,9 @@ class _Membership:
 def _work(
     idx: int, pipe: Connection, group: _Group, target: Callable[..., None], *args: Any
 ) -> None:
-    """Be in the group while ``target(idx, pipe, *args)`` runs."""
-    warnings.simplefilter("ignore")  # torch's own, about its future
+    """Stay in the group while ``target(idx, pipe, *args)`` runs."""
+    # torch warns about its own future.
+    warnings.simplefilter("ignore")
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     _do(lambda: group.join(idx + 1), "joining an RPC group", [trainer.sentinel])
@@ -175,7 +180,7 @@ def _work(
 
 
 class AsyncRPCTrainer(AsyncTrainer):
-    """The async API in trainer and workers."""
+    """Trainer with the async API, also in the workers."""
 
     def __init__(self, *, shared_memory: bool = True) -> None:
         super().__init__("rpc")
@@ -211,7 +216,7 @@ class AsyncRPCTrainer(AsyncTrainer):
 
 
 class FacadeRPCTrainer:
-    """``aiosync.sync`` in trainer and workers."""
+    """Trainer with ``aiosync.sync``, also in the workers."""
 
     model: nn.Module
 
@@ -230,7 +235,7 @@ class FacadeRPCTrainer:
         return handles
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self.scheme.send()
 
     def close(self) -> None:
@@ -244,15 +249,15 @@ class FacadeRPCTrainer:
 
 
 def rpc() -> AsyncRPCTrainer:
-    """torch.distributed.rpc."""
+    """Make a trainer over torch.distributed.rpc."""
     return AsyncRPCTrainer()
 
 
 def rpc_network() -> AsyncRPCTrainer:
-    """torch.distributed.rpc, with workers as if on other hosts."""
+    """Make a trainer over torch.distributed.rpc, with workers as if on other hosts."""
     return AsyncRPCTrainer(shared_memory=False)
 
 
 def rpc_facade() -> FacadeRPCTrainer:
-    """torch.distributed.rpc, blocking."""
+    """Make a blocking trainer over torch.distributed.rpc."""
     return FacadeRPCTrainer()

@@ -1,8 +1,9 @@
-"""The Ray cluster of a run, and how its actors are asked.
+"""The Ray cluster of a run, and handles of its actors.
 
 All trainers' processes of one run share one cluster on this host, as an idle one costs a few per
-cent of a core. The first that asks starts it, and it ends with that process; the benchmark's
-process ends trainers in the reverse order of their start. Ray itself is imported when it is needed.
+cent of a core. The first process that needs the cluster starts it, and it ends with that process.
+The benchmark's process ends trainers in the reverse order of their start. Ray itself is imported
+when it is needed.
 """
 
 from __future__ import annotations
@@ -24,26 +25,29 @@ from aiosync.bench import PATIENCE
 
 __all__ = ["ActorHandle", "end_actors", "join_cluster", "leave_cluster", "start_actors"]
 
-_STORE_NBYTES = 8 * 2**30  # for two versions of the largest model from each contender, at least
-_STORE_SHARE = 0.3  # of all memory at most, as Ray itself has it
+# The store has room for at least two versions of the largest model from each contender.
+_STORE_NBYTES = 8 * 2**30
+# The store takes at most this share of all memory, as Ray itself has it.
+_STORE_SHARE = 0.3
 _SHM = "/dev/shm"
 _AUTH_MODE = "RAY_AUTH_MODE"
 _LOOK_SECONDS = 0.1
-# Any priority will do: with none it would run after the end of the process's children.
+# Any priority will do: without one the function would run after the end of the process's children.
 _PRIORITY = 10
 
-_folder: str | None = None  # of the cluster, in the process that started it
+# The folder of the cluster, in the process that started it.
+_folder: str | None = None
 
 
 def join_cluster() -> Any:
     """Return the module ``ray``, connected to the run's cluster, which the first call starts.
 
-    That takes some seconds. Call it in the main thread: the cluster's processes end when the
+    The start takes some seconds. Call this in the main thread: the cluster's processes end when the
     thread that started them does. At the end of the process :func:`leave_cluster` is called.
 
     Raises:
         RuntimeError: Another process has been starting the cluster for too long.
-        ConnectionError: There is none any more where one was started.
+        ConnectionError: A cluster was started, but does not run any more.
     """
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
@@ -58,12 +62,14 @@ def join_cluster() -> Any:
             address, *mode = settings
             if mode:
                 os.environ[_AUTH_MODE] = mode[0]
-            ray = importlib.import_module("ray")  # it looks at its variables now
+            # Ray reads its variables during the import.
+            ray = importlib.import_module("ray")
             ray.init(address, **quiet)
         else:
             ray = importlib.import_module("ray")
             _start(ray, quiet)
-            # Ray may have turned its authentication on by itself: whoever joins has to know.
+            # Ray may have turned its authentication on by itself, and a process that joins has to
+            # know.
             mode = [os.environ[_AUTH_MODE]] if _AUTH_MODE in os.environ else []
             words = [str(os.getpid()), ray.get_runtime_context().gcs_address, *mode]
             os.ftruncate(file, 0)
@@ -88,40 +94,46 @@ def leave_cluster() -> None:
 
 def _start(ray: Any, quiet: dict[str, Any]) -> None:
     global _folder
-    # Where Ray has its own by default: elsewhere the names of its sockets may become too long.
+    # Ray has its own folder there by default: elsewhere the names of its sockets may become too
+    # long.
     _folder = tempfile.mkdtemp(prefix="aiosync-", dir="/tmp" if os.path.isdir("/tmp") else None)
     try:
         ray.init(
-            address="local",  # whatever RAY_ADDRESS says
-            num_cpus=1,  # actors need none; as many idle workers are started
+            # The address is local, whatever RAY_ADDRESS says.
+            address="local",
+            # Actors need no CPUs, and Ray starts as many idle workers.
+            num_cpus=1,
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=_store_nbytes(),
             _temp_dir=_folder,
             **quiet,
         )
-    except BaseException:  # goes on to the caller
+    # The exception goes on to the caller.
+    except BaseException:
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
         raise
 
 
 def _store_nbytes() -> int:
-    """Room for the store; memory is used only once it is written."""
+    """Return the size of the store in bytes; it uses memory only once it is written."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_STORE_NBYTES, int(memory * _STORE_SHARE)]
     if os.path.isdir(_SHM):
         status = os.statvfs(_SHM)
         limits.append(status.f_bavail * status.f_frsize * 4 // 5)
     else:
-        limits.append(2 * 2**30)  # Ray's own limit on macOS
+        # This is Ray's own limit on macOS.
+        limits.append(2 * 2**30)
     return min(limits)
 
 
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # gone, or somebody else's by now
+    # The process is gone, or its number belongs to another user by now.
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 
@@ -136,7 +148,7 @@ def _name() -> str:
 
 @contextmanager
 def _agreed() -> Iterator[int]:
-    """A file for the address, which nobody else reads or writes meanwhile."""
+    """Yield a file for the address, which no other process reads or writes meanwhile."""
     file = os.open(_name(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(file).st_uid != os.getuid():
@@ -164,13 +176,13 @@ def start_actors(
     """Start actors ``kind(worker_idx, *args)`` that need no CPU of the cluster.
 
     Args:
-        kind: Their class.
-        workers: How many.
-        args: For each.
-        variables: Of their environment, besides those of the cluster.
+        kind: Class of the actors.
+        workers: Number of actors.
+        args: Arguments of each actor.
+        variables: Variables of their environment, besides those of the cluster.
 
     Returns:
-        Ray's handles of them.
+        Ray's handles of the actors.
     """
     options = {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
     actor = join_cluster().remote(num_cpus=0, **options)(kind)
@@ -178,7 +190,7 @@ def start_actors(
 
 
 def end_actors(actors: list[Any]) -> None:
-    """End actors at once, and forget them."""
+    """End actors at once, and empty the list."""
     ray = importlib.import_module("ray")
     while actors:
         if ray.is_initialized():
@@ -187,7 +199,7 @@ def end_actors(actors: list[Any]) -> None:
 
 
 class ActorHandle:
-    """How to ask a worker that is an actor with a method ``reply``, like that of a desk."""
+    """Handle of a worker that is an actor with a method ``reply``, like that of a desk."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -197,17 +209,18 @@ class ActorHandle:
         """Put a question. Does not wait.
 
         Raises:
-            NotImplementedError: It shall be busy: an actor computes only while it is asked.
+            NotImplementedError: The worker shall be busy, but an actor computes only while it is
+                asked.
         """
         if question == "busy" and argument:
             raise NotImplementedError("Ray's workers are never busy")
         self._answer = self._actor.reply.remote(question, argument)
 
     def answer(self) -> Any:
-        """Wait for the answer to it.
+        """Wait for the answer to the question.
 
         Raises:
-            RuntimeError: The worker answered with an error, is gone, or says nothing.
+            RuntimeError: The worker answered with an error, is gone, or does not answer.
         """
         answer, self._answer = self._answer, None
         ray = importlib.import_module("ray")

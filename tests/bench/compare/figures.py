@@ -35,29 +35,30 @@ from tests.bench.compare.lag import Tick, Ticker
 from tests.bench.processes import Figure, TrainerProcess
 
 _NBYTES = {"64MiB": 64 * 2**20, "512MiB": 512 * 2**20}
-"""Of the models that are large enough for figures of memory and bandwidth."""
+"""Sizes of the models that are large enough for figures of memory and bandwidth."""
 
 _LAG_NBYTES = 2**30
 _LARGE_NBYTES = 2**28
 _DELIVERIES = 9
-_SENDS = 3  # in a block here; odd, as workers may look at one of two memories at each
+# The number of sends in a block is odd, as workers may look at one of two memories at each.
+_SENDS = 3
 _SMALLEST = "4x2"
 _IDLE_SECONDS = 2.0
 _ASKED = 3
 
-# Of one surface as good as of the other, so measured once.
+# Another surface has the same figures as these, so they are measured once.
 _SAME_AS_OTHERS = ("aiosync/asyncio",)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has used so far.
+    """Resources that a process has used so far.
 
     Attributes:
         cpu: CPU seconds of all its threads.
-        switches: Voluntary context switches of all its threads: each ended a time awake.
+        switches: Voluntary context switches of all its threads. Each ended a time awake.
         peak_rss: Most resident memory since the last reset, in bytes.
-        pss: Its share of resident memory now, in bytes: what several processes map is divided.
+        pss: Share of resident memory now, in bytes. Memory that several processes map is divided.
         rss: Resident memory now, in bytes.
     """
 
@@ -69,11 +70,11 @@ class Usage:
 
 
 def usage(desk: Desk | None = None) -> Usage:
-    """Look at what this process has used so far."""
+    """Return the usage of this process so far."""
     status = _fields("/proc/self/status")
     return Usage(
         cpu=time.process_time(),
-        # The others only say that somebody else had the core.
+        # Involuntary switches only say that another process had the core.
         switches=resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw,
         peak_rss=status.get("VmHWM", 0),
         pss=_fields("/proc/self/smaps_rollup").get("Pss", 0),
@@ -82,14 +83,14 @@ def usage(desk: Desk | None = None) -> Usage:
 
 
 def reset_peak(desk: Desk | None = None) -> None:
-    """Let the peak of resident memory start again from what it is now. Linux only."""
+    """Reset the peak of resident memory to its present value. Linux only."""
     if os.path.exists("/proc/self/clear_refs"):
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The fields in kB of a file of /proc, in bytes; none where there is no such file."""
+    """Return the fields in kB of a file of /proc, in bytes; none if there is no such file."""
     found = {}
     if os.path.exists(path):
         with open(path, encoding="ascii") as file:
@@ -101,22 +102,22 @@ def _fields(path: str) -> dict[str, int]:
     return found
 
 
-# -- what a trainer's process is asked ------------------------------------------------------------
+# -- questions to a trainer's process -------------------------------------------------------------
 
 
 def usages(half: Any, handles: Sequence[Handle]) -> tuple[Usage, list[Usage]]:
-    """What the trainer's process and each worker have used so far."""
+    """Return the usage of the trainer's process and of each worker so far."""
     return usage(), ask_all(handles, "call", usage)
 
 
 def reset_peaks(half: Any, handles: Sequence[Handle]) -> None:
-    """Let the peaks of resident memory start again, everywhere."""
+    """Reset the peaks of resident memory in all processes."""
     reset_peak()
     ask_all(handles, "call", reset_peak)
 
 
 async def critical_section(half: Any, handles: Sequence[Handle]) -> list[float]:
-    """How long the trainer may not touch its parameters, in seconds, a few times."""
+    """Return the seconds in which the trainer must not touch its parameters, a few times."""
     seconds = []
     for _ in range(5 if _nbytes(half.model) < _LARGE_NBYTES else 3):
         started = time.perf_counter()
@@ -127,7 +128,7 @@ async def critical_section(half: Any, handles: Sequence[Handle]) -> list[float]:
 
 
 async def delivery(half: Any, handles: Sequence[Handle]) -> list[float]:
-    """How long updates take until every worker said that it has them, in seconds.
+    """Return the seconds of updates until every worker reported that it has them.
 
     A send over a stream returns later: it then copies, for workers to come.
     """
@@ -139,9 +140,9 @@ async def delivery(half: Any, handles: Sequence[Handle]) -> list[float]:
 
 
 async def loop_lag(half: Any, handles: Sequence[Handle]) -> list[Tick]:
-    """Send until 1 GiB has arrived, and return what a ticker of a worker's loop found.
+    """Send until 1 GiB has arrived; return the ticks of a worker's loop.
 
-    Only while updates are under way: an optimizer's step is none of that.
+    The ticker runs only while updates are under way, without the optimizer's step.
     """
     ticks: list[Tick] = []
     for send in range(-(-_LAG_NBYTES // _nbytes(half.model))):
@@ -154,10 +155,10 @@ async def loop_lag(half: Any, handles: Sequence[Handle]) -> list[Tick]:
 
 
 async def first_version(half: Any, handles: Sequence[Handle]) -> float:
-    """Let another worker take the place of all there are, and ask how long its weights took.
+    """Replace all workers by another one; return the seconds until it had its weights.
 
-    In seconds, from its call of connect() to its having the current version. Nothing can be
-    measured on this case afterwards.
+    They count from its call of connect() until it has the current version. Nothing can be measured
+    on this case afterwards.
     """
     await half.send()
     await asyncio.to_thread(half.crew.stop)
@@ -167,7 +168,8 @@ async def first_version(half: Any, handles: Sequence[Handle]) -> float:
     if isinstance(asyncio.get_running_loop(), uvloop.Loop):
         loop = uvloop.new_event_loop
     late = half.crew.start(work_late, 1, half.scheme, workload, loop)
-    await asyncio.to_thread(late[0].answer)  # its imports are done
+    # The worker answers when its imports are done.
+    await asyncio.to_thread(late[0].answer)
     await asyncio.to_thread(ask_all, late, "join")
     value = float(next(half.model.parameters()).flatten()[0])
     took = (await asyncio.to_thread(ask_all, late, "call", joined))[0]
@@ -176,7 +178,7 @@ async def first_version(half: Any, handles: Sequence[Handle]) -> float:
 
 
 class _Late:
-    """A scheme that says how long it took to connect."""
+    """A scheme that records how long it took to connect."""
 
     seconds = 0.0
 
@@ -199,7 +201,7 @@ class _Late:
 
 
 def work_late(idx: int, pipe: Connection, scheme: Any, workload: str, loop: Any) -> None:
-    """A worker that joins a run: waits to be told."""
+    """Run a worker that joins a run when it is told to."""
     torch.set_num_threads(1)
     pipe.send((True, None))
     question, _ = pipe.recv()
@@ -209,12 +211,12 @@ def work_late(idx: int, pipe: Connection, scheme: Any, workload: str, loop: Any)
 
 
 def joined(desk: Desk) -> float:
-    """How long it took until this worker had weights."""
+    """Return the seconds that this worker needed to get its weights."""
     return _Late.seconds
 
 
 def start_ticking(desk: Any) -> None:
-    """On a worker's loop."""
+    """Start a ticker on a worker's loop."""
     desk.ticker = Ticker()
     desk.ticker.start()
 
@@ -234,18 +236,18 @@ def _nbytes(model: torch.nn.Module) -> int:
 def figures_of(case: Case, trainer: TrainerProcess) -> Iterator[Figure]:
     """Measure what a contender that is open on a case costs besides time.
 
-    The contender may be opened anew meanwhile, and nothing more can be asked of it afterwards but
-    to be closed. What was found before something failed has been yielded.
+    The contender may be opened anew meanwhile, and afterwards it can only be closed. All figures
+    that were found before a failure have been yielded.
 
     Args:
-        case: What it is open on.
-        trainer: Its trainer's process.
+        case: The case on which the contender is open.
+        trainer: The process of its trainer.
 
     Yields:
-        Nothing for limits and for busy workers.
+        The figures; none for limits and for busy workers.
 
     Raises:
-        Failed: The contender failed at something that it was asked.
+        Failed: The contender failed at a question.
     """
     contender = trainer.contender.name
     if contender.startswith(LIMIT) or case.busy:
@@ -267,11 +269,12 @@ def figures_of(case: Case, trainer: TrainerProcess) -> Iterator[Figure]:
     if case.workload == "512MiB" and case.transport in ("shm", "pipe", "tcp", "unix"):
         yield from measure.loop_lag()
     if case.workload == "64MiB" and case.transport in ("tcp", "unix"):
-        yield measure.late_joiner()  # last: it ends the worker that all the others ask
+        # This comes last, as it ends the worker that all other figures ask.
+        yield measure.late_joiner()
 
 
 class _Measure:
-    """One contender on one case."""
+    """Figures of one contender on one case."""
 
     def __init__(self, case: Case, contender: str, trainer: TrainerProcess) -> None:
         self._case = case
@@ -284,10 +287,10 @@ class _Measure:
         return Figure(name, *place, value, unit, note)
 
     def memory_and_cpu(self, nbytes: int) -> Iterator[Figure]:
-        """Compare with the same scheme for the smallest model, in the same processes.
+        """Measure memory and CPU, above those of the smallest model in the same processes.
 
-        That leaves out what interpreter, libraries and the scheme itself need at any size, and
-        what a process kept from the cases before.
+        That leaves out what interpreter, libraries and the scheme itself need at any size, and what
+        a process kept from the cases before.
         """
         trainer = self._trainer
         trainer.ask("close")
@@ -296,7 +299,8 @@ class _Measure:
         small, small_workers = trainer.call(usages)
         trainer.ask("close")
         trainer.ask("open", self._case)
-        trainer.block(2)  # all memory is there, and has been written once
+        # After these sends all memory exists, and has been written once.
+        trainer.block(2)
         trainer.call(reset_peaks)
         block = trainer.block(_SENDS)
         large, large_workers = trainer.call(usages)
@@ -326,7 +330,8 @@ class _Measure:
             "copies",
             counted,
         )
-        if self._case.transport != "ray":  # the object store is a process that nobody asks
+        # The object store is a process that is not asked.
+        if self._case.transport != "ray":
             extra = _pss(large, large_workers) - _pss(small, small_workers)
             yield self._figure(
                 "extra memory on the host",
@@ -337,7 +342,7 @@ class _Measure:
             )
 
     def idle(self) -> Iterator[Figure]:
-        """Watch a worker that nothing is sent to; subtract what asking it costs."""
+        """Measure a worker that gets no updates; subtract the cost of the questions."""
         before = self._worker()
         time.sleep(_IDLE_SECONDS)
         asked = [self._worker() for _ in range(1 + _ASKED)]
@@ -362,7 +367,7 @@ class _Measure:
         return self._trainer.call(usages)[1][0]
 
     def critical_section(self, ours_async: bool) -> Figure:
-        """How long the trainer may not touch its parameters."""
+        """Measure how long the trainer must not touch its parameters."""
         if ours_async:
             seconds = self._trainer.call(critical_section)
             note = "send_nowait()"
@@ -372,13 +377,13 @@ class _Measure:
         return self._figure("critical section", statistics.median(seconds) * 1e3, "ms", note)
 
     def delivery(self) -> Figure:
-        """How long an update takes to the workers, without the copy for those to come."""
+        """Measure how long an update takes to the workers, without the copy for workers to come."""
         seconds = self._trainer.call(delivery)
         note = "median, from the call of send() to the worker's word; send() then copies"
         return self._figure("delivery", statistics.median(seconds) * 1e3, "ms", note)
 
     def loop_lag(self) -> Iterator[Figure]:
-        """How late timers of a worker's loop come while 1 GiB arrives."""
+        """Measure how late timers of a worker's loop fire while 1 GiB arrives."""
         ticks = self._trainer.call(loop_lag)
         late = [tick.late * 1e3 for tick in ticks]
         held = [tick.held * 1e3 for tick in ticks]
@@ -396,7 +401,7 @@ class _Measure:
         )
 
     def late_joiner(self) -> Figure:
-        """How long a worker that joins a run waits for its weights."""
+        """Measure how long a worker that joins a run waits for its weights."""
         seconds = self._trainer.call(first_version)
         note = "from its connect() to the weights in its model"
         return self._figure("first version for a late joiner", seconds * 1e3, "ms", note)
@@ -407,7 +412,7 @@ def _pss(trainer: Usage, workers: list[Usage]) -> int:
 
 
 def _copies(used: int, nbytes: int) -> float:
-    """Copies of the model besides one; what is a little less than none is noise."""
+    """Return the copies of the model besides one; a little less than none is noise."""
     return max(0.0, used / nbytes - 1)
 
 

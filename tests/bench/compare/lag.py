@@ -1,4 +1,4 @@
-"""How late the timers of a worker's event loop come while weights arrive."""
+"""Delay of the timers of a worker's event loop while weights arrive."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Tick:
     """One timer.
 
     Attributes:
-        began: When it was set, on :func:`time.perf_counter`, which is the same in all processes.
-        late: Seconds after its time at which it came.
-        held: The part of it that the loop's thread spent computing, at most: the rest, the
-            thread waited for a core.
+        began: Time at which it was set, by :func:`time.perf_counter`, which is the same in all
+            processes.
+        late: Seconds after its time at which it fired.
+        held: Part of ``late`` that the loop's thread spent computing, at most. In the rest of it
+            the thread waited for a core.
     """
 
     began: float
@@ -26,7 +27,7 @@ class Tick:
 
 
 class Ticker:
-    """Sleeps again and again on the loop that asks for it, and notes how late it wakes up.
+    """Timer that sleeps repeatedly on the loop that starts it, and records how late it wakes up.
 
     Args:
         interval: Seconds of one sleep.
@@ -41,12 +42,12 @@ class Ticker:
         self._began = (0.0, 0.0)
 
     def start(self) -> None:
-        """Begin, on the running loop."""
+        """Start on the running loop."""
         self._begin()
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> list[Tick]:
-        """End, and return all ticks since the start; the one under way counts if it is late."""
+        """Stop; return all ticks since the start. The one under way counts if it is late."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

@@ -22,14 +22,16 @@ from tests.bench.compare.cluster import ActorHandle, end_actors, join_cluster, s
 _HOST = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=PATIENCE)
 _QUIET = timedelta(hours=6)
-"""How long a worker waits for the next broadcast: while others have their turns. It is ended
-through its pipe."""
+"""Time that a worker waits for the next broadcast, while others have their turns.
+
+A worker is ended through its pipe.
+"""
 
 
 class GlooBroadcast(Limit):
-    """A copy into one flat tensor and a broadcast of it to N.
+    """Limit: a copy into one flat tensor, and a broadcast of it to N workers.
 
-    The answer is a byte through a pipe of each worker: that is cheaper than Gloo's barrier.
+    Each worker answers with a byte through a pipe, which is cheaper than Gloo's barrier.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,7 @@ class GlooBroadcast(Limit):
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def start(self, case: Case) -> Sequence[Handle]:
-        """Make a group with new processes."""
+        """Form a group with new processes."""
         nbytes = sum(map(len, self.sources))
         self._flat = torch.ones(nbytes, dtype=torch.uint8)
         size = 1 + case.workers
@@ -55,7 +57,7 @@ class GlooBroadcast(Limit):
         return handles
 
     def send(self) -> None:
-        """Return when every worker has said that it has everything."""
+        """Send the weights; return when every worker has reported that it has them."""
         np.concatenate(self.sources, out=self._flat.numpy())
         dist.broadcast(self._flat, 0)
         for done in self._answers:
@@ -86,17 +88,20 @@ def _take_broadcasts(
             while True:
                 dist.broadcast(flat, 0)
                 os.write(done.fileno(), b"x")
-        except (RuntimeError, OSError):  # the group is gone
-            done.close()  # the trainer sees it when it waits for the answer
+        # The group is gone.
+        except (RuntimeError, OSError):
+            # The trainer sees the end of the pipe when it waits for the answer.
+            done.close()
 
     threading.Thread(target=take, daemon=True).start()
     while stub.serve_one(pipe):
         pass
-    os._exit(0)  # a thread that waits in Gloo cannot be ended in another way
+    # A thread that waits in Gloo cannot be ended in another way.
+    os._exit(0)
 
 
 class _Actor:
-    """Takes arrays out of the object store."""
+    """Actor that takes arrays out of the object store."""
 
     def __init__(self, idx: int) -> None:
         self._stub = Desk()
@@ -110,7 +115,7 @@ class _Actor:
 
 
 class RayPutGet(Limit):
-    """A copy into one flat array, one put of it, and one get in each of N actors."""
+    """Limit: a copy into one flat array, one put of it, and one get in each of N actors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,14 +124,14 @@ class RayPutGet(Limit):
         self._flat = np.empty(0, np.uint8)
 
     def start(self, case: Case) -> Sequence[Handle]:
-        """Start actors."""
+        """Start the actors."""
         self._ray = join_cluster()
         self._flat = np.ones(sum(map(len, self.sources)), np.uint8)
         self._actors = start_actors(_Actor, case.workers)
         return [ActorHandle(actor) for actor in self._actors]
 
     def send(self) -> None:
-        """Return when every actor has said that it has the array."""
+        """Send the array; return when every actor has reported that it has it."""
         np.concatenate(self.sources, out=self._flat)
         ref = self._ray.put(self._flat)
         self._ray.get([actor.take.remote([ref]) for actor in self._actors], timeout=PATIENCE)

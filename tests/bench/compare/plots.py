@@ -18,8 +18,8 @@ __all__ = ["NAMES", "save_plots"]
 NAMES = ("latency.png", "throughput.png", "ratio.png")
 """Files that :func:`save_plots` writes, if there is something to show."""
 
-# Distinct for colour-blind eyes too, and by marker. The background is part of the picture, so that
-# it reads the same on a light page and on a dark one.
+# The styles are distinct for colour-blind eyes too, and by marker. The background is part of the
+# picture, so that it reads the same on a light page and on a dark one.
 _STYLES: dict[str, dict[str, Any]] = {
     "aiosync": {"color": "#0072b2", "marker": "o"},
     "aiosync/asyncio": {"color": "#56b4e9", "marker": "s"},
@@ -33,18 +33,19 @@ _OTHER: dict[str, Any] = {"color": "#a0790a", "marker": "P"}
 _PAPER = "#fbfbf8"
 _INK = "#1a1a1a"
 _COLUMNS = 3
-_MIN_NBYTES = 10**6  # of a model for which bytes per second mean something
+# Bytes per second mean something only for models of at least this size.
+_MIN_NBYTES = 10**6
 
 
 def save_plots(results: Results, folder: Path) -> list[Path]:
-    """Draw what the results have something for.
+    """Draw the pictures for which the results have data.
 
     Args:
-        results: Of a run.
-        folder: Where to; it is made if it is not there.
+        results: Results of a run.
+        folder: Folder of the pictures, which is made if it does not exist.
 
     Returns:
-        The files that were written; of :data:`NAMES` those are missing that had nothing to show.
+        The files that were written; those of :data:`NAMES` without data are missing.
     """
     drawn: Sequence[Callable[[Results], Figure | None]] = (_latency, _throughput, _ratio)
     written = []
@@ -61,7 +62,7 @@ def save_plots(results: Results, folder: Path) -> list[Path]:
 
 
 def _latency(results: Results) -> Figure | None:
-    """How long a small update takes, by workers."""
+    """Draw how long a small update takes, by workers."""
     return _lines(
         results,
         "Latency of a small update (4x2): from send to the last applied, median and p10 to p90",
@@ -73,7 +74,7 @@ def _latency(results: Results) -> Figure | None:
 
 
 def _throughput(results: Results) -> Figure | None:
-    """How many bytes per second go to one worker, by size."""
+    """Draw how many bytes per second go to one worker, by size."""
 
     def position(timing: Timing) -> tuple[float, str]:
         return WORKLOADS[timing.case.workload].nbytes, timing.case.workload
@@ -104,7 +105,7 @@ def _lines(
     up: Callable[[Timing, float], float],
     labels: tuple[str, str],
 ) -> Figure | None:
-    """One panel for each transport, one line for each contender and one for the limit."""
+    """Draw one panel for each transport, one line for each contender and one for the limit."""
     panels: dict[str, dict[str, list[Timing]]] = {}
     for case in dict.fromkeys(timing.case for timing in results.timings if wanted(timing.case)):
         panel = panels.setdefault(case.transport, {})
@@ -157,7 +158,7 @@ def _lines(
 def _ends(
     timings: Sequence[Timing], up: Callable[[Timing, float], float]
 ) -> tuple[list[float], list[float]]:
-    """The lower and the upper end of each bar; a quick send is a high throughput."""
+    """Return the lower and the upper end of each bar; a quick send is a high throughput."""
     pairs = [
         sorted(up(timing, timing.percentile(percent)) for percent in (10, 90)) for timing in timings
     ]
@@ -165,7 +166,7 @@ def _ends(
 
 
 def _ratio(results: Results) -> Figure | None:
-    """How many times as long TorchRL takes, case by case."""
+    """Draw how many times as long TorchRL takes, case by case."""
     panels: dict[str, list[tuple[Case, float]]] = {}
     for case in dict.fromkeys(timing.case for timing in results.timings):
         found = ratio(results, case)
@@ -180,7 +181,7 @@ def _ratio(results: Results) -> Figure | None:
     for axis, (transport, bars) in zip(axes, panels.items(), strict=True):
         axis.set_title(transport, color=_INK)
         axis.set_xscale("log")
-        # The bars of all panels are as thick, whether or not a panel has as many.
+        # The bars of all panels have the same thickness, also in a panel that has fewer of them.
         axis.set_ylim(most - 0.4, -0.6)
         names = [str(case).removeprefix(f"{transport} ") for case, _ in bars]
         axis.barh(
@@ -192,7 +193,8 @@ def _ratio(results: Results) -> Figure | None:
         )
         axis.set_yticks(range(len(bars)), names)
         for place, (_, found) in enumerate(bars):
-            # To the right also of bars that go left, where the names of the cases are.
+            # The text is on the right also of bars that go left, as the names of the cases are on
+            # the left.
             axis.annotate(
                 show_ratio(found),
                 (max(found, 1), place),
@@ -237,7 +239,7 @@ def _panels(
 
 
 def _plain_numbers(axis: Any, *, few: bool = False) -> None:
-    """0.2 and not 2 x 10^-1."""
+    """Write plain numbers on an axis: 0.2 and not 2 x 10^-1."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if few else (1.0, 2.0, 5.0), numticks=30))
@@ -246,7 +248,7 @@ def _plain_numbers(axis: Any, *, few: bool = False) -> None:
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend below all panels."""
+    """Draw one legend below all panels."""
     shown: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""Comparison as tables: on a console with rich, and as Markdown. One description serves both."""
+"""A comparison as tables: on a console with rich, and as Markdown. One description serves both."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _NAMES = (
     "torchrl",
     "torchrl/aliased",
 )
-_MIN_NBYTES_FOR_SPEED = 10**6  # below it a send is latency, and bytes per second say nothing
+# Below this size a send is latency, and bytes per second say nothing.
+_MIN_NBYTES_FOR_SPEED = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What stands in a table, and in smaller print below it or behind it."""
+    """Text of a cell, and the smaller text below it or behind it."""
 
     text: str
     beside: str = ""
@@ -49,7 +50,8 @@ class _Grid:
 
     title: str
     headings: Sequence[str]
-    words: int  # how many columns, from the left, hold words; the others hold numbers
+    # The number of columns, from the left, that hold words; the others hold numbers.
+    words: int
     rows: list[Sequence[_Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -58,7 +60,7 @@ class _Grid:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration with three digits, in microseconds below a millisecond."""
+    """Return a duration with three digits, in microseconds below a millisecond."""
     value, unit = _scaled(seconds)
     return f"{_digits(value)} {unit}"
 
@@ -68,7 +70,7 @@ def _scaled(seconds: float) -> tuple[float, str]:
 
 
 def _digits(value: float) -> str:
-    """Three digits at least, and never an exponent."""
+    """Return a number with at least three digits, and never with an exponent."""
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
@@ -79,7 +81,7 @@ def _number(value: float) -> str:
 
 
 def headline(results: Comparison) -> list[str]:
-    """Say in two lines where and how the results were made."""
+    """Return two lines that say where and how the results were made."""
     machine = results.machine
     cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -88,7 +90,7 @@ def headline(results: Comparison) -> list[str]:
 
 
 def failures(results: Comparison) -> list[str]:
-    """List what failed, by its cause in one line: the last one of a traceback."""
+    """Return the failures, each with its cause in one line: the last one of a traceback."""
     return [
         f"{missing.what}: {_last_line(missing.why)}"
         for missing in results.missing
@@ -97,14 +99,14 @@ def failures(results: Comparison) -> list[str]:
 
 
 def _last_line(why: str) -> str:
-    """The error of a traceback; lines of it that go on are of no use without the rest."""
+    """Return the error of a traceback, without the lines that continue it and need the rest."""
     lines = [line for line in why.splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
     return (raised or lines or ["no reason given"])[-1].strip()
 
 
 def install_advice(results: Comparison) -> list[str]:
-    """Say what was left out because a package is not installed, and how to install it."""
+    """Return lines that say what was left out for lack of a package, and how to install it."""
     left_out: dict[str, list[str]] = {}
     for missing in results.missing:
         if missing.why.startswith(_NOT_INSTALLED):
@@ -166,7 +168,7 @@ def _ordered(names: Iterable[str]) -> list[str]:
 def _timing_cell(timing: Timing | None) -> _Cell:
     if timing is None:
         return _EMPTY
-    # The range in the unit of the median, whatever that of its ends would be.
+    # The range has the unit of the median, whatever that of its ends would be.
     _, unit = _scaled(timing.median)
     factor = 1e6 if unit == "µs" else 1e3
     low, high = (_digits(timing.percentile(percent) * factor) for percent in (10, 90))
@@ -222,7 +224,7 @@ def _figures_grid(results: Comparison) -> _Grid:
 
 
 def _whose(figures: Sequence[Figure]) -> str:
-    """Whom a note is about; of a note on one value, on which."""
+    """Return the contenders that a note is about; for a note on one value, its transport, too."""
     if len(figures) == 1:
         return f"{figures[0].transport}, {figures[0].contender}"
     return ", ".join(_ordered(figure.contender for figure in figures))
@@ -241,7 +243,8 @@ def _targets_grid(results: Comparison) -> _Grid:
         row = (verdict.text, verdict.wanted, verdict.found or "-", met)
         grid.rows.append([_Cell(text) for text in row])
     unmeasured = [verdict.text for verdict in verdicts if verdict.met is None]
-    if 0 < len(unmeasured) <= len(measured):  # a run of a few cases says nothing of most targets
+    # A run of a few cases says nothing of most targets.
+    if 0 < len(unmeasured) <= len(measured):
         grid.notes.append(f"Not measured: {'; '.join(unmeasured)}")
     return grid
 
@@ -270,7 +273,7 @@ def show(results: Comparison, console: Console) -> None:
 def _rich(grid: _Grid) -> Table:
     table = Table(title=grid.title, title_justify="left", title_style="bold")
     for index, heading in enumerate(grid.headings):
-        # Broken at its slash a heading is as narrow as the numbers below it.
+        # A heading that is broken at its slash is as narrow as the numbers below it.
         text = heading.replace("/", "/\n").replace(" / ", "/ ") if index else heading
         justify = "left" if index < grid.words else "right"
         table.add_column(Text(text), justify="right" if justify == "right" else "left")
@@ -325,5 +328,5 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Nothing of an error's text is taken for a table, a tag or emphasis."""
+    """Return an error's text so that nothing of it is taken for a table, a tag or emphasis."""
     return re.sub(r"([\\|<>*_`\[\]])", r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""What aiosync wants to reach, as data, and what a run says about it."""
+"""The targets of aiosync, as data, and the verdict of a run on each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 def ratio(
     results: Results, case: Case, contender: str = "aiosync", base: str = "torchrl"
 ) -> float | None:
-    """How many times as long ``base`` takes as a contender; ``None`` if one was not measured."""
+    """Return how many times as long ``base`` takes as a contender; ``None`` if one is missing."""
     ours, theirs = results.timing(case, contender), results.timing(case, base)
     if ours is None or theirs is None:
         return None
@@ -32,18 +32,18 @@ def ratio(
 
 
 def show_ratio(value: float) -> str:
-    """Three digits at least, and never an exponent."""
+    """Return a ratio with three digits, or with all digits from 100 on."""
     return f"{value:.0f}x" if value >= 100 else f"{value:.3g}x"
 
 
 def share_of_limit(results: Results, case: Case, limit: Timing | None) -> float | None:
-    """How much of a limit's speed aiosync reaches: 1 is all of it."""
+    """Return the share of a limit's speed that aiosync reaches; 1 is all of it."""
     ours = results.timing(case, "aiosync")
     return None if ours is None or limit is None else limit.median / ours.median
 
 
 def throughput(timing: Timing) -> float | None:
-    """Bytes of the model per second, however many workers get them; ``None`` without its size."""
+    """Return the model's bytes per second, for any number of workers; ``None`` without a size."""
     workload = WORKLOADS.get(timing.case.workload)
     return None if workload is None else workload.nbytes / timing.median
 
@@ -53,13 +53,13 @@ def throughput(timing: Timing) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run says about one target.
+    """Verdict of a run on one target.
 
     Attributes:
-        text: What is compared.
+        text: The comparison.
         wanted: The target, with its unit.
-        found: What was found, with its unit; ``None`` when it was not measured.
-        met: Whether that is good enough; ``None`` when it was not measured.
+        found: The result, with its unit; ``None`` if it was not measured.
+        met: True if the result is good enough; ``None`` if it was not measured.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Faster:
-    """TorchRL takes at least that many times as long."""
+    """Target: TorchRL takes at least ``times`` times as long."""
 
     case: Case
     times: float
@@ -89,7 +89,7 @@ class _Faster:
 
 @dataclass(frozen=True, slots=True)
 class _OfLimit:
-    """aiosync reaches at least that share of the first of these limits that was measured."""
+    """Target: aiosync reaches this share of the first of ``limits`` that was measured."""
 
     case: Case
     share: float
@@ -112,7 +112,7 @@ class _OfLimit:
 
 @dataclass(frozen=True, slots=True)
 class _Delivered:
-    """Updates reach the worker at that share of a limit's speed, whatever send() does then."""
+    """Target: updates reach the worker at this share of a limit's speed; send() may take longer."""
 
     case: Case
     share: float
@@ -136,13 +136,14 @@ class _Delivered:
 
 @dataclass(frozen=True, slots=True)
 class _AtMost:
-    """A figure of aiosync is nowhere larger."""
+    """Target: a figure of aiosync is nowhere larger than ``most``."""
 
     figure: str
     most: float
     wanted: str
     transport: str = ""
-    case: None = None  # wherever it is measured
+    # The target holds wherever the figure is measured.
+    case: None = None
 
     def judge(self, results: Results) -> Verdict:
         found = [
@@ -173,7 +174,7 @@ def _faster(
     contender: str = "aiosync",
     note: str = "",
 ) -> Iterator[_Faster]:
-    """Targets by number of workers."""
+    """Yield targets by number of workers."""
     for workers, least in times.items():
         yield _Faster(Case(transport, workload, workers), least, contender, note)
 
@@ -226,12 +227,12 @@ TARGETS: tuple[_Target, ...] = (
     _Delivered(Case("tcp", "512MiB", 1), 0.8, "raw socket"),
     _AtMost("idle wake-ups", 0.0, "none"),
     _AtMost("loop lag p99", 5.0, "at most 5 ms"),
-    # A tenth for what is in memory besides weights.
+    # A tenth is for what is in memory besides weights.
     _AtMost("extra memory on the host", 2.1, "at most 2 copies", "shm"),
 )
-"""Everything that is wanted. Workers that compute all the time may cost half of the advantage."""
+"""All targets. Workers that compute all the time may cost half of the advantage."""
 
 
 def judge(results: Results) -> list[Verdict]:
-    """Compare a run with every target."""
+    """Return the verdict of a run on every target."""
     return [target.judge(results) for target in TARGETS]

@@ -2,7 +2,8 @@
 
 Each is set up as TorchRL's own collectors set it up, as far as that goes with trainer memory and
 worker memory apart. It applies in a thread of each worker and acknowledges from there, so that a
-send returns when the workers have the weights. Imports torchrl when a case is opened, not before.
+send returns when the workers have the weights. The module imports torchrl when a case is opened,
+not before.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ __all__ = [
 ]
 
 PRELOAD = ("torchrl.weight_update", "torchrl.collectors.utils")
-"""What a worker of TorchRL needs; the second is imported by the schemes at their first use."""
+"""Modules that a worker of TorchRL needs; the schemes import the second at their first use."""
 
 _OPEN_FILES = 65536
 _LOOK_SECONDS = 5.0
 
 
 class Context:
-    """What a scheme looks at in a collector: it asks for the policy.
+    """The part of a collector that a scheme uses: the scheme asks it for the policy.
 
     Args:
-        policy: The model. Schemes keep weak references, so that somebody must keep this.
+        policy: The model. Schemes keep weak references to this context, so that somebody must keep
+            it.
     """
 
     def __init__(self, policy: nn.Module) -> None:
@@ -68,7 +70,7 @@ class Context:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on."""
+    """Return a TCP port of the loopback interface on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -87,8 +89,8 @@ class QueueTrainer:
 
     Args:
         scheme: Name of TorchRL's class.
-        aliased: Give workers handles to the trainer's own memory, as TorchRL does on CPU unless
-            told otherwise. Nothing is copied then, and workers see what was not sent.
+        aliased: Give workers handles to the trainer's own memory, as TorchRL does on CPU by
+            default. Nothing is copied then, and workers see values that were not sent.
     """
 
     model: nn.Module
@@ -110,11 +112,13 @@ class QueueTrainer:
         fill(self.model, 1.0)
         self._weights = TensorDict.from_module(self.model).data
         self._scheme = self._make(case.workers)
-        self._scheme.connect()  # does not wait: it puts the weights of now into queues
+        # connect() does not wait: it puts the present weights into queues.
+        self._scheme.connect()
         handles = self._crew.start(
             work_queues, case.workers, _for_workers(self._scheme), case.workload
         )
-        ask_all(handles, "cpu")  # who answers has joined
+        # A worker that answers has joined.
+        ask_all(handles, "cpu")
         self._watch = _Watch(self._scheme, self._crew)
         self._watch.start()
         return handles
@@ -129,12 +133,12 @@ class QueueTrainer:
             scheme.init_on_sender(model_id="policy", model=self.model, devices=devices, ctx=context)
             return scheme
         if self._name == "SharedMemWeightSyncScheme":
-            # One place for all workers, that only sends write to.
+            # All workers share one memory, to which only sends write.
             shared = self._weights.clone().share_memory_()
             scheme.init_on_sender(params_map=dict.fromkeys(range(workers), shared), ctx=context)
             scheme.model_id = "policy"
         else:
-            # The workers' models keep the tensors that come first: each worker gets its own.
+            # The workers' models keep the tensors that come first, so each worker gets its own.
             scheme.init_on_sender(
                 model_id="policy",
                 weights=self._weights,
@@ -145,7 +149,7 @@ class QueueTrainer:
         return scheme
 
     def send(self) -> None:
-        """Return when every worker has applied.
+        """Send the weights; return when every worker has applied them.
 
         Raises:
             RuntimeError: A worker is gone, or has not acknowledged in time.
@@ -154,8 +158,8 @@ class QueueTrainer:
         assert watch is not None
         weights = self._weights
         if not self._aliased and self._name == "MultiProcessWeightSyncScheme":
-            # Through a queue go handles of tensors, whose memory becomes shared the first time.
-            # Weights in fresh memory are what moves bytes, and leaves the trainer its own.
+            # Handles of tensors go through a queue, and their memory becomes shared the first time.
+            # Only weights in fresh memory move bytes, and leave the trainer its own.
             weights = weights.clone()
         watch.since = time.monotonic()
         if watch.error is None:
@@ -171,7 +175,8 @@ class QueueTrainer:
         self._crew.stop()
         if self._scheme is not None:
             for queue in _queues(self._scheme):
-                queue.cancel_join_thread()  # what no worker has read must not hold this up
+                # Messages that no worker has read must not delay the end.
+                queue.cancel_join_thread()
             self._scheme.shutdown()
         self._watch = self._scheme = self._weights = None
 
@@ -182,17 +187,19 @@ def _queues(scheme: Any) -> list[Any]:
 
 
 def _for_workers(scheme: Any) -> Any:
-    """Return the scheme without weights: those come through its queues.
+    """Return the scheme without weights, which come through its queues.
 
     A fork server passes on 256 file descriptors at most, and each tensor would need one.
     """
-    mine = copy.copy(scheme)  # as it is pickled
+    # The copy has the same state as a pickle.
+    mine = copy.copy(scheme)
     vars(mine).pop("_device_mapping_info", None)
     if mine._shared_transport is not None:
         mine._shared_transport = copy.copy(mine._shared_transport)
         mine._shared_transport._params_map = None
         mine._shared_transport._unique_weights = None
-    # A scheme that is collected tells all workers to stop. This copy must not, here or there.
+    # A scheme that is garbage-collected tells all workers to stop. This copy must not, here or
+    # there.
     mine._is_shutdown = True
     return mine
 
@@ -206,11 +213,11 @@ def _allow_open_files() -> None:
 
 
 class _Watch(Thread):
-    """Ends a send that waits for acknowledgements that will not come; TorchRL waits for ever.
+    """Thread that ends a send whose acknowledgements will not come; TorchRL waits for ever.
 
     Attributes:
-        since: When the send that is under way began.
-        error: Why there will be no acknowledgement.
+        since: Time at which the present send began; ``None`` without one.
+        error: Reason why there will be no acknowledgement.
     """
 
     def __init__(self, scheme: Any, crew: Crew) -> None:
@@ -222,7 +229,7 @@ class _Watch(Thread):
         self._told, self._tell = multiprocessing.Pipe(duplex=False)
 
     def run(self) -> None:
-        """Look until there is an error, or :meth:`stop`."""
+        """Watch the workers until there is an error, or :meth:`stop`."""
         missing: list[int] = []
         while not missing:
             ready = wait([self._told, *self._sentinels], _LOOK_SECONDS)
@@ -236,7 +243,7 @@ class _Watch(Thread):
                 self.error = f"a worker did not acknowledge in {PATIENCE:g} s"
                 missing = [*range(len(self._sentinels))]
         for idx in missing:
-            # Not by put(): a worker that was killed may have kept the lock.
+            # This does not use put(), as a worker that was killed may have kept the lock.
             self._scheme._ack_queues[idx]._writer.send("gone")
 
     def stop(self) -> None:
@@ -248,14 +255,15 @@ class _Watch(Thread):
 
 
 def work_queues(idx: int, pipe: Connection, scheme: Any, workload: str) -> None:
-    """A worker whose weights are applied when an instruction comes through a queue."""
+    """Run a worker that applies weights when an instruction comes through a queue."""
     _begin_worker()
     _allow_open_files()
     model = WORKLOADS[workload].build()
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     scheme.connect(worker_idx=idx)
     Desk(model).serve(pipe)
-    os._exit(0)  # its receiver thread waits in a queue
+    # The receiver thread waits in a queue, so the process ends without it.
+    os._exit(0)
 
 
 def _begin_worker() -> None:
@@ -286,7 +294,8 @@ class GlooTrainer:
         fill(self.model, 1.0)
         self._weights = TensorDict.from_module(self.model).data
         self._context = Context(self.model)
-        # Its timeout is also how long a worker waits for an instruction before it asks again.
+        # The scheme's timeout is also how long a worker waits for an instruction before it asks
+        # again.
         self._scheme = DistributedWeightSyncScheme(timeout=PATIENCE)
         self._scheme.init_on_sender(
             model_id="policy", context=self._context, num_workers=case.workers
@@ -302,11 +311,12 @@ class GlooTrainer:
             timeout=timedelta(seconds=PATIENCE),
         )
         self._scheme.connect()
-        ask_all(handles, "cpu")  # who answers has joined
+        # A worker that answers has joined.
+        ask_all(handles, "cpu")
         return handles
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self._scheme.send(self._weights)
 
     def close(self) -> None:
@@ -319,13 +329,13 @@ class GlooTrainer:
 
 
 def greeted(handles: Sequence[Handle]) -> None:
-    """Wait until every worker is about to join: a rendezvous does not notice who is missing."""
+    """Wait until every worker is about to join: a rendezvous does not notice a missing member."""
     for handle in handles:
         handle.answer()
 
 
 def work_gloo(idx: int, pipe: Connection, scheme: Any, workload: str, port: int) -> None:
-    """A worker whose weights are applied when an instruction comes through a store."""
+    """Run a worker that applies weights when an instruction comes through a store."""
     _begin_worker()
     context = Context(WORKLOADS[workload].build())
     rank = idx + 1
@@ -340,32 +350,33 @@ def work_gloo(idx: int, pipe: Connection, scheme: Any, workload: str, port: int)
     )
     scheme.connect(worker_idx=rank)
     Desk(context.policy).serve(pipe)
-    os._exit(0)  # its receiver thread waits in a store
+    # The receiver thread waits in a store, so the process ends without it.
+    os._exit(0)
 
 
 # -- the contenders -----------------------------------------------------------------------------
 
 
 def shm() -> QueueTrainer:
-    """Shared memory, with trainer memory of its own."""
+    """Make a trainer with shared memory, apart from its model's memory."""
     return QueueTrainer("SharedMemWeightSyncScheme", aliased=False)
 
 
 def shm_aliased() -> QueueTrainer:
-    """Shared memory that is the trainer's model."""
+    """Make a trainer with shared memory that is its model."""
     return QueueTrainer("SharedMemWeightSyncScheme", aliased=True)
 
 
 def pipe() -> QueueTrainer:
-    """Queues, with weights in fresh memory at each send."""
+    """Make a trainer with queues, and with weights in fresh memory at each send."""
     return QueueTrainer("MultiProcessWeightSyncScheme", aliased=False)
 
 
 def pipe_aliased() -> QueueTrainer:
-    """Queues that carry handles to the trainer's model."""
+    """Make a trainer with queues that carry handles to its model."""
     return QueueTrainer("MultiProcessWeightSyncScheme", aliased=True)
 
 
 def gloo() -> GlooTrainer:
-    """torch.distributed over Gloo, on the default process group."""
+    """Make a trainer with torch.distributed over Gloo, on the default process group."""
     return GlooTrainer()

@@ -18,14 +18,14 @@ __all__ = ["RayTrainer", "ray"]
 
 
 class _Collector:
-    """What the scheme looks for where it receives."""
+    """The part of a collector that the scheme uses in a receiver."""
 
     def __init__(self, policy: nn.Module, idx: int) -> None:
         self.policy = policy
         self.worker_idx = idx
 
     def update_policy_weights_(self, **_: Any) -> None:
-        """Only has to be there."""
+        """Do nothing; the scheme only needs the method to be there."""
 
 
 class _Actor:
@@ -52,7 +52,7 @@ class _Actor:
 
 
 class RayTrainer:
-    """TorchRL's ``RayWeightSyncScheme``, with views of the model's own memory to send."""
+    """TorchRL's ``RayWeightSyncScheme``, which sends views of the model's own memory."""
 
     model: nn.Module
 
@@ -62,7 +62,7 @@ class RayTrainer:
         self._actors: list[Any] = []
 
     def open(self, case: Case) -> Sequence[Handle]:
-        """Start the actors and join them; that sends the first weights, too."""
+        """Start the actors and join them, which also sends the first weights."""
         ray = join_cluster()
         self.model = WORKLOADS[case.workload].build()
         fill(self.model, 1.0)
@@ -77,12 +77,13 @@ class RayTrainer:
         taking = [actor.take.remote(self._scheme) for actor in self._actors]
         ray.get(taking, timeout=PATIENCE)
         joining = [actor.join.remote() for actor in self._actors]
-        self._scheme.connect()  # gives up by itself after a minute
+        # connect() gives up by itself after a minute.
+        self._scheme.connect()
         ray.get(joining, timeout=PATIENCE)
         return [ActorHandle(actor) for actor in self._actors]
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self._scheme.send(self._weights)
 
     def close(self) -> None:
@@ -96,5 +97,5 @@ class RayTrainer:
 
 
 def ray() -> RayTrainer:
-    """Gloo between actors."""
+    """Make a trainer with Gloo between actors."""
     return RayTrainer()

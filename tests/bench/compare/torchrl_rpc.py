@@ -1,8 +1,8 @@
 """TorchRL's scheme over torch.distributed.rpc: RPC signals, the default Gloo group carries.
 
-A trainer's process can do this for one case only: torch's references to remote objects (RRef),
-by which TorchRL signals, keep to the first RPC group that a process joins. Without them TorchRL
-would look quicker than it is. Imports torchrl when a case is opened, not before.
+A trainer's process can do this for one case only: torch's references to remote objects (RRef), by
+which TorchRL signals, keep to the first RPC group that a process joins. Without them TorchRL would
+look quicker than it is. The module imports torchrl when a case is opened, not before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAVE_SECONDS = 10.0
 
 
 class Collector(Context):
-    """What the scheme looks at, and calls, in a remote collector."""
+    """The part of a remote collector that the scheme uses and calls."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__(policy)
@@ -51,7 +51,7 @@ class Collector(Context):
 
 
 class _Collectors(Context):
-    """What the scheme looks at in the trainer's collector."""
+    """The part of the trainer's collector that the scheme uses."""
 
     collector_class = Collector
 
@@ -67,7 +67,7 @@ _collector: Collector | None = None
 
 
 def collector() -> Collector:
-    """Return the collector of this process; called by the trainer, by RPC."""
+    """Return the collector of this process; the trainer calls this by RPC."""
     assert _collector is not None
     return _collector
 
@@ -81,7 +81,8 @@ def _join(rank: int, workers: int, ports: tuple[int, int]) -> None:
         world_size=workers + 1,
         timeout=timedelta(seconds=PATIENCE),
     )
-    untyped: Any = torch_rpc  # init_rpc has no annotations, which mypy does not accept
+    # init_rpc has no annotations, which mypy does not accept.
+    untyped: Any = torch_rpc
     untyped.init_rpc(
         _name(rank),
         rank=rank,
@@ -97,7 +98,7 @@ def _name(rank: int) -> str:
 
 
 class RPCTrainer:
-    """The trainer's half."""
+    """The trainer's half of the scheme over RPC."""
 
     model: nn.Module
 
@@ -124,7 +125,8 @@ class RPCTrainer:
         greeted(handles)
         self._joined = self._used = True
         _join(0, case.workers, ports)
-        ask_all(handles, "cpu")  # who answers has joined
+        # A worker that answers has joined.
+        ask_all(handles, "cpu")
         names = [_name(idx + 1) for idx in range(case.workers)]
         self._context = _Collectors(self.model, names)
         self._scheme = RPCWeightSyncScheme()
@@ -135,18 +137,20 @@ class RPCTrainer:
         return handles
 
     def send(self) -> None:
-        """Return when every worker has applied."""
+        """Send the weights; return when every worker has applied them."""
         self._scheme.send(self._weights)
 
     def close(self) -> None:
-        """Leave the groups together with the workers, and let go of everything."""
-        self._scheme = self._context = self._weights = None  # references to workers' objects too
+        """Leave the groups together with the workers, and release everything."""
+        # These also refer to objects of the workers.
+        self._scheme = self._context = self._weights = None
         complete = all(process.is_alive() for process in self._crew.processes)
         # All sides leave at the same time: each waits for the others.
         stopping = Thread(target=self._crew.stop, args=(2 * _LEAVE_SECONDS,), daemon=True)
         stopping.start()
         if self._joined:
-            with suppress(RuntimeError):  # it has left all the same
+            # The trainer has left the group despite such an error.
+            with suppress(RuntimeError):
                 torch_rpc.shutdown(graceful=complete, timeout=_LEAVE_SECONDS)
             self._joined = False
         stopping.join()
@@ -156,7 +160,7 @@ class RPCTrainer:
 def work_rpc(
     idx: int, pipe: Connection, workload: str, workers: int, ports: tuple[int, int]
 ) -> None:
-    """A worker whose weights are applied by calls of the trainer."""
+    """Run a worker that applies weights when the trainer calls it."""
     global _collector
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -168,9 +172,10 @@ def work_rpc(
     try:
         torch_rpc.shutdown(timeout=_LEAVE_SECONDS)
     finally:
-        os._exit(0)  # with threads of RPC and Gloo, there is no quicker way
+        # With threads of RPC and Gloo, there is no quicker way to end.
+        os._exit(0)
 
 
 def rpc() -> RPCTrainer:
-    """RPC and Gloo, to any number of workers."""
+    """Make a trainer with RPC and Gloo, for any number of workers."""
     return RPCTrainer()
