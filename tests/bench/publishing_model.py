@@ -1,22 +1,22 @@
 """A model of publishing over shared memory: one sender, two workers, every order of their steps.
 
-What the model has of a segment: slots of two halves (the parameters, viewed; the buffers, copied),
-the kernel's lock on each, and for each worker the word that the sender writes. Each function below
-is one process. It takes a state and yields the states that one step of it can lead to, where a step
-is what no other process can see half of. The explorer walks all of them.
+The model has these parts of a segment: slots of two halves (the parameters, viewed; the buffers,
+copied), the kernel's lock on each slot, and for each worker the word that the sender writes. Each
+function below is one process. It takes a state and yields the states that one step of it can lead
+to, where a step is something of which no other process can see half. The explorer walks all states.
+The rules that a test may take away are in :data:`RULES`, so that the model can show what each is
+for.
 
-The rules that a test may take away are in :data:`RULES`, so that it can show what each is for.
-
-What it says about code that follows it: a label that is stored last is the note that a take was
-cut, and needs no other one for as long as the worker looks at its word; the next take unlocks
-everything but its own slot, which ends the locks of one that was cut; a message, also one with a
-part, takes first what the word names, and so does the answer to a promise that is taken back; a
-part gets its version once no older send is under way. It has neither private copies of a slot, nor
-slots that are added, nor rings that depend on time.
+The model says this about code that follows it. A label that is stored last is the note that a take
+was cut, and the worker needs no other note for as long as it looks at its word. The next take
+unlocks every slot but its own, which ends the locks of a take that was cut. A message, also one
+with a part, takes first what the word names, and so does the answer to a promise that is taken
+back. A part gets its version once no older send is under way. The model has neither private copies
+of a slot, nor slots that are added, nor rings that depend on time.
 
 ``python -m tests.bench.publishing_model`` walks every state of each of :data:`SCENES`, and shows
 for each rule the scene in which a promise breaks without it. It imports nothing of aiosync, so no
-change of the code can break it: who changes the protocol changes the model first, and runs it.
+change of the code can break it: whoever changes the protocol changes the model first, and runs it.
 """
 
 from __future__ import annotations
@@ -28,77 +28,110 @@ from typing import NamedTuple
 
 RULES = frozenset(
     {
-        "lock",  # the sender writes a slot only under an exclusive lock
-        "named",  # it never writes one that a word names
-        "newest",  # nor that of the newest version, where the next worker begins
-        "taken",  # nor one that another send of its own writes
-        "unlock first",  # it stores the words after it unlocked the slot
-        "overtaken",  # a send that is older than what was stored stores nothing
-        "store together",  # words are stored under the lock under which a worker joins
-        "look again",  # a worker reads its word again once it has the lock
-        "label last",  # the label changes at the end of a take: a read repeats one that was cut
-        "exclusive take",  # nobody reads in that process during a take
-        "parts after takes",  # a part is applied after the full version that the word names
-        "parts wait",  # a part waits for the sends that began before it
-        "look once more",  # a worker that takes its promise back looks until it was answered
+        # The sender writes a slot only under an exclusive lock.
+        "lock",
+        # The sender never writes a slot that a word names.
+        "named",
+        # It never writes the slot of the newest version, where the next worker begins.
+        "newest",
+        # It never writes a slot that another of its sends writes.
+        "taken",
+        # It stores the words after it has unlocked the slot.
+        "unlock first",
+        # A send that is older than the stored version stores nothing.
+        "overtaken",
+        # Words are stored under the lock under which a worker joins.
+        "store together",
+        # A worker reads its word again once it has the lock.
+        "look again",
+        # The label changes at the end of a take: a read repeats a take that was cut.
+        "label last",
+        # No thread of that process reads during a take.
+        "exclusive take",
+        # A part is applied after the full version that the word names.
+        "parts after takes",
+        # A part waits for the sends that began before it.
+        "parts wait",
+        # A worker that takes its promise back looks at its word until it was answered.
+        "look once more",
     }
 )
 
 
 class Send(NamedTuple):
-    """A send under way: ``pc`` is what it does next."""
+    """A send under way; ``pc`` is its next step."""
 
     pc: str = "begin"
     version: int = 0
     slot: int = -1
     is_part: bool = False
-    stored: int = 0  # words, in the order of the workers
+    # So many words are stored, in the order of the workers.
+    stored: int = 0
 
 
 class Read(NamedTuple):
-    """A thread of a worker that takes and computes, again and again."""
+    """A thread of a worker, which takes and computes repeatedly."""
 
     pc: str = "idle"
     left: int = 0
-    word: tuple[int, int] = (0, -1)  # what it read
-    since: int = 0  # the version that a read which began then may not be older than
-    first: tuple[int, int] = (0, 0)  # full and part, as its first layer saw them
-    joined: bool = False  # another read was open as it began
-    answers: bool = False  # it takes to answer a message, not to compute
+    # The thread has read this word.
+    word: tuple[int, int] = (0, -1)
+    # A read that began then may not be older than this version.
+    since: int = 0
+    # These are the full version and the part, as the first layer of the read saw them.
+    first: tuple[int, int] = (0, 0)
+    # Another read was open when this one began.
+    joined: bool = False
+    # The thread takes to answer a message, not to compute.
+    answers: bool = False
 
 
 class Worker(NamedTuple):
-    """What a worker's process has."""
+    """State of a worker's process."""
 
     alive: bool = True
     joined: bool = False
     label: int = 0
-    slot: int = -1  # that its parameters view
-    buffers: int = 0  # the version of those that it copied
-    part: int = 0  # a part that came by message, on top
-    inbox: tuple[int, ...] = ()  # parts; -version: take and answer; 0: the promise is taken back
-    looks: bool = True  # at its word, as it promised
-    noted: bool = False  # a take has begun and not ended
+    # The worker's parameters view this slot.
+    slot: int = -1
+    # This is the version of the buffers that the worker copied.
+    buffers: int = 0
+    # This part came by message, on top of the slot.
+    part: int = 0
+    # A message is a part's version, or -version: take and answer, or 0: the promise is taken back.
+    inbox: tuple[int, ...] = ()
+    # The worker looks at its word, as it promised.
+    looks: bool = True
+    # A take has begun and not ended.
+    noted: bool = False
     threads: tuple[Read, ...] = (Read(),)
 
 
 class State(NamedTuple):
-    """Everything."""
+    """State of the whole model."""
 
     slots: tuple[tuple[int, int], ...]
-    writers: tuple[int, ...]  # the send that has the exclusive lock of a slot, or -1
-    readers: tuple[frozenset[int], ...]  # the workers with a shared lock
-    words: tuple[tuple[int, int], ...]  # for each worker: version and slot
+    # For each slot: the send that has the exclusive lock, or -1.
+    writers: tuple[int, ...]
+    # For each slot: the workers with a shared lock.
+    readers: tuple[frozenset[int], ...]
+    # For each worker: the version and the slot of its word.
+    words: tuple[tuple[int, int], ...]
     sends: tuple[Send, ...]
     workers: tuple[Worker, ...]
     next_version: int = 2
     newest: tuple[int, int] = (1, 0)
-    full: frozenset[int] = frozenset({1})  # versions of which a word was stored
+    # These are versions of which a word was stored.
+    full: frozenset[int] = frozenset({1})
     parts: frozenset[int] = frozenset()
-    returned: int = 1  # the newest version whose send has returned
-    owner: int = -1  # the send that holds the sender's lock
-    withdrawn: frozenset[int] = frozenset()  # workers whose word of that is on its way
-    told: frozenset[int] = frozenset()  # workers that have to be told of each version
+    # This is the newest version whose send has returned.
+    returned: int = 1
+    # This send holds the sender's lock.
+    owner: int = -1
+    # These workers take their promise back, and the sender has not heard it yet.
+    withdrawn: frozenset[int] = frozenset()
+    # These workers have to be told of each version.
+    told: frozenset[int] = frozenset()
     kills: int = 0
     interrupts: int = 0
     withdrawals: int = 0
@@ -117,7 +150,7 @@ def start(
     interrupts: int = 0,
     withdrawals: int = 0,
 ) -> State:
-    """Version 1 stands in slot 0, and the workers have it, but for those that join later."""
+    """Return a state with version 1 in slot 0, which all workers have but those that join later."""
     reading = (Read(left=reads),) * threads
     has = Worker(True, True, 1, 0, 1, threads=reading)
     return State(
@@ -134,7 +167,7 @@ def start(
 
 
 def put(old: tuple, idx: int, new: object) -> tuple:  # type: ignore[type-arg]
-    """A tuple with another item."""
+    """Return a tuple with another item at ``idx``."""
     return (*old[:idx], new, *old[idx + 1 :])
 
 
@@ -142,7 +175,7 @@ def put(old: tuple, idx: int, new: object) -> tuple:  # type: ignore[type-arg]
 
 
 def is_free(state: State, slot: int, rules: frozenset[str]) -> bool:
-    """Whether a send may write a slot."""
+    """Return True if a send may write a slot."""
     return not (
         ("taken" in rules and any(send.slot == slot for send in state.sends))
         or ("named" in rules and any(
@@ -155,7 +188,7 @@ def is_free(state: State, slot: int, rules: frozenset[str]) -> bool:
 
 
 def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
-    """One step of a send."""
+    """Yield the states after one step of a send."""
     send = state.sends[idx]
 
     def to(send: Send, **changes: object) -> State:
@@ -191,7 +224,8 @@ def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
                     next_version=version + 1,
                     writers=put(state.writers, slot, idx),
                 )
-                return  # which of the free ones makes no difference
+                # The choice between free slots makes no difference.
+                return
     elif send.pc in ("copy", "copy more"):
         assert not state.readers[send.slot], "a slot is written while it is read"
         half = send.pc == "copy more"
@@ -206,7 +240,8 @@ def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
         yield to(send._replace(pc=after), writers=put(state.writers, send.slot, -1))
     elif send.pc == "store" and free:
         if "overtaken" in rules and state.newest[0] > send.version:
-            done = send._replace(pc="done", slot=-1)  # skipped: it says so
+            # The send is skipped, and says so.
+            done = send._replace(pc="done", slot=-1)
             yield to(done, writers=put(state.writers, send.slot, -1), owner=-1)
             return
         changes: dict[str, object] = {"owner": idx if "store together" in rules else -1}
@@ -232,7 +267,7 @@ def step_send(state: State, idx: int, rules: frozenset[str]) -> Iterator[State]:
 
 
 def cut_send(state: State, idx: int) -> Iterator[State]:
-    """An exception in a send, between any two of its steps: what its ``finally`` leaves."""
+    """Yield the state that a send's ``finally`` leaves after an exception between any two steps."""
     send = state.sends[idx]
     if send.is_part or send.pc in ("begin", "done") or not state.interrupts:
         return
@@ -246,7 +281,7 @@ def cut_send(state: State, idx: int) -> Iterator[State]:
 
 
 def hear_withdrawal(state: State) -> Iterator[State]:
-    """The sender hears that a worker takes its promise back, and answers."""
+    """Yield the states in which the sender hears of a promise that is taken back, and answers."""
     for who in state.withdrawn if state.owner == -1 else ():
         worker = state.workers[who]
         workers = put(state.workers, who, worker._replace(inbox=(*worker.inbox, 0)))
@@ -259,13 +294,13 @@ def hear_withdrawal(state: State) -> Iterator[State]:
 
 
 def unlock(state: State, who: int, but: set[int]) -> tuple[frozenset[int], ...]:
-    """The shared locks without those of a worker, but for some slots."""
+    """Return the shared locks without those of a worker, except for some slots."""
     readers = enumerate(state.readers)
     return tuple(each if slot in but else each - {who} for slot, each in readers)
 
 
 def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> Iterator[State]:
-    """One step of a thread of a worker."""
+    """Yield the states after one step of a thread of a worker."""
     worker = state.workers[who]
     read = worker.threads[thread]
     others = put(worker.threads, thread, Read())
@@ -278,7 +313,8 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
 
     if not worker.joined:
         if thread == 0 and (state.owner == -1 or "store together" not in rules):
-            version, slot = state.newest  # the first word, under the sender's lock
+            # The worker gets its first word under the sender's lock.
+            version, slot = state.newest
             yield to(
                 read._replace(pc="take", since=state.returned, word=(0, -1)),
                 {"joined": True},
@@ -295,7 +331,8 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
             yield to(read, withdrawn=withdrawn, withdrawals=state.withdrawals - 1)
         if not read.left:
             return
-        if reading:  # joins the version that is open
+        # The read joins the version that is open.
+        if reading:
             first = (state.slots[worker.slot][0], worker.part)
             yield to(read._replace(pc="compute", first=first, joined=True))
         else:
@@ -352,7 +389,7 @@ def step_worker(state: State, who: int, thread: int, rules: frozenset[str]) -> I
 
 
 def check_read(state: State, worker: Worker, read: Read) -> None:
-    """What a forward saw, in its first layer and now, is one version, and new enough."""
+    """Check that a forward saw one version, in its first layer and now, and a new enough one."""
     assert worker.alive
     seen = (state.slots[worker.slot][0], worker.part)
     full, part = seen
@@ -367,19 +404,18 @@ def check_read(state: State, worker: Worker, read: Read) -> None:
 
 
 def cut_worker(state: State, who: int, thread: int) -> Iterator[State]:
-    """An exception of a signal handler in a worker's thread, between any two of its steps."""
+    """Yield the state after an exception of a signal handler in a thread, between any two steps."""
     worker = state.workers[who]
     read = worker.threads[thread]
     if not worker.joined or read.pc == "idle" or not state.interrupts:
         return
     cut = worker._replace(threads=put(worker.threads, thread, Read(left=read.left)))
-    yield state._replace(
-        workers=put(state.workers, who, cut), interrupts=state.interrupts - 1
-    )  # its locks stay: the next take ends them
+    # The locks of the thread stay: the next take ends them.
+    yield state._replace(workers=put(state.workers, who, cut), interrupts=state.interrupts - 1)
 
 
 def kill(state: State, who: int) -> Iterator[State]:
-    """SIGKILL: the kernel drops the locks, and the sender sees the link end."""
+    """Yield the state after SIGKILL: the kernel drops the locks, and the sender sees the end."""
     worker = state.workers[who]
     if state.kills and worker.alive and worker.joined:
         yield state._replace(
@@ -393,7 +429,7 @@ def kill(state: State, who: int) -> Iterator[State]:
 
 
 def next_states(state: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
-    """Each state that can come next, and who makes the step."""
+    """Yield each state that can come next, with the kind of its step: sender, worker or fault."""
     for idx in range(len(state.sends)):
         yield from (("sender", new) for new in step_send(state, idx, rules))
         yield from (("fault", new) for new in cut_send(state, idx))
@@ -406,11 +442,11 @@ def next_states(state: State, rules: frozenset[str]) -> Iterator[tuple[str, Stat
 
 
 def explore(first: State, rules: frozenset[str] = RULES, most: int = 200_000) -> int:
-    """Walk every state; returns their number.
+    """Walk every state; return their number.
 
     Raises:
-        AssertionError: A state in which something is wrong; one from which no end can be reached,
-            or in which a read cannot end while the sender stands still.
+        AssertionError: Something is wrong in a state, or no end can be reached from it, or a read
+            in it cannot end while the sender stands still.
     """
     before: dict[State, list[tuple[str, State]]] = {first: []}
     waiting = [first]
@@ -448,7 +484,7 @@ def explore(first: State, rules: frozenset[str] = RULES, most: int = 200_000) ->
     return len(before)
 
 
-# -- what is walked -------------------------------------------------------------------------------
+# -- scenes ---------------------------------------------------------------------------------------
 
 SCENES = {
     "two sends, two workers": {},
@@ -486,7 +522,7 @@ WORKER = ("store bell", "bell visible", "look at word", "look later")
 
 
 def rings_lost(worker: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The orders in which a worker waits for a ring, and none comes though its word changed."""
+    """Return the orders in which a worker waits for a ring that never comes despite a new word."""
     lost = []
     for order in set(itertools.permutations((*SENDER, *worker))):
         at = {step: place for place, step in enumerate(order)}
@@ -506,7 +542,7 @@ def rings_lost(worker: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def main() -> int:
-    """Walk them all; 1 if a promise breaks, or holds without a rule."""
+    """Walk all scenes; return 1 if a promise breaks, or holds without a rule."""
     bad = list(RULES ^ WITHOUT.keys())
     for scene, options in SCENES.items():
         print(f"{explore(start(**options)):7,} states: {scene}", flush=True)
@@ -517,7 +553,8 @@ def main() -> int:
             if what in str(exc):
                 continue
         bad.append(rule)
-    # Who looks at its word once more, a little later, misses no ring; who does not, does.
+    # A worker that looks at its word once more, a little later, misses no ring. One that does not
+    # look again misses one.
     if rings_lost(WORKER) or not rings_lost(WORKER[:-1]):
         bad.append("look later")
     print(f"not shown: {bad}" if bad else f"each of the {len(RULES)} rules is needed")

@@ -1,7 +1,8 @@
-"""How long a send through shared memory takes, for 1 to 32 workers that are idle or compute.
+"""Time of a send through shared memory, for 1 to 32 workers that are idle or compute.
 
 ``python -m tests.bench.shm_curve`` sends one linear layer of 4x2, with a pause of a millisecond
-between two sends, by the async API on uvloop and by the facade; microseconds, without TorchRL.
+between two sends, by the async API on uvloop and by the facade. The times are microseconds, and
+TorchRL is not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PAUSE = 0.001
 
 
 def compute(state: harness.State) -> None:
-    """Have a worker compute all the time from now on."""
+    """Let a worker compute all the time from now on."""
 
     def run() -> None:
         inputs = torch.zeros(1, 4)
@@ -37,14 +38,14 @@ def compute(state: harness.State) -> None:
 
 
 def show(label: str, seconds: list[float]) -> None:
-    """Print one line; the first fifth warms up."""
+    """Print one line, without the first fifth, which warms up."""
     cuts = statistics.quantiles(seconds[len(seconds) // 5 :], n=10)
     p10, p50, p90 = (round(cuts[k] * 1e6) for k in (0, 4, 8))
     print(f"{label:>18}: p10 {p10:4d}  p50 {p50:4d}  p90 {p90:4d} us", flush=True)
 
 
 async def by_async(num_workers: int, *, busy: bool) -> None:
-    """The async API."""
+    """Measure the async API."""
     scheme, model, seconds = aiosync.SharedMemWeightSyncScheme(), models.linear(), []
     scheme.init_on_sender(model=model, num_workers=num_workers)
     async with harness.workers(scheme, models.linear, num_workers) as crew:
@@ -62,7 +63,7 @@ async def by_async(num_workers: int, *, busy: bool) -> None:
 
 
 def by_facade(num_workers: int) -> None:
-    """The blocking API, with idle workers that asyncio drives."""
+    """Measure the blocking API, with idle workers that asyncio drives."""
     scheme, model, seconds = aiosync.sync.SharedMemWeightSyncScheme(), models.linear(), []
     scheme.init_on_sender(model=model, num_workers=num_workers)
     context = torch.multiprocessing.get_context("spawn")
@@ -87,7 +88,7 @@ def by_facade(num_workers: int) -> None:
 
 
 def follow(scheme: Any, worker_idx: int, over: Any) -> None:
-    """A worker of :func:`by_facade`."""
+    """Run a worker of :func:`by_facade`."""
     scheme.init_on_receiver(model=models.linear(), worker_idx=worker_idx)
     with scheme:
         scheme.connect()
@@ -95,7 +96,7 @@ def follow(scheme: Any, worker_idx: int, over: Any) -> None:
 
 
 def main() -> None:
-    """Measure all."""
+    """Measure all cases."""
     for busy in (False, True):
         for num_workers in (1, 2, 4, 8, 16, 32):
             uvloop.run(by_async(num_workers, busy=busy))

@@ -1,9 +1,10 @@
-"""How many times as long TorchRL's shared memory takes for a send, beside aiosync in one run.
+"""TorchRL's time for a send through shared memory, as a multiple of aiosync's in the same run.
 
-To one worker, with applied acknowledgements, TorchRL's trainer with memory of its own: one linear
-layer of 4x2, and 1,000 tensors of 4 KiB, in as many modules as models have them and in one. It is
-``python -m tests.bench`` for these cases alone. Ends with status 1 if aiosync is not at least 3
-times as fast for 4x2, and 50 times for 1,000 modules.
+The sends go to one worker, with applied acknowledgements, and TorchRL's trainer has memory of its
+own. The weights are one linear layer of 4x2, and 1,000 tensors of 4 KiB, in as many modules as
+models have them and in one. This is ``python -m tests.bench`` for these cases alone. The program
+ends with status 1 if aiosync is not at least 3 times as fast for 4x2, and 50 times for 1,000
+modules.
 
     python -m tests.bench.shm_vs_torchrl
 """

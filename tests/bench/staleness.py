@@ -1,12 +1,12 @@
-"""How stale the frames are that PPO learns from, with asynchronous workers of which one is delayed.
+"""Staleness of the frames that PPO learns from, with asynchronous workers, one of them delayed.
 
 ``python -m tests.bench.staleness --svg docs/benchmarks/staleness.svg``. The policy has its version
-in a buffer and writes it into each frame, where it is compared with what the collector says. Exits
-with 1 if any differs, or if no batch was made with several versions.
+in a buffer and writes it into each frame, where it is compared with the collector's label. The
+program exits with 1 if any differs, or if no batch was made with several versions.
 
 With ``--max-lag 2`` the trainer waits before each update until no worker is that far behind, and
-leaves out batches that waited in the queue until they were older. Exits with 1 also if a worker
-was further behind after an update, or something older was learned from.
+leaves out batches that waited in the queue until they were older. The program exits with 1 also if
+a worker was further behind after an update, or if the trainer learned from something older.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import aiosync.sync
 from aiosync import VersionSpan
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, of its own names
+    # TorchRL warns of its own names.
+    warnings.simplefilter("ignore", DeprecationWarning)
     from torchrl.collectors import MultiAsyncCollector
     from torchrl.data import Unbounded
     from torchrl.envs import GymEnv, RewardSum, Transform
@@ -44,7 +45,7 @@ NAMES = ("other worker", "delayed worker")
 
 
 class Delayed(Transform):
-    """Notes whose frame it is, after a pause."""
+    """Transform that pauses, and labels each frame with its worker."""
 
     def __init__(self, worker: int, pause: float) -> None:
         super().__init__()
@@ -63,19 +64,19 @@ class Delayed(Transform):
 
 
 def make_env(worker: int, pause: float) -> Any:
-    """CartPole."""
+    """Make CartPole, with a delay in each step."""
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     env = GymEnv("CartPole-v1", categorical_action_encoding=True).append_transform(RewardSum())
     return env.append_transform(Delayed(worker, pause))
 
 
 def make_net(num_out: int) -> nn.Module:
-    """Small."""
+    """Make a small network."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, num_out))
 
 
 class Net(nn.Module):
-    """Says which version it is."""
+    """Network that also returns its version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +84,12 @@ class Net(nn.Module):
         self.register_buffer("version", torch.ones((), dtype=torch.int64))
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the version."""
+        """Return the logits and the version."""
         return self.body(observation), self.version.expand(observation.shape[:-1]).clone()
 
 
 def make_policy(net: Net) -> Any:
-    """Samples actions."""
+    """Make a policy that samples actions."""
     return ProbabilisticActor(
         TensorDictModule(net, in_keys=["observation"], out_keys=["logits", "made_with"]),
         in_keys=["logits"],
@@ -98,13 +99,13 @@ def make_policy(net: Net) -> Any:
 
 
 def span_of(data: Any) -> VersionSpan:
-    """The versions of a batch, and how many frames each made."""
+    """Return the versions of a batch, with the number of frames that each made."""
     versions, counts = data[KEY].reshape(-1).unique_consecutive(return_counts=True)
     return VersionSpan.from_runs(zip(versions.tolist(), counts.tolist(), strict=True))
 
 
 def run(batches: int, frames: int, pause: float, seed: int, max_lag: int) -> dict[str, Any]:
-    """Learn, and compare; with a lag of 0 without a bound."""
+    """Learn, and compare the versions; a lag of 0 sets no bound."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     net = Net()
@@ -135,7 +136,8 @@ def run(batches: int, frames: int, pause: float, seed: int, max_lag: int) -> dic
             oldest, mean = scheme.staleness(span), scheme.staleness(span, "token")
             assert oldest is not None
             assert mean is not None
-            stale = scheme.version - data["made_with"].reshape(-1)  # as the weights themselves say
+            # This is the staleness by the weights themselves.
+            stale = scheme.version - data["made_with"].reshape(-1)
             found["wrong"] += oldest != stale.max()
             found["wrong"] += abs(mean - float(stale.double().mean())) > 1e-9
             if max_lag and oldest > max_lag:
@@ -164,11 +166,12 @@ def run(batches: int, frames: int, pause: float, seed: int, max_lag: int) -> dic
 
 
 def draw(ages: list[Counter[int]], path: str) -> None:
-    """A histogram, one color for each worker. Needs matplotlib."""
+    """Draw a histogram, with one color for each worker. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "aiosync"  # the same picture has the same bytes
+    # With a fixed salt, the same picture has the same bytes.
+    mpl.rcParams["svg.hashsalt"] = "aiosync"
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 3), facecolor="#fbfbf8", layout="constrained")
@@ -186,7 +189,7 @@ def draw(ages: list[Counter[int]], path: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--frames", type=int, default=32, help="of a batch")

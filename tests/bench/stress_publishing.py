@@ -2,21 +2,21 @@
 
 ``python -m tests.bench.stress_publishing --seconds 300 --seed 1`` starts one trainer after the
 other, each with workers that compute in one or two threads. Workers join, leave, are stopped and
-killed at random, and so is the trainer; alarms raise at any moment of some workers' forwards, and
+killed at random, and so is the trainer. Alarms raise at any moment of some workers' forwards, and
 Ctrl-C at any moment of some trainers' ``send()``. Every value of version v is the number v, and the
-trainer writes down which version's send has returned: a forward must find one number everywhere,
-the one of the version that the scheme tells, and none that is older than what was written down
-before it began. What workers keep of a version must stay. Memory is bounded, nobody computes while
-there is nothing to do, and nothing is left.
+trainer writes down which version's send has returned. A forward must find one number everywhere,
+that of the version that the scheme reports, and none that is older than the one that was written
+down before it began. The weights of a version that workers keep must stay as they are. Memory is
+bounded, no process computes while there is nothing to do, and nothing is left behind.
 
 Some trainers fork in between, and send the same weights in another order. Some workers compute on
-an event loop and end without closing their schemes, and in some foreign code closes descriptors,
-whose numbers other files get then.
+an event loop and end without closing their schemes. In some workers foreign code closes
+descriptors, whose numbers then go to other files.
 
 With ``--churn`` one trainer has workers that stay for a second or two: its memory and its
 descriptors must not grow. With ``--workers 100`` that many connect and get 200 sends.
 
-Exits with 1 if anything of that is not so.
+The program exits with 1 if anything of that is not so.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ import aiosync
 import aiosync.sync
 
 WORKERS, MOST = 8, 12
-SIZES = ((2, 64), (20, 64), (200, 64), (2000, 64), (20, 2**16))  # tensors, and values of each
+# Each pair is a number of tensors, and the number of values in each.
+SIZES = ((2, 64), (20, 64), (200, 64), (2000, 64), (20, 2**16))
 BAD = (
     *("mixed", "mislabelled", "old", "early", "refused", "changed", "silent", "failed", "hung"),
     *("spins", "too much memory", "left", "grew"),
 )
-_RETURNED, _BEGUN, _READY, _REST, _OVER, _LOOK, _SEEN = range(7)  # words of the clock
+# These are the words of the clock.
+_RETURNED, _BEGUN, _READY, _REST, _OVER, _LOOK, _SEEN = range(7)
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Stack(nn.Module):
-    """Parameters and buffers that hold one number; a forward says which numbers it found."""
+    """Parameters and buffers that hold one number; a forward returns the numbers that it finds."""
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Stack(nn.Module):
                 setattr(self, f"t{number}", nn.Parameter(torch.zeros(width)))
 
     def fill(self, value: float) -> None:
-        """What an optimizer's step does."""
+        """Set all parameters and buffers, like an optimizer's step."""
         with torch.no_grad():
             for tensor in (*self.parameters(), *self.buffers()):
                 tensor.fill_(value)
@@ -95,26 +97,29 @@ class Clock:
 
 
 class Alarm(Exception):
-    """Of the timer."""
+    """Error that the timer raises."""
 
 
 class Watch:
-    """What the forwards of one worker found."""
+    """Findings of the forwards of one worker."""
 
     def __init__(self, scheme: Any, model: Stack, clock: Clock) -> None:
         self.count: Counter[str] = Counter()
-        self.missed: set[int] = set()  # versions that a forward beside another one did not see
+        # A forward beside another one did not see these versions.
+        self.missed: set[int] = set()
         self.kept: list[tuple[float, list[torch.Tensor]]] = []
-        self.is_cut_off = False  # no update needs to come any more
+        # If this is set, no update needs to arrive any more.
+        self.is_cut_off = False
         self._scheme, self._model, self._clock = scheme, model, clock
-        self._open: dict[int, bool] = {}  # threads, whether in a forward
+        # For each thread: True while it is in a forward.
+        self._open: dict[int, bool] = {}
 
     def look(self) -> None:
-        """Compute once."""
+        """Compute once, and count the findings."""
         me, words = threading.get_ident(), self._clock.words
         before = words[_RETURNED]
         self._open[me] = True
-        # Where another forward is open, this one may join it.
+        # If another forward is open, this one may join it.
         alone = not any(is_open for thread, is_open in self._open.items() if thread != me)
         try:
             seen, version = self._model(self._scheme)
@@ -136,7 +141,7 @@ class Watch:
             self.missed.add(before)
 
     def keep(self, most: int) -> None:
-        """Keep what the model has now, and see that what was kept is as it was."""
+        """Keep the model's present weights, and check that those kept before have not changed."""
         with self._scheme.reading():
             tensors = [each.detach() for each in self._model.parameters()]
             self.kept.append((float(tensors[0][0]), tensors))
@@ -146,7 +151,7 @@ class Watch:
 
 
 def shared_memory(pid: int | str = "self") -> dict[int, int]:
-    """Bytes of each file of aiosync's shared memory that a process has open."""
+    """Return the bytes of each file of aiosync's shared memory that a process has open."""
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
@@ -158,7 +163,7 @@ def shared_memory(pid: int | str = "self") -> dict[int, int]:
 
 
 def private_nbytes() -> int:
-    """Bytes of its mappings of slots that this process has for itself."""
+    """Return the bytes of slot mappings that this process has for itself."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.partition(" ")[0]:
@@ -169,7 +174,7 @@ def private_nbytes() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has computed so far; nothing for one that has ended."""
+    """Return the CPU seconds of a process so far; 0 for one that has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) * _TICK
@@ -177,7 +182,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """Return True if a process has not ended."""
     with contextlib.suppress(OSError):
         return not Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     return False
@@ -191,7 +196,7 @@ def tell(pid: int | None, what: signal.Signals) -> None:
 
 
 def write(report: str, **counts: float) -> None:
-    """Add a line to a report, which processes share that may be killed."""
+    """Add a line to a report; several processes share it, and any of them may be killed."""
     with open(report, "a") as file:
         file.write(json.dumps(counts) + "\n")
 
@@ -199,10 +204,11 @@ def write(report: str, **counts: float) -> None:
 def work(
     scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
 ) -> None:
-    """One worker: computes until its trainer goes, or for as long as it stays."""
+    """Run one worker, which computes until its trainer goes, or for as long as it stays."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    os.nice(9)  # or a send has to wait until each of them has computed for a while
+    # Otherwise a send has to wait until each worker has computed for a while.
+    os.nice(9)
     write(report, pid=os.getpid())
     chance, clock, model = random.Random(seed), Clock(path), Stack(*shape)
     watch = Watch(scheme, model, clock)
@@ -210,7 +216,8 @@ def work(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         scheme.connect(timeout=20)
-    except aiosync.AiosyncError:  # its trainer went before
+    # The worker's trainer went before.
+    except aiosync.AiosyncError:
         scheme.shutdown()
         return
     gone, until = threading.Event(), time.monotonic() + stay
@@ -229,7 +236,7 @@ def work(
         while runs():
             watch.look()
 
-    # Some are told of each version, some look for themselves.
+    # Some workers are told of each version, the others look for themselves.
     threads = [threading.Thread(target=wait)] if chance.random() < 0.5 else []
     if chance.random() < 0.25:
         threads.append(threading.Thread(target=compute))
@@ -254,14 +261,16 @@ def work(
             armed = False
             watch.count["alarms"] += 1
         if chance.random() < 0.001:
-            time.sleep(chance.uniform(0, 0.05))  # an idle worker follows, too
+            # An idle worker follows, too.
+            time.sleep(chance.uniform(0, 0.05))
         if chance.random() < 0.001:
             watch.keep(chance.randrange(3))
     for thread in threads:
         thread.join()
     model.pause = 0.0
     nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    nbytes += 64 * shape[0] + 2 * mmap.PAGESIZE  # alignment and header
+    # These bytes are for alignment and header.
+    nbytes += 64 * shape[0] + 2 * mmap.PAGESIZE
     watch.count["too much memory"] += private_nbytes() > (len(watch.kept) + 1) * nbytes
     if stay == 3600:
         watch.look()
@@ -270,7 +279,8 @@ def work(
         except aiosync.SyncTimeout:
             watch.count["silent"] += 1
         except aiosync.AiosyncError:
-            pass  # it says that its trainer has gone
+            # The error says that the trainer has gone.
+            pass
     scheme.shutdown()
     watch.kept.clear()
     gc.collect()
@@ -281,7 +291,7 @@ def work(
 def replace_descriptors(chance: random.Random, folder: str) -> None:
     """Close some descriptors of aiosync, as foreign code may; files without locks get the numbers.
 
-    Not pipes, by which multiprocessing knows that this process is alive.
+    Pipes stay open, as multiprocessing knows by them that this process is alive.
     """
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
@@ -296,7 +306,7 @@ def replace_descriptors(chance: random.Random, folder: str) -> None:
 def work_carelessly(
     scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
 ) -> None:
-    """A worker in which foreign code closes descriptors; it computes until it is told."""
+    """Run a worker in which foreign code closes descriptors; it computes until told to end."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.nice(9)
@@ -306,7 +316,8 @@ def work_carelessly(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         scheme.connect(timeout=20)
-    except aiosync.AiosyncError:  # its trainer went before
+    # The worker's trainer went before.
+    except aiosync.AiosyncError:
         scheme.shutdown()
         return
     closes = time.monotonic() + chance.uniform(0, 1)
@@ -318,13 +329,14 @@ def work_carelessly(
                 watch.is_cut_off = True
                 replace_descriptors(chance, os.path.dirname(path))
     write(report, **watch.count, workers=1, careless=1)
-    os._exit(0)  # closing would close the descriptors of others
+    # Closing the scheme would close the descriptors of others.
+    os._exit(0)
 
 
 def work_on_loop(
     scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
 ) -> None:
-    """A worker that computes on its event loop, and leaves without closing its scheme."""
+    """Run a worker that computes on its event loop, and leaves without closing its scheme."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.nice(9)
@@ -345,7 +357,8 @@ async def _compute_on_loop(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         await scheme.connect(timeout=20)
-    except aiosync.AiosyncError:  # its trainer went before
+    # The worker's trainer went before.
+    except aiosync.AiosyncError:
         await scheme.aclose()
         return None
     gone = asyncio.ensure_future(scheme.wait_for_version(2**62, timeout=stay))
@@ -353,7 +366,8 @@ async def _compute_on_loop(
         if clock.words[_REST]:
             await asyncio.sleep(0.2)
             continue
-        for _ in range(chance.randrange(200)):  # the loop has no turn meanwhile
+        # The loop has no turn during these forwards.
+        for _ in range(chance.randrange(200)):
             watch.look()
         await asyncio.sleep(0)
         if chance.random() < 0.01:
@@ -370,22 +384,22 @@ async def _compute_on_loop(
 
 
 class Runs:
-    """An async scheme that is called in the blocking way, on a loop that rests between calls."""
+    """An async scheme with blocking calls, on a loop that rests between calls."""
 
     def __init__(self, scheme: aiosync.WeightSyncScheme) -> None:
         self.scheme, self._runner = scheme, asyncio.Runner()
 
     @property
     def version(self) -> int:
-        """As the scheme says."""
+        """Version of the scheme."""
         return self.scheme.version
 
     def connect(self) -> None:
-        """As the scheme does."""
+        """Connect the scheme."""
         self._runner.run(self.scheme.connect())
 
     def send(self, weights: Any = None) -> aiosync.SendReport:
-        """As the scheme does."""
+        """Send the weights of the scheme, or these."""
         return self._runner.run(_send(self.scheme, weights))
 
     def shutdown(self) -> None:
@@ -399,7 +413,7 @@ async def _send(scheme: aiosync.WeightSyncScheme, weights: Any) -> aiosync.SendR
 
 
 def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> None:
-    """One trainer, until its time is over or it is killed."""
+    """Run one trainer, until its time is over or it is killed."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     chance, clock = random.Random(seed), Clock(path)
@@ -506,7 +520,8 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
                 crew[idx].kill()
                 crew[idx].join()
             elif crew[idx].exitcode is None:
-                tell(crew[idx].pid, signal.SIGSTOP)  # a send may wait for its answer
+                # A send may wait for the answer of the stopped worker.
+                tell(crew[idx].pid, signal.SIGSTOP)
                 wake = (crew[idx].pid, signal.SIGCONT)
                 threading.Timer(chance.uniform(0, 0.5), tell, wake).start()
         if count["sends"] % 20 == 0:
@@ -519,8 +534,10 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
             text = f"{count['hired']} hired, {count['sends']} sends; {figures[1]} descriptors"
             print(f"{now - started:.0f} s: {text}, {figures[0] >> 20} MiB of segments", flush=True)
     over.set()
-    clock.words[_REST] = 1  # from here on nobody has anything to do
-    for _ in range(5):  # some have come just now, and a busy machine lets them wait
+    # From here on no process has anything to do.
+    clock.words[_REST] = 1
+    # Some workers have just come, and a busy machine lets them wait.
+    for _ in range(5):
         time.sleep(1.0)
         pids = [os.getpid(), *(each.pid for each in crew.values() if each.exitcode is None)]
         before = [cpu_seconds(pid) for pid in pids]
@@ -543,7 +560,7 @@ def train(path: str, report: str, seed: float, seconds: float, churn: bool) -> N
 
 
 def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Counter[str]]:
-    """Run trainers, one after the other; gives what all of them found so far."""
+    """Run trainers, one after the other; yield the findings of all of them so far."""
     chance, until = random.Random(seed), time.monotonic() + seconds
     context, total = multiprocessing.get_context("spawn"), Counter[str]()
     while time.monotonic() < until:
@@ -574,7 +591,8 @@ def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Coun
         total["trainers killed"] += killed
         if not killed and trainer.exitcode is None:
             total["hung"] += 1
-            tell(trainer.pid, signal.SIGUSR1)  # to say where
+            # The trainer then prints where it hangs.
+            tell(trainer.pid, signal.SIGUSR1)
             time.sleep(1.0)
         trainer.kill()
         trainer.join()
@@ -600,7 +618,7 @@ def rounds(seconds: float, seed: int, churn: bool, folder: str) -> Iterator[Coun
 
 
 def attend(scheme: Any, idx: int, path: str) -> None:
-    """One of many workers: says which version a forward found, when it is asked."""
+    """Run one of many workers, which reports the version that a forward found when it is asked."""
     torch.set_num_threads(1)
 
     async def main() -> None:
@@ -631,7 +649,8 @@ async def crowd(num_workers: int, path: str) -> Counter[str]:
     started, processes = time.monotonic(), len(os.listdir("/proc/self/fd"))
     for process in crew:
         process.start()
-    processes = len(os.listdir("/proc/self/fd")) - processes  # multiprocessing's own
+    # These descriptors are multiprocessing's own.
+    processes = len(os.listdir("/proc/self/fd")) - processes
     await scheme.connect(timeout=300)
     print(f"{num_workers} workers came in {time.monotonic() - started:.1f} s")
     took = []
@@ -672,7 +691,7 @@ async def crowd(num_workers: int, path: str) -> Counter[str]:
 
 
 def main() -> int:
-    """Run it; returns the exit status."""
+    """Run the stress test; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seed", type=int, default=1)

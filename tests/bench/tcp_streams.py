@@ -1,10 +1,10 @@
 """Large weights over TCP on loopback: plain, with TLS, and a raw blocking socket, in one run.
 
-The three take turns, block by block. Measured for each update: until the worker said that it has
-applied it (*delivered*, ``SendReport.elapsed``), and until ``send()`` returned, which also copies
-the weights for workers to come. The raw socket sends the same tensors into memory that is there
-already, without checksums. Every update has other values, which the workers check at the end of
-each block. Not measured: a network.
+The three take turns, block by block. Two times are measured for each update: until the worker has
+reported that it has applied it (*delivered*, ``SendReport.elapsed``), and until ``send()`` has
+returned, which also copies the weights for workers to come. The raw socket sends the same tensors
+into memory that is there already, without checksums. Every update has other values, which the
+workers check at the end of each block. Not measured: a network.
 
     python -m tests.bench.tcp_streams --mebibytes 512 --blocks 5
 """
@@ -103,7 +103,7 @@ class Raw:
         theirs.close()
 
     async def open(self) -> None:
-        """It is."""
+        """Do nothing; the socket is open already."""
 
     async def send(self, last: float | None) -> tuple[float, float]:
         self.pipe.send(last)
@@ -169,7 +169,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 value = next(values)
                 fill(model, value)
                 took = await contender.send(value if index == args.sends - 1 else None)
-                if block:  # the first one warms up
+                # The first block warms up.
+                if block:
                     times[name].append(took)
     for contender in contenders.values():
         await contender.close()

@@ -26,12 +26,13 @@ from tests.schemes import _models as models
 
 _WORKERS, _STUCK, _LOST = 16, 5, 11
 _PAUSE = 1.0
-_EMPTY_NBYTES = 20_000  # of a page before its first event
+# A picture of a page before its first event is at most this large.
+_EMPTY_NBYTES = 20_000
 _PAGES = {"page": ("1200,590", ""), "page-dark": ("500,700", "--force-dark-mode")}
 
 
 async def pour(trainer: Any) -> None:
-    """Send until this is cancelled; nobody waits for the one that is stuck."""
+    """Send until cancelled, without waiting for the worker that is stuck."""
     waiting = set()
     while True:
         waiting.add(asyncio.ensure_future(_swallow(trainer.send_nowait(timeout=0.9))))
@@ -44,7 +45,7 @@ async def _swallow(handle: Any) -> None:
 
 
 async def photograph(address: str, file: Path, size: str, *options: str) -> None:
-    """Have Chromium look at a page until there is something on it."""
+    """Take a picture of a page with Chromium, again and again until there is something on it."""
     for _ in range(10):
         with tempfile.TemporaryDirectory() as profile:
             process = await asyncio.create_subprocess_exec(
@@ -62,7 +63,7 @@ async def photograph(address: str, file: Path, size: str, *options: str) -> None
 
 
 async def main(folder: Path) -> None:
-    """Run, and take the pictures."""
+    """Run the trainer and its workers, and take the pictures."""
     trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", stall_timeout=None)
     trainer.init_on_sender("policy", model=models.medium(), num_workers=_WORKERS)
     async with harness.workers(trainer, models.medium, _WORKERS) as crew:
@@ -82,7 +83,7 @@ async def main(folder: Path) -> None:
             drawing.write_text(console.export_svg(title=f"aiosync top {trainer.address}"))
             await photograph(f"file://{drawing}", folder / "terminal.png", "900,760")
         async with serve_page("127.0.0.1:0", trainer.address, client.stats, 1.0) as page:
-            # A first reader, so that the first event of the next one has rates.
+            # There is a first reader, so that the first event of the next one has rates.
             await asyncio.to_thread(lambda: urllib.request.urlopen(f"{page}events").readline())
             for name, (size, *options) in _PAGES.items():
                 await photograph(page, folder / f"{name}.png", size, *filter(None, options))

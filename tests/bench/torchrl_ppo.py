@@ -23,7 +23,8 @@ from torch.distributions import Categorical
 import aiosync.sync
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # TorchRL's, of its own names
+    # TorchRL warns of its own names.
+    warnings.simplefilter("ignore", DeprecationWarning)
     import torchrl.weight_update
     from torchrl.collectors import MultiSyncCollector
     from torchrl.envs import GymWrapper, RewardSum
@@ -34,7 +35,8 @@ with warnings.catch_warnings():
 NUM_WORKERS = 2
 ENVS_PER_WORKER = 16
 FRAMES_PER_BATCH = 2048
-SOLVED = 400.0  # mean return of the last 30 episodes; the most that there is is 500
+# This is the mean return of the last 30 episodes; the most that there is is 500.
+SOLVED = 400.0
 
 SCHEMES = {
     "shm": aiosync.sync.SharedMemWeightSyncScheme,
@@ -48,7 +50,8 @@ TORCHRL_SCHEMES = {
 
 
 def make_env():
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # it tells how it reads the specs
+    # TorchRL logs how it reads the specs.
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     games = gymnasium.make_vec(
         "CartPole-v1",
         num_envs=ENVS_PER_WORKER,
@@ -74,7 +77,7 @@ def make_policy():
 
 
 def learn(loss_module, advantage, optimizer, data):
-    """Some epochs of PPO on one batch."""
+    """Train for some epochs of PPO on one batch."""
     with torch.no_grad():
         advantage(data)
     rows = data.reshape(-1)
@@ -85,7 +88,8 @@ def learn(loss_module, advantage, optimizer, data):
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
-            optimizer.step()  # the workers do not see it: they have weights of their own
+            # The workers do not see this step, as they have weights of their own.
+            optimizer.step()
 
 
 def train(args):
@@ -103,7 +107,8 @@ def train(args):
         policy,
         frames_per_batch=FRAMES_PER_BATCH,
         total_frames=args.updates * FRAMES_PER_BATCH,
-        weight_sync_schemes={"policy": scheme},  # the one line that changes
+        # This is the one line that changes.
+        weight_sync_schemes={"policy": scheme},
         track_policy_version=True,
     )
     collector.set_seed(args.seed)
@@ -120,7 +125,8 @@ def train(args):
                 break
             learn(loss_module, advantage, optimizer, data)
             begun = time.perf_counter()
-            collector.update_policy_weights_()  # returns when both workers have applied it
+            # This returns when both workers have applied the update.
+            collector.update_policy_weights_()
             milliseconds.append((time.perf_counter() - begun) * 1e3)
         print(f"an update of the workers took {statistics.median(milliseconds):.2f} ms")
     finally:
