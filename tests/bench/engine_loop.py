@@ -53,8 +53,8 @@ def control(pipe: Connection) -> None:
     """Find the machine's pauses, and report them when asked."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
-    # Without the policy this would find the processes that had the cores before it.
     except PermissionError:
+        # Without the policy this would find the processes that had the cores before it.
         pipe.send(False)
         return
     pipe.send(True)

@@ -214,8 +214,8 @@ async def send_async(scheme: Any, model: nn.Module, over: threading.Event) -> in
             fill(model, float(scheme.version + 1))
             try:
                 await scheme.send()
-            # Workers leave when they are done.
             except aiosync.PartialSyncError:
+                # Workers leave when they are done.
                 await asyncio.to_thread(over.wait, PATIENCE)
         return int(scheme.version)
 

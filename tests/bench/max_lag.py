@@ -53,8 +53,8 @@ def work(scheme: Any, pause: float, trainer: Connection) -> None:
             try:
                 trainer.send((read.span, made_with, lag))
                 trainer.recv()
-            # The trainer has enough batches.
             except (EOFError, OSError):
+                # The trainer has enough batches.
                 return
 
 

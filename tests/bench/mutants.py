@@ -1,4 +1,4 @@
-"""One-line faults, each put into a copy of the checkout, and the tests that have to find it.
+"""One-line faults, each put into a copy of the checkout, and the tests that have to find them.
 
 ``python -m tests.bench.mutants`` tries all faults, ``--only NAME`` one, ``--list`` none. Each fault
 names the tests that have to find it. If you rewrite the code of a fault, write the fault anew for

@@ -119,8 +119,8 @@ def _trainer_main(contender: Contender, pipe: Connection) -> None:
     def receive() -> Any:
         try:
             return pipe.recv()
-        # The benchmark's process is gone.
         except EOFError:
+            # The benchmark's process is gone.
             return None
 
     async def serve() -> None:

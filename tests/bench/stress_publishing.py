@@ -216,8 +216,8 @@ def work(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         scheme.connect(timeout=20)
-    # The worker's trainer went before.
     except aiosync.AiosyncError:
+        # The worker's trainer went before.
         scheme.shutdown()
         return
     gone, until = threading.Event(), time.monotonic() + stay
@@ -316,8 +316,8 @@ def work_carelessly(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         scheme.connect(timeout=20)
-    # The worker's trainer went before.
     except aiosync.AiosyncError:
+        # The worker's trainer went before.
         scheme.shutdown()
         return
     closes = time.monotonic() + chance.uniform(0, 1)
@@ -357,8 +357,8 @@ async def _compute_on_loop(
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
     try:
         await scheme.connect(timeout=20)
-    # The worker's trainer went before.
     except aiosync.AiosyncError:
+        # The worker's trainer went before.
         await scheme.aclose()
         return None
     gone = asyncio.ensure_future(scheme.wait_for_version(2**62, timeout=stay))

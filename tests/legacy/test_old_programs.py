@@ -27,7 +27,7 @@ TRANSPORTS = ["MPTransport", "SharedMemTransport"]
 SCHEMES = {"MP": MP, "SHM": SHM}
 SENDERS = [*TRANSPORTS, "created", *SCHEMES]
 RECEIVERS = [*SENDERS, "by hand", "created, by hand"]
-# Each kind stands once beside one fixed kind of the other side, which stands for all others.
+# Each kind meets one fixed kind of the other side, for which any other of that side would do.
 PAIRS = [
     *((sender, "MP") for sender in SENDERS[1:]),
     *(("MPTransport", each) for each in RECEIVERS),

@@ -192,7 +192,7 @@ def test_a_dead_worker_does_not_keep_the_others_from_being_served(dead: int) -> 
             sender.wait_async()
         assert (caught.value.acked, list(caught.value.failed)) == ({1 - dead}, [dead])
         assert isinstance(caught.value.failed[dead], aiosync.PeerClosed)
-        # No answer is left over from before: a send that no worker answers does not return.
+        # No answer is left over from before: a send that no worker answers fails.
         live.timeout = 0.1
         with pytest.raises(aiosync.PartialSyncError):
             sender.send(tools.filled(2.0))

@@ -111,8 +111,8 @@ class FacadeRayTrainer:
             connecting = pool.submit(self.scheme.connect, timeout=PATIENCE)
             try:
                 ray.get(joining, timeout=PATIENCE)
-            # An actor that fails must not cost all the patience.
             except ray.exceptions.RayError:
+                # An actor that fails must not cost all the patience.
                 self.scheme.abort()
                 raise
             connecting.result()

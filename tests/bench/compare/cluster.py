@@ -109,8 +109,8 @@ def _start(ray: Any, quiet: dict[str, Any]) -> None:
             _temp_dir=_folder,
             **quiet,
         )
-    # The exception goes on to the caller.
     except BaseException:
+        # The exception goes on to the caller.
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None
         raise
@@ -132,8 +132,8 @@ def _store_nbytes() -> int:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    # The process is gone, or its number belongs to another user by now.
     except (ProcessLookupError, PermissionError):
+        # The process is gone, or its number belongs to another user by now.
         return False
     return True
 

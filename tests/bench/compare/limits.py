@@ -88,8 +88,8 @@ def _take_broadcasts(
             while True:
                 dist.broadcast(flat, 0)
                 os.write(done.fileno(), b"x")
-        # The group is gone.
         except (RuntimeError, OSError):
+            # The group is gone.
             # The trainer sees the end of the pipe when it waits for the answer.
             done.close()
 
