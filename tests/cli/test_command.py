@@ -82,7 +82,6 @@ def test_who_asks_does_not_import_torch(args: tuple[str, ...], shown: str) -> No
     assert {"torch", "tensordict"} & names == set()
 
 
-@pytest.mark.slow
 def _cpu_seconds(run: Callable[[], object]) -> float:
     """Return the least CPU time of three runs, since a busy machine can hardly spoil all three."""
     seconds = []
@@ -94,6 +93,7 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
     return min(seconds)
 
 
+@pytest.mark.slow
 def test_help_is_quick() -> None:
     """On a slow machine the help takes at most twice as long as the libraries that show it."""
     shows = [sys.executable, "-X", "importtime", "-c", "import typer.rich_utils, rich.markdown"]
