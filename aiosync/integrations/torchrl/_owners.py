@@ -467,9 +467,9 @@ def refuse_no_module(policy: Any) -> None:
     """
     if not isinstance(policy, nn.Module):
         raise _NotAModule(
-            f"the policy is a {type(policy).__name__} and not an nn.Module: it needs no weight "
-            "synchronization. Omit weight_sync_schemes=; a Collector also accepts "
-            "NoWeightSyncScheme"
+            "weight synchronization requires an nn.Module policy, and the policy is a "
+            f"{type(policy).__name__} and not an nn.Module. Omit weight_sync_schemes=; a Collector "
+            "also accepts NoWeightSyncScheme"
         )
 
 
