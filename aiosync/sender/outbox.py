@@ -304,7 +304,12 @@ class Send:
         return True
 
     def withdraw(self, worker_idx: int, error: AiosyncError) -> None:
-        """Count a worker that applied the version and then went as failed or as left."""
+        """Count a worker that applied the version, and then was lost, as failed.
+
+        A worker that said farewell after it had applied the version stays acked.
+        """
+        if isinstance(error, WorkerLeft):
+            return
         self.acked.discard(worker_idx)
         self.waiting.add(worker_idx)
         self.resolve(worker_idx, Outcome(self.version, error=error))

@@ -159,3 +159,17 @@ async def test_a_worker_never_has_what_the_trainer_never_had(make: Any, order: s
         await joining(late)
         await late.wait_for_version(scheme.version, timeout=harness.PATIENCE)
         saw_what_was_there()
+
+
+@both
+async def test_a_worker_that_leaves_after_it_applied_a_version_has_acked_it(make: Any) -> None:
+    """The farewell may arrive together with the answer."""
+    source, targets = models.linear(1.0), [models.linear() for _ in range(2)]
+    async with harness.crowd(make(), targets, sender={"model": source}) as (scheme, others):
+        models.fill(source, 2.0)
+        sending = scheme.send_nowait()
+        for other in others:
+            await other.wait_for_version(2, timeout=harness.PATIENCE)
+            await other.aclose()
+        report = await sending
+        assert (report.acked, report.left, report.failed) == ({0, 1}, frozenset(), {})
