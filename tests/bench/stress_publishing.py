@@ -201,15 +201,20 @@ def write(report: str, **counts: float) -> None:
         file.write(json.dumps(counts) + "\n")
 
 
-def work(
-    scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
-) -> None:
-    """Run one worker, which computes until its trainer goes, or for as long as it stays."""
+def begin_worker(report: str) -> None:
+    """Set up the process of a worker, and write its pid to the report."""
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     # Otherwise a send has to wait until each worker has computed for a while.
     os.nice(9)
     write(report, pid=os.getpid())
+
+
+def work(
+    scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
+) -> None:
+    """Run one worker, which computes until its trainer goes, or for as long as it stays."""
+    begin_worker(report)
     chance, clock, model = random.Random(seed), Clock(path), Stack(*shape)
     watch = Watch(scheme, model, clock)
     stay = chance.uniform(0.2, 3) if seed < 0.3 else 3600.0
@@ -307,10 +312,7 @@ def work_carelessly(
     scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
 ) -> None:
     """Run a worker in which foreign code closes descriptors; it computes until told to end."""
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    os.nice(9)
-    write(report, pid=os.getpid())
+    begin_worker(report)
     chance, clock, model = random.Random(seed), Clock(path), Stack(*shape)
     watch = Watch(scheme, model, clock)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
@@ -337,10 +339,7 @@ def work_on_loop(
     scheme: Any, idx: int, shape: tuple[int, int], path: str, report: str, seed: float
 ) -> None:
     """Run a worker that computes on its event loop, and leaves without closing its scheme."""
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    os.nice(9)
-    write(report, pid=os.getpid())
+    begin_worker(report)
     count = asyncio.run(_compute_on_loop(scheme, idx, shape, path, random.Random(seed)))
     if count is not None:
         gc.collect()
