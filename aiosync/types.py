@@ -46,8 +46,6 @@ class Cancellation(enum.Enum):
     """Nothing happened, or all of it did."""
     BREAKS_LINK = "B"
     """Safe until the first byte; after it the link is broken for good."""
-    DETACHES = "C"
-    """The foreign operation goes on, and keeps its buffer until ``aclose()`` drained it."""
 
 
 @dataclass(frozen=True, slots=True)
