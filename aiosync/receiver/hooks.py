@@ -25,10 +25,10 @@ from aiosync.tensors.copying import copy_bytes, copy_tensors
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.wire import NO_LIMITS
 
-__all__ = ["Relay", "SchemeHooks", "Transform", "Transformer", "in_thread", "run_hook"]
+__all__ = ["AfterApply", "SchemeHooks", "Transform", "Transformer", "in_thread", "run_hook"]
 
-Relay: TypeAlias = Callable[[int, int], Awaitable[None]]
-"""Called with the epoch and the version that the model has now."""
+AfterApply: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Awaited with the epoch and the version that the model has now, before the trainer is told."""
 
 Transform: TypeAlias = Callable[
     [Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]
@@ -59,11 +59,10 @@ class SchemeHooks:
             forwards over shared memory do not take versions by themselves.
         applied: Called when the model has the version, before the trainer is told. A plain function
             is called at that very moment, in the thread that applies the version, which may be that
-            of a forward pass: it must not wait, nor compute with the model. The model keeps the
-            version also if this raises.
-        relay: Called after that, to pass the version on to copies of the model elsewhere. The
-            trainer is told when the relay has ended; of the versions that arrive meanwhile only the
-            newest is passed on.
+            of a forward pass: it must not wait, nor compute with the model. An ``async`` one may
+            pass the version on to copies of the model elsewhere; of the versions that arrive
+            meanwhile it is called with the newest only. The model keeps the version also if this
+            raises.
         connected: Called with nothing when there is a link to the trainer, before anything is
             received over it: in ``connect()``, and again for each link that replaces a lost one. If
             it raises, the link ends, and the calls that wait for an update raise the same.
@@ -77,7 +76,6 @@ class SchemeHooks:
 
     applied: Callable[[int, int], object] | None = None
     before_apply: Callable[[int, int], object] | None = None
-    relay: Callable[[int, int], object] | None = None
     prepare_model: Callable[[Any], object] | None = None
     connected: Callable[[], object] | None = None
     lost: Callable[[AiosyncError], object] | None = None
@@ -99,19 +97,12 @@ class SchemeHooks:
         is_async = any(map(inspect.iscoroutinefunction, (self.applied, called)))
         return None if is_async else self.applied
 
-    @functools.cached_property
-    def after(self) -> Relay | None:
-        """The hooks to await before the trainer is told; ``None`` if there are none."""
-        applied = None if self.at_once is self.applied else self.applied
-        hooks = [hook for hook in (applied, self.relay) if hook is not None]
-        if not hooks:
+    @property
+    def awaited(self) -> AfterApply | None:
+        """The ``applied`` hook if it is an ``async`` function, else ``None``."""
+        if self.applied is None or self.at_once is self.applied:
             return None
-
-        async def run(epoch: int, version: int) -> None:
-            for hook in hooks:
-                await run_hook(hook, epoch, version)
-
-        return run
+        return functools.partial(run_hook, self.applied)
 
 
 async def in_thread(call: Callable[[], object]) -> None:

@@ -5,8 +5,8 @@ forward, or by ``apply_pending()``. The last answer to the trainer about an upda
 
 =========  ===================================================================================
 RECEIVED   every byte is here: it is transformed, waits for the model, or is passed on
-APPLIED    the model has it, and the relay has passed it on
-NACK       the transform, the model or the relay refused it; that is final
+APPLIED    the model has it, and an async hook has ended
+NACK       the transform, the model or a hook refused it; that is final
 SKIPPED    a newer one took its place while it waited; that is final, too
 =========  ===================================================================================
 
@@ -43,7 +43,7 @@ from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
 from aiosync.receiver.applier import Applier, Refusal, not_applied
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import Relay, Transform, Transformer
+from aiosync.receiver.hooks import AfterApply, Transform, Transformer
 from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reading import is_held_by_caller
@@ -74,7 +74,7 @@ class WeightReceiver:
         transport: The link; owned from now on.
         resolve: As for :class:`Applier`, like what follows up to ``flipped``, and ``meter``.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
-        relay: Asked at each update for the function that passes it on before the trainer is told.
+        after_apply: Asked at each update for the function to await before the trainer is told.
         before_apply: Called on the loop before an update is applied; refuses it if it raises.
         transform: Turns an update, in a thread, into the weights that the model wants.
         trainer: Dials the next link after a lost one; ``None`` if a lost link is the end.
@@ -106,7 +106,7 @@ class WeightReceiver:
         install_hooks: bool,
         methods: Sequence[str] | None = (),
         flipped: Callable[[int, int], object] | None = None,
-        relay: Callable[[], Relay | None] = lambda: None,
+        after_apply: Callable[[], AfterApply | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
         transform: Transform | None = None,
         trainer: KeptLink[Transport, Welcome] | None = None,
@@ -158,13 +158,13 @@ class WeightReceiver:
         )
         self.meter: Meter = meter
         self.inbox: Inbox = self.applier.inbox
-        self._relay = relay
+        self._after_apply = after_apply
         self._trainer = trainer
         self._lasting = lasting
         self._log = log
         self.refused: Refusal | None = None
-        self._to_pass_on: Newest[tuple[Relay, int, int]]
-        self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync relay")
+        self._to_pass_on: Newest[tuple[AfterApply, int, int]]
+        self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync applied hook")
         self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
         self.outage: Outage = outage
@@ -430,18 +430,18 @@ class WeightReceiver:
                 self._has_come(epoch, version)
 
     def _applied(self, epoch: int, version: int) -> None:
-        relay = self._relay()
-        if relay is None:
+        after = self._after_apply()
+        if after is None:
             self._answer(epoch, version, AckStatus.APPLIED)
             return
-        old = self._to_pass_on.begin((relay, epoch, version))
+        old = self._to_pass_on.begin((after, epoch, version))
         if old is not None:
             self._answer(*old[1:], AckStatus.SKIPPED)
 
-    async def _pass_on(self, applied: tuple[Relay, int, int]) -> None:
-        relay, epoch, version = applied
+    async def _pass_on(self, applied: tuple[AfterApply, int, int]) -> None:
+        after, epoch, version = applied
         try:
-            await relay(epoch, version)
+            await after(epoch, version)
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._refuse(epoch, version, exc)
             self.meter.ended("refused", epoch, version, time.perf_counter())
@@ -452,8 +452,8 @@ class WeightReceiver:
 
     @property
     def held(self) -> tuple[int | None, int]:
-        """Epoch and version on which the trainer may count: applied, and passed on by any relay."""
-        if self._relay() is None:
+        """Epoch and version on which the trainer may count: applied, and any async hook ended."""
+        if self._after_apply() is None:
             return self.inbox.epoch, self.inbox.version
         return self._passed_on
 
@@ -467,7 +467,7 @@ class WeightReceiver:
             and slots.words is not None
             and staged.slots is slots
             and promise.digest != staged.layout.digest
-            and self._relay() is None
+            and self._after_apply() is None
             and self.applier.may_follow
         ):
             promise.make(staged.layout.digest, slots.words, self.applier.take)

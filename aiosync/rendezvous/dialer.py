@@ -199,7 +199,6 @@ class LinkState(enum.Enum):
     DIALING = "nobody is reached yet, or again"
     GREETING = "the other end was reached, and has not answered"
     UP = "it was let in"
-    GAVE_UP = "nothing replaces it any more"
 
 
 class KeptLink(Generic[_L, _W]):
@@ -333,18 +332,14 @@ class KeptLink(Generic[_L, _W]):
             self._up_at = asyncio.get_running_loop().time()
             return link, answer
 
-        try:
-            return await retry(
-                attempt,
-                timeout,
-                late=late,
-                final=self._final or (lambda error: False),
-                backoff=self._pauses,
-                after=lost,
-            )
-        except AiosyncError:
-            self.state = LinkState.GAVE_UP
-            raise
+        return await retry(
+            attempt,
+            timeout,
+            late=late,
+            final=self._final or (lambda error: False),
+            backoff=self._pauses,
+            after=lost,
+        )
 
     def abort(self) -> None:
         """End the link at once. An attempt that is under way ends when its call is cancelled."""

@@ -1,7 +1,5 @@
 """The listening side: it accepts connections, authenticates peers, and hands on links.
 
-A trainer listens for workers that dial, or a worker for trainers that dial.
-
 A stranger is a peer that has not proved its identity yet. It costs little and not for long: it has
 a deadline for the proof and gets 4 KiB of memory, and the number of strangers is bounded; when
 there are too many, the one that has taken longest is dropped. Must not import torch.
@@ -24,26 +22,24 @@ from dataclasses import replace
 from typing import Any
 
 from aiosync._log import log
-from aiosync._tasks import Notifier, TaskOwner
+from aiosync._tasks import TaskOwner
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
     ConnectError,
-    ConnectTimeout,
     RemoteProtocolError,
-    TransportBroken,
 )
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.transports._processes import OPENING, close_in_child, is_no_room
 from aiosync.transports.address import Address, bind
-from aiosync.transports.base import Transport, in_time
+from aiosync.transports.base import Transport
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Refuse, Status, encode_frame
 
-__all__ = ["Arrivals", "Listener", "StreamListener", "first_word"]
+__all__ = ["Listener", "StreamListener", "first_word"]
 
 _MAX_STRANGERS = 256
 # Greatest number of new strangers, as one turn of the loop may run a step of each handshake.
@@ -257,8 +253,6 @@ class StreamListener(Listener):
         refused: Number of connections that were refused, by the name of the error; ``"full"`` when
             there were too many connections, ``"crowded out"`` when there were too many strangers,
             ``"no room"`` when the process had no descriptor or memory left.
-        last_refusal: Error of the last peer whose handshake failed; ``None`` if a link was admitted
-            after it.
 
     Raises:
         ConfigError: The address cannot be bound, a certificate file cannot be used, or other
@@ -299,7 +293,6 @@ class StreamListener(Listener):
         self.links: set[TCPTransport] = set()
         self.accepted: int = 0
         self.refused: Counter[str] = Counter()
-        self.last_refusal: str | None = None
         # Texts of the last errors, by the name of the error.
         self._why: dict[str, str] = {}
         self._tasks: TaskOwner | None = None
@@ -362,7 +355,6 @@ class StreamListener(Listener):
             except (AiosyncError, OSError) as exc:
                 name = type(exc).__name__ if isinstance(exc, AiosyncError) else "ConnectError"
                 self.refused[name] += 1
-                self.last_refusal = f"{name}: {exc}"
                 self._why[name] = f": {exc}"
                 count = self.refused[name]
                 # Only the 1st, 2nd, 4th, 8th ... refusal is logged, so that strangers cannot fill
@@ -373,7 +365,6 @@ class StreamListener(Listener):
                 return
             undo.pop_all()
         self.accepted += 1
-        self.last_refusal = None
         self.links.add(stream)
         stream.call_on_end(lambda: self.links.discard(stream))
         on_link(link, hello)
@@ -401,80 +392,6 @@ class StreamListener(Listener):
         self.close()
         if self._tasks is not None:
             await self._tasks.aclose()
-
-
-class Arrivals:
-    """The links of trainers that dial a worker.
-
-    One trainer at a time has the worker, and only the newest of its links is used.
-
-    Args:
-        takes: Returns False if the worker will not take another link any more.
-    """
-
-    def __init__(self, takes: Callable[[], bool]) -> None:
-        self._takes = takes
-        self._newest: tuple[TCPTransport, Hello] | None = None
-        # True until next() has returned the newest link.
-        self._waits = False
-        self._changed = Notifier()
-
-    def welcome(self, link: TCPTransport, hello: Hello) -> None:
-        """Keep the link of a trainer for :meth:`next`, or end it. Owns the link.
-
-        The link is ended if its peer is no trainer, if another trainer has the worker, or if the
-        worker takes no more links. A newer link of the same trainer replaces the older one.
-        """
-        holder, has = self._newest or (link, hello)
-        taken = holder is not link and not holder.ended
-        if hello.role != "sender":
-            link.abort()
-        elif taken and (hello.epoch is None or hello.epoch != has.epoch):
-            # A ConnectError lets the refused trainer dial again, as the other one may leave.
-            text = (
-                f"another trainer has this worker: {holder.name}, process {has.pid}. End one of "
-                "the two; the one that is left gets the worker"
-            )
-            with contextlib.suppress(AiosyncError):
-                link.send_nowait(Refuse(ConnectError.__name__, text))
-            link.abort()
-        elif link.ended or not self._takes():
-            link.abort()
-        else:
-            if holder is not link:
-                # The task that reads from the old link fails, and then finds the new one here.
-                holder.fail(TransportBroken("the trainer opened a newer link"))
-                if self._waits:
-                    holder.abort()
-            self._newest, self._waits = (link, hello), True
-            self._changed.notify()
-
-    async def next(self, timeout: float | None) -> TCPTransport:
-        """Wait for the next link of a trainer.
-
-        Args:
-            timeout: Seconds to wait; ``None`` for no limit.
-
-        Raises:
-            ConnectTimeout: No trainer dialled in time.
-
-        Cancellation:
-            Class A.
-        """
-        async with in_time(timeout, ConnectTimeout, "no trainer was accepted"):
-            while self._newest is None or not self._waits or self._newest[0].channel.ended:
-                await self._changed.wait()
-        self._waits = False
-        return self._newest[0]
-
-    def close(self) -> None:
-        """End the newest link if :meth:`next` has not returned it."""
-        if self._newest is not None and self._waits:
-            self._newest[0].abort()
-
-    async def aclose(self) -> None:
-        """Do as :meth:`close`."""
-        self.close()
 
 
 def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:

@@ -100,7 +100,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
             wire_dtype=wire_dtype,
             first_version=first_version,
         )
-        self._addresses = [] if address is None else [Address.parse(address)]
+        self._address = None if address is None else Address.parse(address)
         self._credentials = Credentials(token=secrets.token_bytes(32) if token is None else token)
         self._set_options(
             reconnect=reconnect,
@@ -206,7 +206,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         return listener
 
     def _bind(self, sources: Sources) -> None:
-        self._addresses = self._addresses or [self._default_address()]
+        self._address = self._address or self._default_address()
         super()._bind(sources)
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
@@ -224,7 +224,8 @@ class ClusterScheme(EngineOptions, StreamScheme):
                 self._same_host.start(join, sender.workers.tasks)
             sender.workers.strangers = self._listener.refusals
             self._listener.start(join, sender.workers.crashed, wrap)
-            sender.workers.tasks.start(self._publish(self._addresses[0]), "aiosync rendez-vous")
+            assert self._address is not None
+            sender.workers.tasks.start(self._publish(self._address), "aiosync rendez-vous")
 
     # -- a worker ------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         found = await self._invitation()
         self._looking = False
         self._invited = self._accept(found)
-        dialer = self._to_trainer()
+        dialer = self._dialer()
         if self.shared_memory:
             rest = left()
             limit = self.handshake_timeout if rest is None else min(rest, self.handshake_timeout)
@@ -248,7 +249,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         return self._linked(await dialer.dial(left(), again=again), listened=False)
 
     def _nobody(self, within: str) -> str:
-        where = f" at {self._addresses[0]}" if self._addresses else ""
+        where = "" if self._address is None else f" at {self._address}"
         return (
             f"the trainer{where} was not reached{within}: it has to run init_on_sender() and "
             "connect()"
@@ -263,11 +264,11 @@ class ClusterScheme(EngineOptions, StreamScheme):
         """Take over the sender's published address; return True if it came with a token."""
         if found is not None:
             url, token = found
-            self._addresses = [Address.parse(url)]
+            self._address = Address.parse(url)
             if token is not None:
                 self._credentials = Credentials(token=token)
             return token is not None
-        where = self._addresses[0] if self._addresses else None
+        where = self._address
         if self._invites and (where is None or not (where.port or where.path)):
             raise ConnectError(self._invites)
         if where is None:
@@ -394,7 +395,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
         return Address("tcp", own_host(towards))
 
     def _early_address(self) -> Address | None:
-        return None if self._addresses or self._store is not None else self._default_address()
+        return None if self._address or self._store is not None else self._default_address()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_store": None}
@@ -432,7 +433,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
             found = await asyncio.to_thread(self._store.get, self._key)
         except RuntimeError as exc:
             # torch raises this.
-            if self._addresses:
+            if self._address:
                 # The store is gone; the trainer may not be.
                 return None
             raise ConnectError(f"the store cannot be reached: {exc}") from exc

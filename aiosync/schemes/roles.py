@@ -36,13 +36,13 @@ from aiosync.errors import (
 from aiosync.protocol import as_index, as_indices, validate_seconds, validate_timeout
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import Relay, SchemeHooks, Transform, in_thread, run_hook
+from aiosync.receiver.hooks import AfterApply, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.outage import OnLost, Outage
 from aiosync.receiver.reading import Methods
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
-from aiosync.rendezvous.listener import Arrivals, Listener
+from aiosync.rendezvous.listener import Listener
 from aiosync.schemes.options import refuse
 from aiosync.schemes.sources import Given, is_per_worker
 from aiosync.sender import WeightSender
@@ -108,7 +108,7 @@ class Life:
         self.connecting: asyncio.Task[Any] | None = None
         self.guard: Guard = Guard()
         self.meter: Meter = Meter()
-        self.listeners: list[Listener | Arrivals] = []
+        self.listeners: list[Listener] = []
         # Each has abort() and aclose().
         self.shared: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -638,7 +638,7 @@ class Worker:
             install_hooks=scheme.guard == "forward",
             methods=self._methods,
             flipped=self.hooks.at_once,
-            relay=functools.partial(self._relay, scheme),
+            after_apply=functools.partial(self._after_apply, scheme),
             before_apply=self.hooks.before_apply,
             transform=self._transform,
             trainer=None if self.pipe is not None or lasting == 0 else kept,
@@ -750,15 +750,22 @@ class Worker:
 
     # -- hooks on the way of an update ----------------------------------------------------------
 
-    def _relay(self, scheme: WeightSyncScheme) -> Relay | None:
-        """Return the function that passes versions on: of a hook, or of the context."""
-        hooks, given = self.hooks, self._given
-        if given.context_ref is not None and hooks.relay is None and scheme._cascades:
-            if callable(getattr(given.context, "update_policy_weights_", None)):
-                hooks = dataclasses.replace(hooks, relay=functools.partial(self._cascade, scheme))
-        return hooks.after
+    def _after_apply(self, scheme: WeightSyncScheme) -> AfterApply | None:
+        """Return the function to await before the trainer is told: a hook, the context's, both."""
+        hook = self.hooks.awaited
+        if self._given.context_ref is None or not scheme._cascades:
+            return hook
+        if not callable(getattr(self._given.context, "update_policy_weights_", None)):
+            return hook
 
-    async def _cascade(self, scheme: WeightSyncScheme, epoch: int, version: int) -> None:
+        async def run(epoch: int, version: int) -> None:
+            if hook is not None:
+                await hook(epoch, version)
+            await self._cascade(scheme)
+
+        return run
+
+    async def _cascade(self, scheme: WeightSyncScheme) -> None:
         """Have the context pass a version on, as TorchRL's does to the collectors below it."""
         update = getattr(self._given.context, "update_policy_weights_", None)
         if update is None:

@@ -13,7 +13,6 @@ import os
 import socket
 import ssl
 import weakref
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiosync._version import __version__
@@ -21,17 +20,17 @@ from aiosync.errors import (
     AiosyncError,
     AuthError,
     ConfigError,
-    ConnectTimeout,
+    LocalProtocolError,
     PeerClosed,
 )
-from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, LinkState, is_final
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, is_final
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.rendezvous.listener import Arrivals, StreamListener
+from aiosync.rendezvous.listener import StreamListener
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.options import StreamOptions, TCPOptions
 from aiosync.schemes.roles import Trainer
 from aiosync.schemes.sources import Sources
-from aiosync.sender import Streaming, WeightSender
+from aiosync.sender import Streaming, WeightSender, WorkerRegistry
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.address import Address
@@ -46,7 +45,6 @@ __all__ = ["StreamScheme", "TCPWeightSyncScheme"]
 _NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 _ADVICE = {
     "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
-    "sender": "it has to run init_on_receiver() and connect(), with dial='sender' as well",
     "both": "`aiosync serve` has to run there",
 }
 """Advice for the side that listens, by ``dial``."""
@@ -55,9 +53,10 @@ _ADVICE = {
 class StreamScheme(StreamOptions, WeightSyncScheme):
     """Common part of schemes over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
 
-    _addresses: list[Address]
+    # None until a scheme of a cluster has chosen or found one.
+    _address: Address | None
     _credentials: Credentials
-    _dial: Literal["receiver", "sender", "both"] = "receiver"
+    _dial: Literal["receiver", "both"] = "receiver"
     # These are options of some schemes, and constants of the others.
     _keepalive: float | None = 30.0
     _max_connections: int = 65536
@@ -65,8 +64,6 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     def _reset(self, model_id: str | None) -> None:
         super()._reset(model_id)
         self._listener: StreamListener | None = None
-        # Links of trainers to a worker that listens.
-        self._arrivals: Arrivals | None = None
 
     def _planning_limits(self) -> Limits | None:
         return self.limits
@@ -78,8 +75,9 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
         """Address of the side that listens; with the port once it is bound."""
         if self._listener is not None:
             return self._listener.url
-        idx = (self.worker_idx or 0) if self._dial == "sender" else 0
-        return str(self._addresses[min(idx, len(self._addresses) - 1)])
+        if self._address is None:
+            raise LocalProtocolError("the scheme has no address yet: call init_on_sender() first")
+        return str(self._address)
 
     @property
     def _untaken(self) -> float | None:
@@ -116,29 +114,29 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
 
     def _bind(self, sources: Sources) -> None:
         # The listener may have been bound early.
-        listener = self._listener or self._listen(self._addresses[0])
+        assert self._address is not None
+        listener = self._listener or self._listen(self._address)
         # Copies find the port in the address.
-        self._addresses = [Address.parse(listener.url)]
+        self._address = Address.parse(listener.url)
 
     def _bind_early(self) -> None:
         """Bind the address that copies dial which are made before ``init_on_sender()``."""
         address = self._early_address() if self._life.role is None else None
         if address is not None and self._listener is None:
-            self._addresses = [Address.parse(self._listen(address).url)]
+            self._address = Address.parse(self._listen(address).url)
 
     def _early_address(self) -> Address | None:
         """Return the address to bind early; ``None`` if copies find the sender by other means."""
         return None
 
-    def _dialer(self, address: Address, name: str) -> Dialer:
-        if address.scheme == "tcp" and address.port == 0:
-            advice = (
-                "choose one: with dial='sender' a worker binds it, and this side has to know it"
-                if self._dial == "sender"
-                else "pickle or copy the scheme after init_on_sender(), which binds one, or "
-                "choose a port"
+    def _dialer(self) -> Dialer:
+        address = self._address
+        assert address is not None
+        if _has_no_port(address):
+            raise ConfigError(
+                f"{address} has no port to dial: pickle or copy the scheme after "
+                "init_on_sender(), which binds one, or choose a port"
             )
-            raise ConfigError(f"{address} has no port to dial: {advice}")
         return Dialer(
             address=address,
             credentials=self._credentials,
@@ -146,7 +144,7 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
             keepalive=self._keepalive,
             untaken=self._untaken,
             attempt_timeout=self.handshake_timeout,
-            name=name,
+            name="the weight server" if self._dial == "both" else "the trainer",
             advice=_ADVICE[self._dial],
         )
 
@@ -175,51 +173,17 @@ class StreamScheme(StreamOptions, WeightSyncScheme):
     # -- meeting the sender --------------------------------------------------------------------
 
     async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        if self._dial == "sender":
-            return await self._next_arrival(left())
-        return await self._to_trainer().dial(left(), again=again)
-
-    def _to_trainer(self) -> Dialer:
-        name = "the weight server" if self._dial == "both" else "the trainer"
-        return self._dialer(self._addresses[0], name)
+        return await self._dialer().dial(left(), again=again)
 
     def _nobody(self, within: str) -> str:
-        return self._to_trainer().not_reached(within)
+        return self._dialer().not_reached(within)
 
     def _is_final(self, error: AiosyncError) -> bool:
         return is_final(error)
 
-    async def _next_arrival(self, timeout: float | None) -> Transport:
-        """Wait for the sender to dial."""
-        if self._arrivals is None:
-            idx = self.worker_idx or 0
-            if idx >= len(self._addresses):
-                raise ConfigError(
-                    f"there is no address for worker {idx}: with dial='sender' the scheme needs "
-                    "one address for each worker, in the order of their worker_idx"
-                )
-            self._arrivals = Arrivals(self._takes_links)
-            self._life.listeners.append(self._arrivals)
-            self._listen(self._addresses[idx]).start(
-                self._arrivals.welcome, self._on_listener_crash
-            )
-        try:
-            return await self._arrivals.next(timeout)
-        except ConnectTimeout as exc:
-            why = None if self._listener is None else self._listener.last_refusal
-            refused = "" if why is None else f"; last refusal: {why}"
-            raise ConnectTimeout(f"on {self.address}, {exc}{refused}") from exc
 
-    def _takes_links(self) -> bool:
-        link = self._life.link
-        assert link is not None
-        state = link.state
-        in_use = state not in (LinkState.DIALING, LinkState.GREETING)
-        return state is not LinkState.GAVE_UP and not (in_use and self.reconnect == 0)
-
-    def _on_listener_crash(self, error: BaseException) -> None:
-        if self._life.receiver is not None:
-            self._life.receiver.fail(error)
+def _has_no_port(address: Address) -> bool:
+    return address.scheme == "tcp" and address.port == 0
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
@@ -235,9 +199,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     and ``limits`` as they are when it starts listening: a sender in ``init_on_sender()``.
 
     Args:
-        address: ``tcp://host:port`` or ``unix:///path``; a list of them, one for each worker, with
-            ``dial="sender"``. Port 0 lets the system choose: pickle this object, or read
-            :attr:`address`, after ``init_on_sender()``.
+        address: ``tcp://host:port`` or ``unix:///path``. Port 0 lets the system choose: pickle this
+            object, or read :attr:`address`, after ``init_on_sender()``.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
@@ -255,8 +218,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             random bytes.
         tls: :class:`aiosync.TLS` with the names of certificate files, or an ``ssl.SSLContext`` of
             this side.
-        dial: The side that dials: ``"receiver"``; ``"sender"``, and the workers listen; or
-            ``"both"``, and a weight server (``aiosync serve``) listens at the address.
+        dial: The side that dials: ``"receiver"``; or ``"both"``, and a weight server (``aiosync
+            serve``) listens at the address.
         subscribe: Worker: get every update. If false, only what :meth:`pull` asks for.
         reconnect: Seconds that a worker, or a sender that dials, keeps trying to restore a lost
             link; ``None`` for ever, 0 for not at all.
@@ -276,7 +239,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     def __init__(
         self,
-        address: str | Sequence[str] = "tcp://127.0.0.1:0",
+        address: str = "tcp://127.0.0.1:0",
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
         *,
         sync: bool = True,
@@ -292,7 +255,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         first_version: int = 1,
         token: str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
-        dial: Literal["receiver", "sender", "both"] = "receiver",
+        dial: Literal["receiver", "both"] = "receiver",
         subscribe: bool = True,
         reconnect: float | None = 30.0,
         stall_timeout: float | None = 60.0,
@@ -317,12 +280,9 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             wire_dtype=wire_dtype,
             first_version=first_version,
         )
-        if dial not in ("receiver", "sender", "both"):
-            raise ConfigError(f"dial must be 'receiver', 'sender' or 'both', got {dial!r}")
-        listed: list[Any] = list(address) if isinstance(address, list | tuple) else [address]
-        if not listed or (len(listed) > 1 and dial != "sender"):
-            raise ConfigError("pass one address; a list is accepted only with dial='sender'")
-        self._addresses = [Address.parse(each) for each in listed]
+        if dial not in ("receiver", "both"):
+            raise ConfigError(f"dial must be 'receiver' or 'both', got {dial!r}")
+        self._address = Address.parse(address)
         self._credentials = Credentials(token=token, tls=tls)
         self._dial = dial
         self._set_options(
@@ -367,29 +327,26 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     # -- the sender ----------------------------------------------------------------------------
 
     def _bind(self, sources: Sources) -> None:
-        if self._dial == "receiver":
-            try:
-                super()._bind(sources)
-            except ConfigError as exc:
-                if getattr(exc.__cause__, "errno", 0) not in _NOT_OURS:
-                    raise
-                server = "to push to a weight server there, construct the scheme with dial='both'"
-                raise ConfigError(f"{exc}; {server}") from exc
+        if self._dial == "both":
+            if (sources.num_workers or 1) > 1:
+                raise ConfigError(
+                    f"{sources.num_workers} workers are expected, but with dial='both' the weight "
+                    "server is the only peer: leave num_workers out"
+                )
+            sources.num_workers = 1
             return
-        most = len(self._addresses)
-        if sources.num_workers is None:
-            sources.num_workers = most
-        if sources.num_workers > most:
-            raise ConfigError(
-                f"{sources.num_workers} workers are expected, but only {most} addresses were "
-                "given: with dial='sender' construct the scheme with a list of addresses, one for "
-                "each; with dial='both' leave num_workers out, as the server is the only peer"
-            )
+        try:
+            super()._bind(sources)
+        except ConfigError as exc:
+            if getattr(exc.__cause__, "errno", 0) not in _NOT_OURS:
+                raise
+            server = "to push to a weight server there, construct the scheme with dial='both'"
+            raise ConfigError(f"{exc}; {server}") from exc
 
     def _early_address(self) -> Address | None:
-        first = self._addresses[0]
-        unknown = first.scheme == "tcp" and first.port == 0
-        return first if unknown and self._dial == "receiver" else None
+        address = self._address
+        assert address is not None
+        return address if _has_no_port(address) and self._dial == "receiver" else None
 
     def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
         if self._listener is not None:
@@ -398,20 +355,15 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             self._listener.start(
                 lambda link, hello: workers.welcome(link, None, hello), workers.crashed
             )
-        elif (
-            self._dial != "receiver"
-            and not trainer.links
-            and self._life.given.sources.pipes is None
-        ):
-            for idx, address in enumerate(self._addresses):
-                name = "the weight server" if self._dial == "both" else f"worker {idx}"
-                keep = self._keep_dialling(sender, idx, self._dialer(address, name))
-                sender.workers.tasks.start(keep, f"aiosync link to worker {idx}")
+        elif self._dial == "both" and not trainer.links and self._life.given.sources.pipes is None:
+            keep = self._keep_dialling(sender.workers, self._dialer())
+            sender.workers.tasks.start(keep, "aiosync link to the weight server")
 
-    async def _keep_dialling(self, sender: WeightSender, idx: int, dialer: Dialer) -> None:
-        """Reach one worker whenever it comes; after a lost link try for ``reconnect`` seconds."""
-        workers = sender.workers
-        # Newest version that the worker has said it applied.
+    async def _keep_dialling(self, workers: WorkerRegistry, dialer: Dialer) -> None:
+        """Reach the weight server; after a lost link try again for ``reconnect`` seconds."""
+        # The server is the only worker.
+        idx = 0
+        # Newest version that the server has said it has.
         applied = 0
         joined = False
 
@@ -449,7 +401,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                     # The registry forgets the link after this.
                     peer = workers.links.get(idx)
                     if workers.record(idx).has_left:
-                        # A worker that takes its place is as welcome as the first one.
+                        # A server that takes its place is as welcome as the first one.
                         joined = False
                     elif peer is not None and peer.transport is link:
                         joined, applied = True, max(applied, peer.outbox.applied)
@@ -460,10 +412,10 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 await ended.wait()
                 if joined and self.reconnect == 0:
                     return
-                # connect() limits its own wait for a worker; a worker that comes later is welcome,
+                # connect() limits its own wait for the server; one that comes later is welcome,
                 # too.
                 seconds = self.reconnect if joined else None
-                lost = PeerClosed("the worker closed the link, or its process ended")
+                lost = PeerClosed("the weight server closed the link, or its process ended")
                 link, _ = await kept.reconnect(lost, seconds, applied)
         except AiosyncError as exc:
             if workers.record(idx).error is not exc:

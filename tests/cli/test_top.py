@@ -44,7 +44,6 @@ from tests.schemes import _harness as harness
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer, worker
-from tests.support.waiting import free_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -108,20 +107,6 @@ async def test_a_trainer_that_listens_is_asked(cls: Any, transport: str) -> None
         assert (await source.send()).acked == {0}
         (told,) = await client.stats()
         assert (told.version, len(told.workers), told.reconnects) == (3, 1, 0)
-
-
-@pytest.mark.asyncio
-async def test_a_worker_that_listens_is_asked() -> None:
-    address = free_address()
-    receiver = aiosync.TCPWeightSyncScheme(address, dial="sender", timeout=PATIENCE)
-    receiver.init_on_receiver("policy", model=linear())
-    sender = aiosync.TCPWeightSyncScheme(address, dial="sender", timeout=PATIENCE)
-    sender.init_on_sender(model=linear())
-    async with sender, receiver:
-        await asyncio.gather(sender.connect(), receiver.connect())
-        (told,) = await WeightClient(address).stats()
-        assert (told.role, told.version, told.workers) == ("receiver", 1, ())
-        assert receiver.reconnects == 0
 
 
 @pytest.mark.asyncio

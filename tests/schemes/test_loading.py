@@ -104,7 +104,7 @@ async def test_results_that_are_no_weights_and_whatever_is_raised(result, text) 
 
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
-HOOKS = ("prepare_model", "before_apply", "applied", "relay")
+HOOKS = ("prepare_model", "before_apply", "applied")
 
 
 class Refuses(Exception):
@@ -133,14 +133,14 @@ class Told:
 @pytest.mark.asyncio
 @both
 @pytest.mark.parametrize("kind", ["plain", "slow"])
-@pytest.mark.parametrize("name", ["before_apply", "applied", "relay"])
+@pytest.mark.parametrize("name", ["before_apply", "applied"])
 async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
     make: Any, kind: str, name: str
 ) -> None:
     """The trainer gets the answer after the hooks."""
     owner = Told(kind)
     async with here(make(), models.linear(1.0), owner.init) as (sender, receiver):
-        first = [("prepare_model", 0), ("before_apply", 1), ("applied", 1), ("relay", 1)]
+        first = [("prepare_model", 0), ("before_apply", 1), ("applied", 1)]
         assert owner.told == first
         assert (await sender.send()).acked == {0}
         assert owner.told == [*first, *((each, 2) for each in HOOKS[1:])]
@@ -164,15 +164,15 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
 @pytest.mark.asyncio
 @both
 async def test_a_version_that_is_no_longer_to_be_passed_on_is_overtaken(make: Any) -> None:
-    """An older version is overtaken even if the relay hook refuses the newer one."""
+    """An older version is overtaken even if the async hook refuses the newer one."""
     free = asyncio.Event()
 
-    async def relay(epoch: int, version: int) -> None:
+    async def pass_on(epoch: int, version: int) -> None:
         await free.wait()
         if version == 4:
             raise Refuses("not 4")
 
-    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(relay=relay)}
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=pass_on)}
     free.set()
     async with here(make(), models.linear(1.0), init) as (sender, receiver):
         free.clear()
@@ -204,7 +204,7 @@ async def test_a_model_that_is_refused_does_not_join(make: Any, kind: str) -> No
 @pytest.mark.asyncio
 async def test_mistakes() -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
-    with pytest.raises(aiosync.ConfigError, match="relay must be callable, got int"):
-        aiosync.SchemeHooks(relay=3)  # type: ignore[arg-type]
+    with pytest.raises(aiosync.ConfigError, match="applied must be callable, got int"):
+        aiosync.SchemeHooks(applied=3)  # type: ignore[arg-type]
     with pytest.raises(aiosync.ConfigError, match="hooks must be aiosync.SchemeHooks"):
-        scheme.init_on_receiver(hooks={"relay": print})
+        scheme.init_on_receiver(hooks={"applied": print})

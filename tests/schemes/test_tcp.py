@@ -130,15 +130,15 @@ async def test_what_has_come_outlives_its_link_and_is_not_applied_twice(
 async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A version of the run before may be overtaken while the relay hook passes it on."""
+    """A version of the run before may be overtaken while a hook passes it on."""
     caplog.set_level(logging.INFO, "aiosync")
     free = asyncio.Event()
     free.set()
 
-    async def relay(epoch: int, version: int) -> None:
+    async def pass_on(epoch: int, version: int) -> None:
         await free.wait()
 
-    first, second, hooks = make(), make(), aiosync.SchemeHooks(relay=relay)
+    first, second, hooks = make(), make(), aiosync.SchemeHooks(applied=pass_on)
     for sender in (first, second):
         sender.init_on_sender(model=models.linear())
     async with first, second, FaultProxy(first.address) as proxy:
@@ -148,7 +148,7 @@ async def test_what_a_trainer_before_is_told_says_nothing_of_this_one(
             await harness.until(lambda: first.worker_versions == {0: 1})
             free.clear()
             handles = []
-            # The relay hook has version 2, and version 3 waits for the hook.
+            # The hook has version 2, and version 3 waits for the hook.
             for version in (2, 3):
                 handles.append(first.send_nowait())
                 await receiver.wait_staged(version)
@@ -317,54 +317,7 @@ async def test_tls_and_token_travel_into_workers(method: str) -> None:
     assert scheme.refused == {}
 
 
-# -- workers that listen, and the trainer that dials them -----------------------------------------
-
-
-def listens(address: str, **options: Any) -> aiosync.TCPWeightSyncScheme:
-    defaults: dict[str, Any] = {"dial": "sender", "timeout": PATIENCE}
-    return aiosync.TCPWeightSyncScheme([address], **{**defaults, **options})
-
-
-async def test_a_second_trainer_is_refused_until_the_first_one_leaves() -> None:
-    address = free_address()
-    async with (
-        listens(address) as first,
-        listens(address) as second,
-        listens(address) as receiver,
-    ):
-        first.init_on_sender(model=models.linear(1.0))
-        receiver.init_on_receiver(model=models.linear(), worker_idx=0)
-        await asyncio.gather(first.connect(), receiver.connect())
-        async with listens(address) as third:
-            third.init_on_sender(model=models.linear())
-            with pytest.raises(
-                aiosync.ConnectTimeout, match=rf"another trainer has .*127.*, process {os.getpid()}"
-            ):
-                await third.connect(timeout=0.5)
-        second.init_on_sender(model=models.linear(2.0))
-        waiting = asyncio.ensure_future(second.connect())
-        assert (await first.send()).acked == {0}
-        assert receiver.reconnects == 0
-        assert models.holds(receiver, 1.0)
-        assert not waiting.done()
-        await first.aclose()
-        # The second trainer has tried all the time.
-        await waiting
-        assert models.holds(receiver, 2.0)
-        assert (await second.send()).acked == {0}
-
-
-async def test_a_worker_says_why_it_let_no_trainer_in() -> None:
-    address = free_address()
-    async with listens(address, token="one", timeout=1) as receiver:
-        receiver.init_on_receiver(model=models.linear(), worker_idx=0)
-        joining = asyncio.create_task(receiver.connect())
-        async with listens(address, token="another") as sender:
-            sender.init_on_sender(model=models.linear())
-            with pytest.raises(aiosync.PartialSyncError, match="tokens"):
-                await sender.connect()
-            with pytest.raises(aiosync.ConnectTimeout, match="last refusal: AuthError: .*token"):
-                await joining
+# -- who dials, and what errors say ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [None, "another"])
@@ -381,9 +334,9 @@ async def test_a_trainer_says_why_it_let_no_worker_in(token: str | None) -> None
             await joining
 
 
-@pytest.mark.parametrize(("dial", "role"), [("sender", "sender"), ("receiver", "receiver")])
+@pytest.mark.parametrize(("dial", "role"), [("both", "sender"), ("receiver", "receiver")])
 async def test_port_0_cannot_be_dialled(dial: Any, role: str) -> None:
-    async with listens("tcp://127.0.0.1:0", dial=dial, timeout=2) as scheme:
+    async with aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", dial=dial, timeout=2) as scheme:
         getattr(scheme, f"init_on_{role}")(model=models.linear())
         with pytest.raises(aiosync.ConfigError, match="has no port to dial"):
             await scheme.connect()
@@ -392,7 +345,6 @@ async def test_port_0_cannot_be_dialled(dial: Any, role: str) -> None:
 @pytest.mark.parametrize(
     ("dial", "role", "says"),
     [
-        ("sender", "sender", r"after 0.4 s worker 0 at.*init_on_receiver\(\) and connect\(\)"),
         ("both", "sender", "after 0.4 s the weight server at.*`aiosync serve` has to run"),
         ("receiver", "receiver", r"init_on_sender\(\) and connect\(\), or"),
         ("both", "receiver", "`aiosync serve` has to run"),
@@ -402,7 +354,7 @@ async def test_connect_has_its_own_timeout_and_says_what_the_other_side_has_to_d
     dial: Any, role: str, says: str
 ) -> None:
     began = asyncio.get_running_loop().time()
-    async with listens(free_address(), dial=dial, timeout=0.1) as scheme:
+    async with aiosync.TCPWeightSyncScheme(free_address(), dial=dial, timeout=0.1) as scheme:
         getattr(scheme, f"init_on_{role}")(model=models.linear())
         with pytest.raises(aiosync.ConnectTimeout, match=f"{says}.*the last attempt: ") as caught:
             await scheme.connect(timeout=0.4)
@@ -410,20 +362,9 @@ async def test_connect_has_its_own_timeout_and_says_what_the_other_side_has_to_d
     assert asyncio.get_running_loop().time() - began >= 0.35
 
 
-@pytest.mark.parametrize(
-    ("where", "dial", "init", "advice"),
-    [
-        (["tcp://a:1"], "sender", {"num_workers": 2}, "a list of addresses, one for each"),
-        (["tcp://a:1", "tcp://b:1"], "sender", {"num_workers": 3}, "only 2 addresses"),
-        (["tcp://a:1"], "sender", {"params_map": {1: {"a": torch.ones(1)}}}, "only 1 addresses"),
-        ("tcp://a:1", "both", {"num_workers": 2}, "leave num_workers out"),
-    ],
-)
-async def test_more_workers_than_can_be_dialled_are_refused(
-    where: Any, dial: Any, init: Any, advice: str
-) -> None:
-    sender = aiosync.TCPWeightSyncScheme(where, dial=dial)
-    with pytest.raises(aiosync.ConfigError, match=f"workers are expected, but .*{advice}"):
-        sender.init_on_sender(**init)
+async def test_a_weight_server_is_the_only_worker_of_its_trainer() -> None:
+    sender = aiosync.TCPWeightSyncScheme("tcp://a:1", dial="both")
+    with pytest.raises(aiosync.ConfigError, match="workers are expected, but .*num_workers out"):
+        sender.init_on_sender(num_workers=2)
     # The refused call has given the sender no role.
     sender.init_on_sender(num_workers=1)

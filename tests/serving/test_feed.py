@@ -327,7 +327,7 @@ async def test_a_source_that_dies_meanwhile_is_waited_for_no_more(address: str) 
 async def test_behind_a_weight_server_a_trainer_that_begins_anew_is_not_waited_for() -> None:
     engine, source = Engine(), models.linear()
     engine.error = RuntimeError("out of memory")
-    options = {"token": "secret of 16 bytes", "dial": "sender"}
+    options = {"token": "secret of 16 bytes", "dial": "both"}
     async with WeightServer("tcp://127.0.0.1:0", token=options["token"]) as server:
         async with trainer(source, server.url, **options) as scheme:
             for _ in range(4):

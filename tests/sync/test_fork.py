@@ -113,12 +113,12 @@ def _client_hello() -> bytes:
     return going.read()
 
 
-@pytest.mark.parametrize("dial", ["receiver", "sender"])
+@pytest.mark.parametrize("dial", ["receiver", "both"])
 def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
     """If a trainer forks during a TLS handshake, the other side still sees the trainer's end."""
     files, there = certificates(), free_address()
     tls = files.listening if dial == "receiver" else files.dialling
-    sender = aiosync.sync.TCPWeightSyncScheme([there], tls=tls, dial=dial, timeout=None)
+    sender = aiosync.sync.TCPWeightSyncScheme(there, tls=tls, dial=dial, timeout=None)
     where = "127.0.0.1", int(there.rpartition(":")[2])
 
     def connect() -> None:
@@ -126,7 +126,7 @@ def test_a_child_keeps_no_link_that_is_being_made(dial: Any) -> None:
             sender.connect()
 
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(socket.create_server(where)) if dial == "sender" else None
+        listening = stack.enter_context(socket.create_server(where)) if dial == "both" else None
         sender.init_on_sender(model=tools.filled(1.0), num_workers=1)
         thread = tools.in_thread(connect)
         if listening is not None:

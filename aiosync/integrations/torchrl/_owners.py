@@ -323,7 +323,7 @@ class CollectorOwner(TorchRLOwner):
         core = core_of(scheme)
         model_id = scheme.model_id or "policy"
         if has_workers(collector):
-            change_hooks(core, relay=Cascade(collector, scheme).pass_on)
+            change_hooks(core, applied=Cascade(collector, scheme).pass_on)
         elif model_id == "policy":
             labels = Labels(
                 collector,

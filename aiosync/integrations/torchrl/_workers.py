@@ -214,7 +214,7 @@ def has_workers(collector: Any) -> bool:
 
 
 class Cascade:
-    """Relay of the updates that a nested collector receives to its own workers.
+    """Passes the updates that a nested collector receives on to its own workers.
 
     The trainer's ``send()`` returns when these workers have the update, too, and raises their
     errors.
