@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.modules import RandomPolicy
 
 import aiosync.legacy
 import aiosync.sync
@@ -48,7 +49,9 @@ def make_collector(
     }
     if "nested" in modes:
         options["num_workers_per_collector"] = 2
-        inner["weight_sync_schemes"] = {"policy": generation_of(modes).SharedMemWeightSyncScheme()}
+        if "random" not in modes:
+            below = generation_of(modes).SharedMemWeightSyncScheme()
+            inner["weight_sync_schemes"] = {"policy": below}
     if "factory" in modes:
         options["policy_factory"] = make_policy
     else:
@@ -112,9 +115,24 @@ def lost(name: str, modes: set[str]) -> dict[str, Any]:
     return {"killed": killed, "path": told(make_collector, "ray", scheme, policy, modes, path)}
 
 
+def random(kind: str, name: str, modes: set[str]) -> dict[str, Any]:
+    """Return what a trainer sees whose policy has no weights."""
+    scheme = getattr(generation_of(modes), name)()
+    policy = RandomPolicy(World().action_spec)
+    collector = make_collector(kind, scheme, policy, modes)
+    batches = iter(collector)
+    frames = [next(batches).numel()]
+    collector.update_policy_weights_()
+    frames.append(next(batches).numel())
+    collector.shutdown()
+    return {"frames": frames}
+
+
 def main(kind: str, name: str, *given: str) -> dict[str, Any]:
     modes = set(given)
     torch.set_num_threads(1)
+    if "random" in modes:
+        return random(kind, name, modes)
     if "killed" in modes:
         return lost(name, modes)
     policy = make_policy(100.0)

@@ -81,6 +81,21 @@ def test_schemes_of_the_older_generation(args: tuple[str, ...]) -> None:
     check(run(*args, "legacy"), "nested" if "nested" in args else args[0])
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("rpc", "RPCWeightSyncScheme"),
+        pytest.param(("rpc", "RPCWeightSyncScheme", "nested"), marks=HEAVY),
+        pytest.param(("rpc", "RPCWeightSyncScheme", "legacy"), marks=HEAVY),
+        pytest.param(("ray", "RayWeightSyncScheme"), marks=HEAVY),
+        pytest.param(("distributed", "DistributedWeightSyncScheme"), marks=HEAVY),
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_a_random_policy_has_no_weights_and_is_no_mistake(args: tuple[str, ...]) -> None:
+    assert run(*args, "random")["frames"] == [32, 32]
+
+
 @pytest.mark.parametrize("generation", ["legacy", pytest.param("sync", marks=HEAVY)])
 def test_a_trainer_does_not_wait_for_actors_that_cannot_come(generation: str) -> None:
     """The error comes long before ``timeout=``, which is 120 seconds."""

@@ -166,8 +166,11 @@ class CollectorOwner(TorchRLOwner):
             _refuse_path(model_id)
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
-            if model_id == "policy" and model is not None:
-                refuse_no_module(model)
+            if model_id == "policy" and model is not None and not isinstance(model, nn.Module):
+                # TorchRL's collectors of collectors also have schemes for a RandomPolicy.
+                if not hasattr(collector, "collector_class"):
+                    refuse_no_module(model)
+                given["model"] = nn.Module()
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
         # Nested collectors each have a copy of one scheme for workers of their own. Those workers
@@ -314,6 +317,13 @@ class CollectorOwner(TorchRLOwner):
                 # on.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
+        if model_id == "policy" and given.get("model") is None:
+            policy = find_model(collector, model_id)
+            if policy is not None and not isinstance(policy, nn.Module):
+                # As in the trainer it has no weights. Nothing is passed on, and frames get no label.
+                given["model"] = nn.Module()
+                proceed(**given)
+                return
         if isinstance(scheme, RayWeightSyncScheme):
             scheme.apply_copy = True  # Ray's memory is read-only; load_state_dict() writes to it
         proceed(**given)
