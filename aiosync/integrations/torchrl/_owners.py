@@ -320,7 +320,7 @@ class CollectorOwner(TorchRLOwner):
         if model_id == "policy" and given.get("model") is None:
             policy = find_model(collector, model_id)
             if policy is not None and not isinstance(policy, nn.Module):
-                # As in the trainer it has no weights. Nothing is passed on, and frames get no label.
+                # It has no weights, as in the trainer. Nothing is passed on; frames get no label.
                 given["model"] = nn.Module()
                 proceed(**given)
                 return
