@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -29,12 +29,10 @@ from torch import nn
 
 import aiosync
 import aiosync.sync
+from aiosync.cli.progress import Episode, Progress, Step
 from aiosync.errors import AiosyncError
 
-if TYPE_CHECKING:
-    from aiosync.cli.demo import Progress
-
-__all__ = ["Episode", "Learn", "Step", "train"]
+__all__ = ["Learn", "train"]
 
 _BATCH_STEPS = 512  # least number of environment steps that one update of the policy learns from
 _LOOK_SECONDS = 0.2
@@ -48,25 +46,6 @@ _LEARNING_RATE = 3e-3
 _EPOCHS = 8
 _MINIBATCH = 256
 
-
-class Step(NamedTuple):
-    """One environment step of a worker.
-
-    Attributes:
-        obs: Observation before the step.
-        action: Index of the action.
-        log_prob: The action's log-probability under the policy that chose it.
-        version: Version of that policy.
-    """
-
-    obs: Any
-    action: int
-    log_prob: float
-    version: int
-
-
-Episode: TypeAlias = tuple[int, list[Step]]
-"""Index of a worker, and the steps of one episode; their number is the return."""
 
 Learn: TypeAlias = Callable[[list[Episode], float], None]
 """Function that improves the policy on a batch, with a factor on the learning rate."""

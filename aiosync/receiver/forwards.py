@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Set
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -23,14 +23,28 @@ from aiosync.receiver.frames import itself, never_traced, no_guard
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from aiosync.receiver.guard import Guard
-
 __all__ = ["Forwards", "has_no_forward", "why_unguarded"]
 
 _MOST_LOOKS = 1000
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _NO_FORWARD = nn.Module.forward
+
+
+class ReadGuard(Protocol):
+    """The guard as forwards see it; see :class:`aiosync.receiver.guard.Guard`."""
+
+    @property
+    def is_read(self) -> bool: ...
+
+    @property
+    def is_nested(self) -> bool: ...
+
+    def enter(self, read: FrameType, /) -> None:
+        """Begin a read of this thread, which a frame stands for."""
+
+    def leave(self, read: FrameType, /) -> None:
+        """End that read."""
 
 
 class Forwards:
@@ -42,7 +56,7 @@ class Forwards:
         guard: Keeps updates out during a forward.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: ReadGuard) -> None:
         self._guard = guard
         self._module: weakref.ref[nn.Module] | None = None
         # The modules that have hooks of this object.
@@ -89,7 +103,7 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        self.guards: tuple[Guard, ...] = ()
+        self.guards: tuple[ReadGuard, ...] = ()
         self.handles: list[RemovableHandle] = []
 
     @never_traced
@@ -107,7 +121,7 @@ class _Hooks:
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return itself, (no_guard,)
 
-    def guard(self, module: nn.Module, guards: tuple[Guard, ...]) -> None:
+    def guard(self, module: nn.Module, guards: tuple[ReadGuard, ...]) -> None:
         """Let forwards of ``module``, which has these hooks, enter these guards."""
         self.guards = guards
         if guards and not self.handles:
@@ -160,7 +174,7 @@ class _Watch:
     because without them it would have to compile anew.
     """
 
-    def __init__(self, guard: Guard, model: nn.Module, parts: Set[nn.Module]) -> None:
+    def __init__(self, guard: ReadGuard, model: nn.Module, parts: Set[nn.Module]) -> None:
         self._guard, self._model, self._left = guard, weakref.ref(model), _MOST_LOOKS
         self._in_parts = has_no_forward(model)
         inside = set(model.modules()) - {model}

@@ -16,9 +16,9 @@ import contextlib
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
-from aiosync._tasks import Notifier
+from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -30,7 +30,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
-from aiosync.sender.outbox import Outbox, WorkerLeft
+from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Group, Snapshot
 from aiosync.tensors.buffer import merged
 from aiosync.transports._processes import is_no_room
@@ -54,9 +54,6 @@ from aiosync.wire import (
     Update,
     state_checksum,
 )
-
-if TYPE_CHECKING:
-    from aiosync.sender.workers import WorkerRegistry
 
 __all__ = ["Streaming", "WorkerLink"]
 
@@ -91,6 +88,35 @@ class Streaming:
         validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
 
 
+class LinkOwner(Protocol):
+    """The registry as its links see it.
+
+    Attributes:
+        epoch: Epoch of the sender.
+        streaming: Settings of links whose payloads travel in the stream.
+        sends_parts: True if updates hold parts of the names.
+        tasks: Owner of the links' tasks.
+        counts: Counts for :class:`SyncStats`, which links add to.
+    """
+
+    epoch: int
+    streaming: Streaming | None
+    tasks: TaskOwner
+    counts: dict[str, int]
+
+    @property
+    def sends_parts(self) -> bool: ...
+
+    def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
+        """Register outcomes of versions; also called without any, as calls may wait for less."""
+
+    def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
+        """Remove a link that has ended."""
+
+    def answer(self, link: WorkerLink) -> None:
+        """Answer a worker that asked for a version."""
+
+
 class WorkerLink:
     """One connected worker, as the sender sees it.
 
@@ -117,7 +143,7 @@ class WorkerLink:
         idx: int,
         transport: Transport,
         hello: Hello,
-        registry: WorkerRegistry,
+        registry: LinkOwner,
     ) -> None:
         self.idx: int = idx
         self.transport: Transport = transport
@@ -194,7 +220,7 @@ class WorkerLink:
 
     def offer(self, *group: Snapshot) -> None:
         """Make ``group`` the next update of this worker; the newest wins."""
-        replaced = self.outbox.offer(group, parts=self._registry.history.parts)
+        replaced = self.outbox.offer(group, parts=self._registry.sends_parts)
         if replaced:
             self._registry.on_outcomes(self, replaced)
         self._pump()

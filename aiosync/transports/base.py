@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from aiosync.transports.shared_memory import SlotPublisher, SlotReader
+    from aiosync.transports.shared_memory.publisher import SlotPublisher
+    from aiosync.transports.shared_memory.reader import SlotReader
     from aiosync.transports.stream import FramedTransport
 
 __all__ = [

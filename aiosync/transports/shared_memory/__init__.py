@@ -6,13 +6,14 @@ and so does everything that is not a version in a slot. Must not import torch or
 ``docs/topics/shared-memory.md``.
 """
 
+from aiosync.transports.shared_memory.publisher import SlotPublisher
 from aiosync.transports.shared_memory.reader import NamedSlot, SlotReader
 from aiosync.transports.shared_memory.slots import (
     MAX_SLOTS,
     Arena,
     Slot,
 )
-from aiosync.transports.shared_memory.transport import SharedMemTransport, SlotPublisher
+from aiosync.transports.shared_memory.transport import SharedMemTransport
 
 __all__ = [
     "MAX_SLOTS",
