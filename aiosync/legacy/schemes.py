@@ -23,7 +23,7 @@ from aiosync.legacy.transports import (
     SharedMemTransport,
     is_backend,
 )
-from aiosync.schemes.roles import check_may_connect
+from aiosync.schemes.lifecycle import check_may_connect
 from aiosync.strategy import get_strategy
 from aiosync.sync._schemes import AsyncClass
 

@@ -14,8 +14,8 @@ from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.reading import Reading
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.cluster import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from aiosync.schemes.connecting import connect_all
+from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme
 from aiosync.schemes.ray import (
@@ -24,6 +24,7 @@ from aiosync.schemes.ray import (
     RayModuleTransformSender,
     RayWeightSyncScheme,
 )
+from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
 from aiosync.schemes.state import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.tcp import TCPWeightSyncScheme

@@ -1,8 +1,8 @@
 """The base class of schemes, which a user configures, pickles into workers, and calls.
 
 A scheme is plain configuration until ``init_on_sender()`` or ``init_on_receiver()`` gives it a
-role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. Each kind of scheme
-overrides the methods below "methods for subclasses to override".
+role: a :class:`Trainer` or a :class:`Worker`, which never travels in a pickle. How the two meet is
+up to its :class:`Fabric`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import copy
 import functools
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from aiosync._repr import in_every_state
 from aiosync.errors import (
-    AiosyncError,
-    ConfigError,
     LocalProtocolError,
     RecvTimeout,
 )
@@ -28,18 +27,18 @@ from aiosync.protocol import as_index, as_version
 from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.outage import OnLost
 from aiosync.receiver.receiver import WeightReceiver
-from aiosync.rendezvous.dialer import Left
-from aiosync.rendezvous.same_host import new_address
-from aiosync.schemes.roles import Life, Trainer, Worker, named
-from aiosync.schemes.sources import DeviceMap, Sources, as_model_id, resolve_sources
+from aiosync.schemes.fabric import Fabric
+from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.sources import DeviceMap, as_model_id, resolve_sources
 from aiosync.schemes.state import AppliedUpdate, Ready, SchemeState, SendHandle
-from aiosync.sender import How, Streaming, WeightSender
+from aiosync.schemes.trainer import Trainer, addressed_workers
+from aiosync.schemes.worker import Worker, WorkerTerms
+from aiosync.sender import WeightSender
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
-from aiosync.tensors.apply import Loader, LoadTarget, Strict
+from aiosync.tensors.apply import Loader, LoadTarget
 from aiosync.transports.base import Transport
-from aiosync.transports.shared_memory import Arena
-from aiosync.types import Limits, Require, SendReport
+from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSyncScheme"]
 
@@ -112,17 +111,17 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             wire_dtype=wire_dtype,
             first_version=first_version,
         )
-        # Copies find each other at this address, or under this name.
-        self._meeting = new_address()
-        self._sender_pid: int | None = None
-        self._carried_hooks = SchemeHooks()
-        configured = set(vars(self))
-        self._reset(None)
-        self._not_pickled = frozenset(vars(self)) - configured
+        self._terms = WorkerTerms()
+        self._use(self._fabric_type())
 
-    def _reset(self, model_id: str | None) -> None:
-        """Begin without a role. Pickles leave out what this sets, and keep all other attributes."""
+    def _use(self, fabric: Fabric[Any]) -> None:
+        """Begin without a role, with this fabric."""
+        self._fabric = fabric
+        self._begin(None)
+
+    def _begin(self, model_id: str | None) -> None:
         self._life = Life(model_id)
+        self._fabric.begin(self._life)
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -138,15 +137,15 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     # -- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        mine, life = vars(self).items(), self._life
-        state = {name: value for name, value in mine if name not in self._not_pickled}
-        state["_sender_pid"] = life.pid if life.role == "sender" else self._sender_pid
+        state = {name: value for name, value in vars(self).items() if name != "_life"}
         return {**state, "model_id": self.model_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model_id = state.pop("model_id")
         self.__dict__.update(state)
-        self._reset(model_id)
+        # A copy in this process was given the other scheme's fabric.
+        self._fabric = copy.copy(self._fabric)
+        self._begin(model_id)
 
     @in_every_state
     def __repr__(self) -> str:
@@ -155,71 +154,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         who = f"{self.model_id or 'no model'}: {life.role or 'no role yet'}, {state}"
         return f"<{type(self).__name__} for {who}>"
 
-    # -- methods for subclasses to override ----------------------------------------------------
-
     @abc.abstractmethod
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """Make a link over a ``multiprocessing`` connection or a socket. Needs a running loop."""
 
-    _backend: str | None = None  # Name of the back-end, if it is registered.
-    _how: How = "copy"  # See SnapshotCopier.take() for how send() copies.
-    # Workers may take a named version in a forward, and send no answer.
-    _promises = True
-    _strictly: Strict = True  # The strictness that strict=True asks for.
-    # A context is asked to pass versions on.
-    _cascades = True
-    # A final error, or a lost link that is not restored in time, ends the search for a trainer.
-    _gives_up = True
-    # A worker gets every update, and not only those that it asks for.
-    _subscribes = True
-    # Seconds between two attempts to meet the trainer.
-    _longest_pause = 2.0
-
-    def _make_arena(self) -> Arena | None:
-        """Return shared memory for the sender's snapshots; ``None`` if links carry bytes."""
-        return None
-
-    def _planning_limits(self) -> Limits | None:
-        """Return the limits that the receivers are expected to have; ``None`` for the defaults."""
-        return None
-
-    def _streaming(self) -> Streaming | None:
-        """Return settings of streamed payloads; ``None`` if links neither damage nor lose them."""
-        return None
-
-    def _bind(self, sources: Sources) -> None:
-        """Bind the address that workers dial; they are answered once the sender connects."""
-
-    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
-        """Let workers in from now on. Called on the loop."""
-
-    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        """Make one attempt to get a link to the trainer; ``again`` if there was one before."""
-        name = type(self).__name__
-        raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
-
-    def _nobody(self, within: str) -> str:
-        """Return the text of an error while there is no trainer; ``within`` says for how long."""
-        return f"the trainer did not answer{within}"
-
-    def _is_final(self, error: AiosyncError) -> bool:
-        """Return True if no other attempt to meet the trainer follows after an error."""
-        return True
-
-    async def _meet(
-        self,
-        side: Trainer | Worker,
-        timeout: float | None,
-        *,
-        weights: Any,
-        processes: Sequence[Any],
-        initial: bool,
-    ) -> None:
-        """Reach the other side, and bring the workers to the initial weights."""
-        if isinstance(side, Trainer):
-            await side.connect(self, timeout, weights, processes)
-        else:
-            await side.connect(self, timeout, initial)
+    _backend: ClassVar[str | None] = None
+    """Name of the back-end, if it is registered."""
+    _fabric_type: ClassVar[type[Fabric[Any]]] = Fabric
+    """The fabric of schemes of this class, unless their constructor makes one."""
 
     # -- roles ---------------------------------------------------------------------------------
 
@@ -281,9 +223,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         given.context = context
         links = {} if transports is None else sources.link(transports)
         if transports is None and pipes is None:
-            self._bind(sources)
+            self._fabric.bind(self, sources)
         given.model_id, given.model, given.weights, given.sources = name, model, weights, sources
-        self._life.side = Trainer(given, links)
+        self._life.side, self._fabric.sender_pid = Trainer(given, links), self._life.pid
 
     def init_on_receiver(
         self,
@@ -349,6 +291,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         loader, life = None if load is None else LoadTarget(load), self._life
         worker = Worker(
             self,
+            life,
+            self._terms,
             model=model,
             weights=weights,
             load=load,
@@ -377,9 +321,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     def _check_no_role(self, method: str) -> None:
         # The role, the context and the links are the parent process's.
         if self._life.inherited:
-            if self._life.role == "sender":
-                self._sender_pid = self._life.pid
-            self._reset(self.model_id)
+            self._begin(self.model_id)
         self._life.check_no_role(method)
 
     # -- connecting ----------------------------------------------------------------------------
@@ -437,7 +379,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         life.meter.start(side.role, self.model_id or "policy", self._backend or type(self).__name__)
         try:
             with life.waiting("connect()", limit, side.awaited):
-                await self._meet(side, limit, weights=weights, processes=processes, initial=initial)
+                given = {"weights": weights, "processes": processes, "initial": initial}
+                await self._fabric.meet(self, limit, **given)
         except BaseException as exc:  # The error is raised again for the caller.
             if life.sender is not None and life.sender.workers.may_come(exc):
                 life.connected = not life.closed
@@ -512,7 +455,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
         planned = trainer.plan(self, weights)
         sender: WeightSender = trainer.runtime
-        meant = None if weights is None and worker_ids is None else named(weights, worker_ids)
+        meant = (
+            None
+            if weights is None and worker_ids is None
+            else addressed_workers(weights, worker_ids)
+        )
         return await sender.send(planned, meant, limit)
 
     def send_nowait(
@@ -544,7 +491,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         trainer, limit = self._require("send_nowait", "sender", timeout)
         planned = trainer.plan(self, weights)
-        return SendHandle(*trainer.runtime.send_nowait(planned, named(weights, worker_ids), limit))
+        return SendHandle(
+            *trainer.runtime.send_nowait(planned, addressed_workers(weights, worker_ids), limit)
+        )
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -756,8 +705,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 await life.runtime.aclose()
         finally:
             life.abort_links()
-            await asyncio.gather(*(each.aclose() for each in opened))
-            life.meter.deliver()
+            try:
+                await asyncio.gather(*(each.aclose() for each in opened))
+                life.meter.deliver()
+            finally:
+                await self._fabric.aclose()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""

@@ -6,15 +6,21 @@ Must not import a concrete scheme.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from aiosync.receiver.hooks import SchemeHooks
+from aiosync.rendezvous.dialer import KeptLink
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.roles import Life, Trainer, Worker
-from aiosync.schemes.tcp import StreamScheme
+from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.stream import StreamScheme
+from aiosync.schemes.trainer import Trainer
+from aiosync.schemes.worker import Worker
+from aiosync.transports.base import Transport
 from aiosync.types import SendReport
+from aiosync.wire import Welcome
 
 __all__ = [
     "belongs_to_torchrl",
@@ -22,6 +28,7 @@ __all__ = [
     "change_hooks",
     "follow",
     "life_of",
+    "link_to_trainer",
     "meet_at",
     "meeting_point",
     "publish_with",
@@ -34,6 +41,11 @@ def life_of(scheme: WeightSyncScheme) -> Life:
     return scheme._life
 
 
+def link_to_trainer(scheme: WeightSyncScheme) -> KeptLink[Transport, Welcome] | None:
+    """Return the link that a worker dials, with the trainer's answer or the last failure."""
+    return scheme._life.side.link if isinstance(scheme._life.side, Worker) else None
+
+
 def publish_with(
     scheme: WeightSyncScheme,
 ) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
@@ -41,7 +53,7 @@ def publish_with(
     side = scheme._life.side
     if not isinstance(side, Trainer) or type(scheme).send is not WeightSyncScheme.send:
         return None
-    return side.publish
+    return functools.partial(side.publish, scheme, scheme._life)
 
 
 def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
@@ -49,8 +61,7 @@ def follow(scheme: WeightSyncScheme, *, longest_pause: float) -> None:
 
     No error ends the search, and each lost link is replaced: there is one receiver for all links.
     """
-    scheme._gives_up = False
-    scheme._longest_pause = longest_pause
+    _change_terms(scheme, gives_up=False, longest_pause=longest_pause)
     if isinstance(scheme, StreamScheme):
         scheme.reconnect = None
 
@@ -61,28 +72,34 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
     Weights that TorchRL sends may lack a module's extra state: the scheme warns of that, and does
     not refuse them.
     """
-    scheme._strictly, scheme._cascades = "warn", False
+    _change_terms(scheme, strict="warn", cascades=False)
+
+
+def _change_terms(scheme: WeightSyncScheme, **changes: Any) -> None:
+    scheme._terms = dataclasses.replace(scheme._terms, **changes)
+    if isinstance(scheme._life.side, Worker):
+        scheme._life.side.terms = dataclasses.replace(scheme._life.side.terms, **changes)
 
 
 def bind_early(scheme: WeightSyncScheme) -> None:
     """Bind the sender's address early, for copies that are made before ``init_on_sender()``."""
     if isinstance(scheme, StreamScheme):
-        scheme._bind_early()
+        scheme._fabric.bind_early(scheme)
 
 
 def separate(scheme: WeightSyncScheme) -> None:
     """Give this copy a meeting point of its own, for copies that are made of it from now on."""
-    scheme._meeting = new_address()
+    scheme._fabric.meeting = new_address()
 
 
 def meeting_point(scheme: WeightSyncScheme) -> tuple[str, int]:
     """Return the Unix socket where workers find a sender of this host, and its process."""
-    return scheme._meeting, scheme._life.pid
+    return scheme._fabric.meeting, scheme._life.pid
 
 
 def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
     """Set the meeting point where a receiver finds its sender."""
-    scheme._meeting, scheme._sender_pid = address, pid
+    scheme._fabric.meeting, scheme._fabric.sender_pid = address, pid
 
 
 def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
@@ -100,5 +117,6 @@ def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: An
     side = scheme._life.side
     if isinstance(side, Worker) and not carried:
         return side.change_hooks(**hooks)
-    scheme._carried_hooks = dataclasses.replace(scheme._carried_hooks, **hooks)
-    return scheme._carried_hooks
+    carried_hooks = dataclasses.replace(scheme._terms.hooks, **hooks)
+    scheme._terms = dataclasses.replace(scheme._terms, hooks=carried_hooks)
+    return carried_hooks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import socket
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
@@ -16,7 +16,7 @@ from aiosync.rendezvous.handshake import Refused
 from aiosync.rendezvous.listener import Listener
 from aiosync.rendezvous.same_host import NobodyListens, bind_here, connect, peer_pid
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.roles import Trainer
+from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
 from aiosync.sender.workers import watch_process
@@ -27,15 +27,72 @@ from aiosync.transports.stream import MPTransport
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
 
+class _LocalFabric(Fabric[WeightSyncScheme]):
+    """Fabric within one host: workers find the trainer through a Unix socket."""
+
+    # An attempt over a Unix socket costs little.
+    longest_pause: ClassVar[float] = 0.1
+
+    @abc.abstractmethod
+    def link(self, end: Any, name: str) -> Transport:
+        """Make a link over a connected socket or one end of a pipe."""
+
+    def bind(self, scheme: WeightSyncScheme, sources: Sources) -> None:
+        """See :meth:`Fabric.bind`."""
+        self.life.listeners = [Listener(bind_here(self.meeting))]
+
+    def listen(self, scheme: WeightSyncScheme, sender: WeightSender) -> None:
+        """See :meth:`Fabric.listen`."""
+
+        def on_connection(sock: socket.socket) -> None:
+            pid = peer_pid(sock)
+            if pid is None:
+                # The process belongs to another user, who has no business here.
+                sock.close()
+                return
+            link = self.link(sock, f"worker process {pid}")
+            watch_process(link, pid)
+            sender.workers.welcome(link)
+
+        for listener in self.life.listeners:
+            listener.accept(on_connection, sender.workers.not_let_in)
+
+    async def dial(self, scheme: WeightSyncScheme, left: Left, again: bool) -> Transport:
+        """See :meth:`Fabric.dial`."""
+        sock, _pid = connect(self.meeting, listener_pid=self.sender_pid)
+        return self.link(sock, "the trainer")
+
+    def nobody(self, scheme: WeightSyncScheme, within: str) -> str:
+        """See :meth:`Fabric.nobody`."""
+        return (
+            f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
+            "copy of this scheme"
+        )
+
+    def may_retry(self, error: AiosyncError) -> bool:
+        """See :meth:`Fabric.may_retry`."""
+        return isinstance(error, (NobodyListens, Refused))
+
+
+class _SharedMemFabric(_LocalFabric):
+    def arena(self) -> Arena:
+        return Arena()
+
+    def link(self, end: Any, name: str) -> Transport:
+        sender = self.life.sender
+        arena = None if sender is None else sender.copier.arena
+        return SharedMemTransport(end, arena=arena, name=name)
+
+
+class _PipeFabric(_LocalFabric):
+    def link(self, end: Any, name: str) -> Transport:
+        return MPTransport(end, name=name)
+
+
 class _LocalScheme(WeightSyncScheme):
     """Common part of the schemes within one host."""
 
-    # An attempt over a Unix socket costs little.
-    _longest_pause = 0.1
-
-    @abc.abstractmethod
-    def _transport_over(self, end: Any, name: str) -> Transport:
-        """Make a link over a connected socket or one end of a pipe."""
+    _fabric: _LocalFabric
 
     def create_transport(self, pipe_or_context: Connection | socket.socket | Any) -> Transport:
         """Make a link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
@@ -48,38 +105,7 @@ class _LocalScheme(WeightSyncScheme):
             return pipe_or_context
         if not hasattr(pipe_or_context, "fileno"):
             raise ConfigError(f"{pipe_or_context!r} is not a multiprocessing pipe connection")
-        return self._transport_over(pipe_or_context, "the peer")
-
-    def _bind(self, sources: Sources) -> None:
-        self._life.listeners = [Listener(bind_here(self._meeting))]
-
-    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
-        def on_connection(sock: socket.socket) -> None:
-            pid = peer_pid(sock)
-            if pid is None:
-                # The process belongs to another user, who has no business here.
-                sock.close()
-                return
-            link = self._transport_over(sock, f"worker process {pid}")
-            watch_process(link, pid)
-            sender.workers.welcome(link)
-
-        for listener in self._life.listeners:
-            assert isinstance(listener, Listener)
-            listener.accept(on_connection, sender.workers.not_let_in)
-
-    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        sock, _pid = connect(self._meeting, listener_pid=self._sender_pid)
-        return self._transport_over(sock, "the trainer")
-
-    def _nobody(self, within: str) -> str:
-        return (
-            f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
-            "copy of this scheme"
-        )
-
-    def _is_final(self, error: AiosyncError) -> bool:
-        return not isinstance(error, (NobodyListens, Refused))
+        return self._fabric.link(pipe_or_context, "the peer")
 
 
 class SharedMemWeightSyncScheme(_LocalScheme):
@@ -98,13 +124,7 @@ class SharedMemWeightSyncScheme(_LocalScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    def _make_arena(self) -> Arena:
-        return Arena()
-
-    def _transport_over(self, end: Any, name: str) -> Transport:
-        sender = self._life.sender
-        arena = None if sender is None else sender.copier.arena
-        return SharedMemTransport(end, arena=arena, name=name)
+    _fabric_type = _SharedMemFabric
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):
@@ -119,5 +139,4 @@ class MultiProcessWeightSyncScheme(_LocalScheme):
     ``init_on_receiver(pipe=...)``.
     """
 
-    def _transport_over(self, end: Any, name: str) -> Transport:
-        return MPTransport(end, name=name)
+    _fabric_type = _PipeFabric

@@ -16,8 +16,9 @@ from torch import nn
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import as_version
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.roles import Trainer, Worker
+from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.state import AppliedUpdate, SendHandle
+from aiosync.schemes.worker import Worker
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.tensors.copying import copy_tensors
 from aiosync.transports.base import Transport
@@ -29,11 +30,27 @@ __all__ = ["NoWeightSyncScheme"]
 _NOTHING = SendReport(epoch=0, version=0, acked=frozenset())
 
 
+class _NoFabric(Fabric[WeightSyncScheme]):
+    """A fabric whose sides never meet."""
+
+    async def meet(self, scheme: WeightSyncScheme, timeout: float | None, **given: Any) -> None:
+        """See :meth:`Fabric.meet`. A worker's model must not wait for weights."""
+        if isinstance(self.life.side, Worker):
+            await self.life.side.prepare(scheme, scheme.model)
+            if lacks_memory(scheme.model):
+                raise ConfigError(
+                    "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
+                    "device: materialise it in the worker, or use a scheme that sends weights"
+                )
+
+
 class NoWeightSyncScheme(WeightSyncScheme):
     """A scheme that does nothing: the workers' models are updated by other means, or never.
 
     ``send()`` reports version 0 and no workers; ``receive()`` returns ``None``.
     """
+
+    _fabric_type = _NoFabric
 
     def carry(self, model: object) -> None:
         """Carry a copy of a model's weights in pickles of this object.
@@ -60,17 +77,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
                 )
                 data = bytes(flat.memoryview())
                 unpack = functools.partial(_unpack, layout.manifest, data, dict(leaves.values))
-        self._carried_hooks = dataclasses.replace(self._carried_hooks, prepare_model=unpack)
-
-    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
-        del timeout, given
-        if isinstance(side, Worker):
-            await side.prepare(self, self.model)
-            if lacks_memory(self.model):
-                raise ConfigError(
-                    "NoWeightSyncScheme never sends weights, but the worker's model is on the meta "
-                    "device: materialise it in the worker, or use a scheme that sends weights"
-                )
+        hooks = dataclasses.replace(self._terms.hooks, prepare_model=unpack)
+        self._terms = dataclasses.replace(self._terms, hooks=hooks)
 
     async def send(
         self,

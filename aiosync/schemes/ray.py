@@ -13,13 +13,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
-from aiosync.schemes.cluster import INLINE_NBYTES, ClusterScheme
+from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
+from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import RayOptions
-from aiosync.schemes.roles import Trainer, Worker
 from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import How
 from aiosync.strategy import WeightStrategy
@@ -131,8 +131,6 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             strict=strict,
             require=require,
             timeout=timeout,
-            address=address,
-            token=token,
             reconnect=reconnect,
             handshake_timeout=handshake_timeout,
             limits=limits,
@@ -140,19 +138,14 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             first_version=first_version,
             shared_memory=shared_memory,
         )
+        fabric = _RayFabric(address, token)
+        # The actor of a transform may replace its module without notice.
+        fabric.promises = not isinstance(self, RayModuleTransformScheme)
+        self._use(fabric)
         self.inline_nbytes = inline_nbytes
         self.backend = backend
 
-    def _reset(self, model_id: str | None) -> None:
-        super()._reset(model_id)
-        self._objects: RayObjects | None = None
-        self._published: bytes | None = None
-        self._shares = True
-
-    @property
-    def _how(self) -> How:  # type: ignore[override]  # a constant above
-        borrows = self._shares and self.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES
-        return "borrow" if borrows else "copy"
+    _fabric: _RayFabric
 
     # -- the sender ----------------------------------------------------------------------------
 
@@ -210,10 +203,9 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             transports=transports,
             ctx=ctx,
         )
-        kinds = {type(link) for link in self._given_links()}
-        # Links of this kind share what one of them puts; links of another kind need the bytes.
-        self._shares = kinds <= {RayActorTransport}
-        for link in self._given_links():
+        self._fabric.given = links = [*(transports or {}).values()]
+        self._life.shared.update(links)
+        for link in links:
             if isinstance(link, RayActorTransport):
                 link.model_id = self.model_id or "policy"
 
@@ -237,31 +229,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             return await super().send(weights, worker_ids, timeout=timeout, max_lag=max_lag)
         finally:
             # The tensors are the caller's afterwards, even if the send failed.
-            for link in self._given_links():
-                if isinstance(link, RayActorTransport):
-                    await link.idle()
-            if self._objects is not None:
-                await self._objects.threads.idle()
-
-    def _given_links(self) -> list[Transport]:
-        side = self._life.side
-        return list(side.links.values()) if isinstance(side, Trainer) else []
-
-    def _carry(self, control: TCPTransport, *, listened: bool) -> DataPlaneTransport:
-        if listened and self._objects is None:
-            self._objects = RayObjects()
-            self._life.shared.add(self._objects)
-        return RayTransport(control, objects=self._objects, inline_nbytes=self.inline_nbytes)
-
-    def _default_address(self) -> Address:
-        return Address("tcp", need_cluster().util.get_node_ip_address())
-
-    # -- finding each other --------------------------------------------------------------------
-
-    _invites = (
-        "it has not announced itself in this Ray cluster with the scheme that this one was "
-        "copied from, and the same model_id"
-    )
+            await self._fabric.idle()
 
     @property
     def connection_info_name(self) -> str:
@@ -269,11 +237,104 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
 
         Copies of one scheme have the same; no two other schemes do, nor two models.
         """
-        # Leave out the NUL byte that makes a Unix address of it.
-        return f"{self._meeting[1:]}:{self.model_id or 'policy'}"
+        return self._fabric.key
 
-    async def _publish(self, address: Address) -> None:
-        self._published, key = str(address).encode(), self.connection_info_name.encode()
+
+class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
+    """Fabric of a Ray cluster: its key-value store, and its object store.
+
+    Attributes:
+        given: Links to the workers that the user gave.
+        transform: The transform whose actor is the only worker; ``None`` for others.
+    """
+
+    _of_process: ClassVar[tuple[str, ...]] = (
+        *ClusterFabric._of_process,
+        "given",
+        "transform",
+        "_objects",
+        "_published",
+        "_remote",
+    )
+
+    not_found = (
+        "it has not announced itself in this Ray cluster with the scheme that this one was "
+        "copied from, and the same model_id"
+    )
+
+    def begin(self, life: Life) -> None:
+        """See :meth:`Fabric.begin`."""
+        super().begin(life)
+        self.given: list[Transport] = []
+        self.transform: Any = None
+        self._objects: RayObjects | None = None
+        self._published: bytes | None = None
+        self._remote: RayModuleTransformSender | None = None
+
+    @property
+    def key(self) -> str:
+        """Name under which the sender announces its address in the cluster."""
+        # Leave out the NUL byte that makes a Unix address of it.
+        return f"{self.meeting[1:]}:{self.model_id}"
+
+    async def meet(self, scheme: RayWeightSyncScheme, timeout: float | None, **given: Any) -> None:
+        """See :meth:`Fabric.meet`. A transform's actor is made to join at the same time."""
+        if not isinstance(scheme, RayModuleTransformScheme) or self.life.role != "sender":
+            await super().meet(scheme, timeout, **given)
+            return
+        self._remote = scheme.create_sender()
+        starting = asyncio.ensure_future(
+            self._remote.start(copy.copy(scheme), self.model_id, timeout)
+        )
+        meeting = asyncio.ensure_future(super().meet(scheme, timeout, **given))
+        try:
+            await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
+            if starting.done():
+                # The error of the actor says more than that no worker came.
+                starting.result()
+            await meeting
+            await starting
+        finally:
+            for task in (starting, meeting):
+                task.cancel()
+            await asyncio.gather(starting, meeting, return_exceptions=True)
+
+    # -- links -----------------------------------------------------------------------------------
+
+    def how(self, scheme: RayWeightSyncScheme) -> How:
+        """See :meth:`Fabric.how`."""
+        # Links of this kind share what one of them puts; links of another kind need the bytes.
+        shares = {type(link) for link in self.given} <= {RayActorTransport}
+        return (
+            "borrow" if shares and scheme.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES else "copy"
+        )
+
+    def carry(
+        self, scheme: RayWeightSyncScheme, control: TCPTransport, *, listened: bool
+    ) -> DataPlaneTransport:
+        """See :meth:`ClusterFabric.carry`."""
+        if listened and self._objects is None:
+            self._objects = RayObjects()
+            self.life.shared.add(self._objects)
+        return RayTransport(control, objects=self._objects, inline_nbytes=scheme.inline_nbytes)
+
+    async def idle(self) -> None:
+        """Wait until no thread reads the sender's tensors any more."""
+        for link in self.given:
+            if isinstance(link, RayActorTransport):
+                await link.idle()
+        if self._objects is not None:
+            await self._objects.threads.idle()
+
+    # -- finding each other ----------------------------------------------------------------------
+
+    def default_address(self) -> Address:
+        """See :meth:`ClusterFabric.default_address`."""
+        return Address("tcp", need_cluster().util.get_node_ip_address())
+
+    async def publish(self, address: Address) -> None:
+        """See :meth:`ClusterFabric.publish`."""
+        self._published, key = str(address).encode(), self.key.encode()
         put = _store()._internal_kv_put
         try:
             await asyncio.to_thread(put, key, self._published, True, namespace=_NAMESPACE)
@@ -284,27 +345,26 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
                 f"{type(exc).__name__}: {exc}"
             ) from exc
 
-    async def _invitation(self) -> tuple[str, bytes | None] | None:
+    async def find(self) -> tuple[str, bytes | None] | None:
+        """See :meth:`ClusterFabric.find`."""
         need_cluster()
-        found = await asyncio.to_thread(_find, self.connection_info_name.encode())
+        found = await asyncio.to_thread(_find, self.key.encode())
         return None if found is None else (found.decode(), None)
 
-    # -- closing -------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------
 
-    async def _close_here(self) -> None:
+    async def aclose(self) -> None:
+        """Withdraw the address, and end the receiver in the transform's actor."""
         published, self._published = self._published, None
-        self._life.shared.update(self._given_links())
-        # This has to be known before a call of Ray's connects the process.
-        connected = load_ray().is_initialized()
-        try:
-            await super()._close_here()
-        finally:
-            if published is not None and connected and load_ray().is_initialized():
-                key = self.connection_info_name.encode()
-                withdrawing = asyncio.to_thread(_forget, key, published)
-                # After a timeout the entry stays, and workers find no trainer there.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
+        remote, self._remote = self._remote, None
+        # Without a cluster, a call of Ray's would connect this process to one.
+        if published is not None and load_ray().is_initialized():
+            withdrawing = asyncio.to_thread(_forget, self.key.encode(), published)
+            # After a timeout the entry stays, and workers find no trainer there.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
+        if remote is not None:
+            await remote.stop(self.model_id)
 
 
 def _store() -> Any:
@@ -341,14 +401,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Args are those of :class:`RayWeightSyncScheme`.
     """
 
-    def _reset(self, model_id: str | None) -> None:
-        super()._reset(model_id)
-        self._ray_transform: Any = None
-        self._remote: RayModuleTransformSender | None = None
-
     def _set_transform(self, ray_transform: Any) -> None:
         """Set the transform; TorchRL's ``RayModuleTransform`` does so with itself."""
-        self._ray_transform = ray_transform
+        self._fabric.transform = ray_transform
 
     def init_on_sender(
         self,
@@ -388,7 +443,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Raises:
             ConfigError: There is no transform, or more than one worker.
         """
-        transform = ray_transform if ray_transform is not None else self._ray_transform
+        transform = ray_transform if ray_transform is not None else self._fabric.transform
         if transform is None:
             raise ConfigError(
                 "pass ray_transform= to init_on_sender(), or the scheme to RayModuleTransform"
@@ -410,44 +465,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             num_workers=1,
             ctx=ctx,
         )
-        self._ray_transform = transform
+        self._fabric.transform = transform
 
     def create_sender(self) -> RayModuleTransformSender:
         """Make the object that makes the receiver inside the transform's actor."""
-        return RayModuleTransformSender(self._ray_transform)
-
-    async def _meet(self, side: Trainer | Worker, timeout: float | None, **given: Any) -> None:
-        if isinstance(side, Worker):
-            await super()._meet(side, timeout, **given)
-            return
-        self._remote = self.create_sender()
-        starting = asyncio.ensure_future(
-            self._remote.start(copy.copy(self), self.model_id or "policy", timeout)
-        )
-        meeting = asyncio.ensure_future(super()._meet(side, timeout, **given))
-        try:
-            await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
-            if starting.done():
-                # The error of the actor says more than that no worker came.
-                starting.result()
-            await meeting
-            await starting
-        finally:
-            for task in (starting, meeting):
-                task.cancel()
-            await asyncio.gather(starting, meeting, return_exceptions=True)
-
-    # The actor may replace its module without notice.
-    _promises = False
-
-    async def _close_here(self) -> None:
-        remote, self._remote = self._remote, None
-        try:
-            await super()._close_here()
-        finally:
-            # The receiver in the actor ends, too.
-            if remote is not None:
-                await remote.stop(self.model_id or "policy")
+        return RayModuleTransformSender(self._fabric.transform)
 
 
 class RayModuleTransformSender:

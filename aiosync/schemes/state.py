@@ -18,8 +18,8 @@ from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_index, validate_timeout
 from aiosync.receiver.reading import Guarded, Reading
+from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import SchemeOptions
-from aiosync.schemes.roles import Life, Trainer
 from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
 from aiosync.spans import LastRead, VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
@@ -234,7 +234,7 @@ class SchemeState(SchemeOptions):
 
     def _assign(self, name: str, value: Any) -> None:
         if self._life.side is not None:
-            self._life.side.assign(self, name, value)
+            self._life.side.assign(self, self._life, name, value)
         else:
             setattr(self._life.given, name, value)
 
@@ -314,8 +314,8 @@ class SchemeState(SchemeOptions):
     @property
     def worker_versions(self) -> dict[int, int]:
         """Sender: the version that each connected worker is known to have applied."""
-        side = self._life.side
-        return side.versions if isinstance(side, Trainer) else {}
+        links = {} if self._life.sender is None else self._life.sender.workers.links
+        return {idx: link.applied for idx, link in links.items()}
 
     @property
     def staged_version(self) -> int:

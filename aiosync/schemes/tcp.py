@@ -1,35 +1,20 @@
-"""Schemes over streams: TCP between hosts, Unix sockets within one.
-
-The common part of all schemes over streams comes first: where a side listens, which side dials, and
-what a worker says. Must not import torch.
-"""
+"""The scheme over TCP between hosts, and over Unix sockets within one. Must not import torch."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import errno
 import os
 import socket
 import ssl
-import weakref
-from typing import Any, Literal
+from typing import Literal
 
-from aiosync._version import __version__
-from aiosync.errors import (
-    AiosyncError,
-    AuthError,
-    ConfigError,
-    LocalProtocolError,
-    PeerClosed,
-)
-from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, is_final
+from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.rendezvous.listener import StreamListener
-from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.options import StreamOptions, TCPOptions
-from aiosync.schemes.roles import Trainer
+from aiosync.schemes.options import TCPOptions
 from aiosync.schemes.sources import Sources
+from aiosync.schemes.stream import StreamFabric, StreamScheme
 from aiosync.sender import Streaming, WeightSender, WorkerRegistry
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
@@ -38,152 +23,11 @@ from aiosync.transports.base import Transport
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits, Require
-from aiosync.wire import Hello, stats_values
+from aiosync.wire import Hello
 
-__all__ = ["StreamScheme", "TCPWeightSyncScheme"]
+__all__ = ["TCPWeightSyncScheme"]
 
 _NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
-_ADVICE = {
-    "receiver": "it has to run init_on_sender() and connect(), or `aiosync serve`",
-    "both": "`aiosync serve` has to run there",
-}
-"""Advice for the side that listens, by ``dial``."""
-
-
-class StreamScheme(StreamOptions, WeightSyncScheme):
-    """Common part of schemes over streams; see :class:`aiosync.TCPWeightSyncScheme`."""
-
-    # None until a scheme of a cluster has chosen or found one.
-    _address: Address | None
-    _credentials: Credentials
-    _dial: Literal["receiver", "both"] = "receiver"
-    # These are options of some schemes, and constants of the others.
-    _keepalive: float | None = 30.0
-    _max_connections: int = 65536
-
-    def _reset(self, model_id: str | None) -> None:
-        super()._reset(model_id)
-        self._listener: StreamListener | None = None
-
-    def _planning_limits(self) -> Limits | None:
-        return self.limits
-
-    # -- addresses ----------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """Address of the side that listens; with the port once it is bound."""
-        if self._listener is not None:
-            return self._listener.url
-        if self._address is None:
-            raise LocalProtocolError("the scheme has no address yet: call init_on_sender() first")
-        return str(self._address)
-
-    @property
-    def _untaken(self) -> float | None:
-        # A worker's messages are small, and the trainer's host takes them unless it is gone. A
-        # worker may be too busy to take an update for as long as stall_timeout says: no kernel may
-        # end its link before that.
-        if self._life.role != "receiver" or self._keepalive is None:
-            return None
-        return 2 * self._keepalive
-
-    def _status(self) -> dict[str, Any]:
-        """Return the answer to peers that ask for a status, as :meth:`WeightClient.stats` does."""
-        return {
-            "aiosync": __version__,
-            "url": self.address,
-            "stats": stats_values([self.stats()]),
-        }
-
-    def _listen(self, address: Address) -> StreamListener:
-        # A weak reference, as a scheme that is forgotten has to be closed.
-        asked = weakref.WeakMethod(self._status)
-        self._listener = listener = StreamListener(
-            address,
-            credentials=self._credentials,
-            limits=self.limits,
-            max_connections=self._max_connections,
-            handshake_timeout=self.handshake_timeout,
-            keepalive=self._keepalive,
-            untaken=self._untaken,
-            status=lambda: (asked() or dict)(),
-        )
-        self._life.listeners.append(listener)
-        return listener
-
-    def _bind(self, sources: Sources) -> None:
-        # The listener may have been bound early.
-        assert self._address is not None
-        listener = self._listener or self._listen(self._address)
-        # Copies find the port in the address.
-        self._address = Address.parse(listener.url)
-
-    def _bind_early(self) -> None:
-        """Bind the address that copies dial which are made before ``init_on_sender()``."""
-        address = self._early_address() if self._life.role is None else None
-        if address is not None and self._listener is None:
-            self._address = Address.parse(self._listen(address).url)
-
-    def _early_address(self) -> Address | None:
-        """Return the address to bind early; ``None`` if copies find the sender by other means."""
-        return None
-
-    def _dialer(self) -> Dialer:
-        address = self._address
-        assert address is not None
-        if _has_no_port(address):
-            raise ConfigError(
-                f"{address} has no port to dial: pickle or copy the scheme after "
-                "init_on_sender(), which binds one, or choose a port"
-            )
-        return Dialer(
-            address=address,
-            credentials=self._credentials,
-            limits=self.limits,
-            keepalive=self._keepalive,
-            untaken=self._untaken,
-            attempt_timeout=self.handshake_timeout,
-            name="the weight server" if self._dial == "both" else "the trainer",
-            advice=_ADVICE[self._dial],
-        )
-
-    @property
-    def reconnects(self) -> int:
-        """Receiver: number of times that a lost link was replaced."""
-        receiver = self._life.receiver
-        return 0 if receiver is None else receiver.reconnects
-
-    @abc.abstractmethod
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        """Make a link over a connected socket."""
-
-    def create_transport(self, pipe_or_context: Any) -> Transport:
-        """Make a link over a connected stream socket. Takes ownership of it; needs a running loop.
-
-        Args:
-            pipe_or_context: Connected TCP or Unix socket, or an existing link.
-        """
-        if isinstance(pipe_or_context, Transport):
-            return pipe_or_context
-        if not isinstance(pipe_or_context, socket.socket):
-            raise ConfigError(f"expected a connected socket, got {pipe_or_context!r}")
-        return self._transport_over(pipe_or_context, "the peer")
-
-    # -- meeting the sender --------------------------------------------------------------------
-
-    async def _dial_trainer(self, left: Left, again: bool) -> Transport:
-        return await self._dialer().dial(left(), again=again)
-
-    def _nobody(self, within: str) -> str:
-        return self._dialer().not_reached(within)
-
-    def _is_final(self, error: AiosyncError) -> bool:
-        return is_final(error)
-
-
-def _has_no_port(address: Address) -> bool:
-    return address.scheme == "tcp" and address.port == 0
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
@@ -282,9 +126,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         )
         if dial not in ("receiver", "both"):
             raise ConfigError(f"dial must be 'receiver' or 'both', got {dial!r}")
-        self._address = Address.parse(address)
-        self._credentials = Credentials(token=token, tls=tls)
-        self._dial = dial
+        credentials = Credentials(token=token, tls=tls)
+        self._use(TCPFabric(Address.parse(address), credentials, dial))
         self._set_options(
             subscribe=subscribe,
             reconnect=reconnect,
@@ -297,37 +140,60 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             limits=limits,
         )
 
-    # -- options -------------------------------------------------------------------------------
-
-    @property
-    def _subscribes(self) -> bool:  # type: ignore[override]  # an option here, a constant above
-        return self.subscribe
-
-    @property
-    def _keepalive(self) -> float | None:  # type: ignore[override]  # an option here, too
-        return self.keepalive
-
-    @property
-    def _max_connections(self) -> int:  # type: ignore[override]  # an option here, too
-        return self.max_connections
-
     @property
     def refused(self) -> dict[str, int]:
         """Connections that a listening side refused, by the name of the error."""
-        return {} if self._listener is None else dict(self._listener.refused)
+        listener = self._fabric.listener
+        return {} if listener is None else dict(listener.refused)
 
-    # -- methods that the base class calls -----------------------------------------------------
 
-    def _transport_over(self, sock: socket.socket, name: str) -> Transport:
-        return TCPTransport(sock, limits=self.limits, name=name)
+class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
+    """Fabric over TCP, of a trainer that listens or of a weight server that both sides dial.
 
-    def _streaming(self) -> Streaming:
-        return Streaming(chunk_nbytes=self.chunk_nbytes, stall_timeout=self.stall_timeout)
+    Args:
+        address: As for :class:`StreamFabric`.
+        credentials: As for :class:`StreamFabric`.
+        dial: The side that dials, as for the scheme.
+    """
 
-    # -- the sender ----------------------------------------------------------------------------
+    def __init__(
+        self, address: Address, credentials: Credentials, dial: Literal["receiver", "both"]
+    ) -> None:
+        super().__init__(address, credentials)
+        self._has_server = dial == "both"
+        if self._has_server:
+            self.trainer_name, self.advice = "the weight server", "`aiosync serve` has to run there"
 
-    def _bind(self, sources: Sources) -> None:
-        if self._dial == "both":
+    def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
+        """See :meth:`StreamFabric.keepalive`."""
+        return scheme.keepalive
+
+    def max_connections(self, scheme: TCPWeightSyncScheme) -> int:
+        """See :meth:`StreamFabric.max_connections`."""
+        return scheme.max_connections
+
+    def subscribes(self, scheme: TCPWeightSyncScheme) -> bool:
+        """See :meth:`Fabric.subscribes`."""
+        return scheme.subscribe
+
+    def link(self, scheme: TCPWeightSyncScheme, sock: socket.socket, name: str) -> Transport:
+        """See :meth:`StreamFabric.link`."""
+        return TCPTransport(sock, limits=scheme.limits, name=name)
+
+    def streaming(self, scheme: TCPWeightSyncScheme) -> Streaming:
+        """See :meth:`Fabric.streaming`."""
+        return Streaming(chunk_nbytes=scheme.chunk_nbytes, stall_timeout=scheme.stall_timeout)
+
+    def early_address(self) -> Address | None:
+        """See :meth:`StreamFabric.early_address`."""
+        address = self.address
+        assert address is not None
+        is_unknown = address.scheme == "tcp" and address.port == 0
+        return address if is_unknown and not self._has_server else None
+
+    def bind(self, scheme: TCPWeightSyncScheme, sources: Sources) -> None:
+        """See :meth:`Fabric.bind`. With a weight server there is nothing to bind."""
+        if self._has_server:
             if (sources.num_workers or 1) > 1:
                 raise ConfigError(
                     f"{sources.num_workers} workers are expected, but with dial='both' the weight "
@@ -336,30 +202,28 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             sources.num_workers = 1
             return
         try:
-            super()._bind(sources)
+            super().bind(scheme, sources)
         except ConfigError as exc:
             if getattr(exc.__cause__, "errno", 0) not in _NOT_OURS:
                 raise
             server = "to push to a weight server there, construct the scheme with dial='both'"
             raise ConfigError(f"{exc}; {server}") from exc
 
-    def _early_address(self) -> Address | None:
-        address = self._address
-        assert address is not None
-        return address if _has_no_port(address) and self._dial == "receiver" else None
-
-    def _start_listening(self, trainer: Trainer, sender: WeightSender) -> None:
-        if self._listener is not None:
-            workers = sender.workers
-            workers.strangers = self._listener.refusals
-            self._listener.start(
+    def listen(self, scheme: TCPWeightSyncScheme, sender: WeightSender) -> None:
+        """See :meth:`Fabric.listen`. With a weight server the trainer dials it."""
+        workers = sender.workers
+        if self.listener is not None:
+            workers.strangers = self.listener.refusals
+            self.listener.start(
                 lambda link, hello: workers.welcome(link, None, hello), workers.crashed
             )
-        elif self._dial == "both" and not trainer.links and self._life.given.sources.pipes is None:
-            keep = self._keep_dialling(sender.workers, self._dialer())
-            sender.workers.tasks.start(keep, "aiosync link to the weight server")
+        elif self._has_server:
+            keep = self._keep_dialling(scheme, workers, self.dialer(scheme))
+            workers.tasks.start(keep, "aiosync link to the weight server")
 
-    async def _keep_dialling(self, workers: WorkerRegistry, dialer: Dialer) -> None:
+    async def _keep_dialling(
+        self, scheme: TCPWeightSyncScheme, workers: WorkerRegistry, dialer: Dialer
+    ) -> None:
         """Reach the weight server; after a lost link try again for ``reconnect`` seconds."""
         # The server is the only worker.
         idx = 0
@@ -377,13 +241,13 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         async def introduce(link: TCPTransport, timeout: float | None) -> None:
             hello = Hello(
                 role="sender",
-                parts=not self.strict,
-                model_id=self.model_id or "policy",
+                parts=not scheme.strict,
+                model_id=self.model_id,
                 pid=os.getpid(),
-                strategy=self.strategy_str,
+                strategy=scheme.strategy_str,
                 epoch=workers.epoch,
                 version=workers.version,
-                take_over=self.take_over,
+                take_over=scheme.take_over,
             )
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 
@@ -410,11 +274,11 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
                 link.channel.call_on_end(on_end)
                 workers.welcome(link, idx)
                 await ended.wait()
-                if joined and self.reconnect == 0:
+                if joined and scheme.reconnect == 0:
                     return
                 # connect() limits its own wait for the server; one that comes later is welcome,
                 # too.
-                seconds = self.reconnect if joined else None
+                seconds = scheme.reconnect if joined else None
                 lost = PeerClosed("the weight server closed the link, or its process ended")
                 link, _ = await kept.reconnect(lost, seconds, applied)
         except AiosyncError as exc:

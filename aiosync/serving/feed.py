@@ -17,7 +17,7 @@ from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.receiver.hooks import SchemeHooks
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import follow, life_of
+from aiosync.schemes.inside import follow, life_of, link_to_trainer
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class WeightFeed:
     def _causes(self) -> list[tuple[float, str]]:
         """Return the reasons why the feed does not follow the source, each with its start time."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
-        link = None if self._connected else life_of(self._scheme).link
+        link = None if self._connected else link_to_trainer(self._scheme)
         why = None if link is None else link.why
         last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
         if receiver is None:
@@ -350,7 +350,7 @@ class WeightFeed:
                 had another epoch at the handshake, a new trainer has come since, behind a weight
                 server: then requests wait for no version.
         """
-        link = life_of(self._scheme).link
+        link = link_to_trainer(self._scheme)
         answer = None if link is None else link.answer
         if self.min_version is None and answer is not None and answer.version:
             known = epoch in (None, answer.epoch)

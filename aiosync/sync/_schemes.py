@@ -38,6 +38,7 @@ from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.receiver.reading import on_behalf_of_reader
 from aiosync.schemes.inside import bind_early, life_of, publish_with
+from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import (
     DistributedOptions,
     Option,
@@ -46,8 +47,8 @@ from aiosync.schemes.options import (
     StreamOptions,
     TCPOptions,
 )
-from aiosync.schemes.roles import Life, named
 from aiosync.schemes.state import SchemeState, has_failed
+from aiosync.schemes.trainer import addressed_workers
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._owners import InitialSyncTransport, Owner
@@ -425,7 +426,7 @@ class WeightSyncScheme(SchemeState):
             return self._send_unawaited(*args, **kwargs)
         held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
         if publish is not None and held is not None and held.valid:
-            report = held.at_once(functools.partial(publish, self._scheme, *args, **kwargs))
+            report = held.at_once(functools.partial(publish, *args, **kwargs))
             if report is not None:
                 return report
         return self._call(getattr(self._scheme, name)(*args, **kwargs))
@@ -444,7 +445,7 @@ class WeightSyncScheme(SchemeState):
             self._settle(ended)
         if max_lag is not None:
             self.wait_lag_below(max_lag, timeout=timeout)
-        meant = named(weights, worker_ids)
+        meant = addressed_workers(weights, worker_ids)
         handle = self._begin(weights, worker_ids, timeout)
         if handle.done() and not has_failed(handle):  # The next call raises a failure.
             return self._call(_result(handle))

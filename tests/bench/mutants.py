@@ -364,7 +364,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost link is not replaced",
-        "schemes/roles.py",
+        "schemes/worker.py",
         "None if self.pipe is not None or lasting == 0 else kept,",
         "None,",
         contract("cut_link"),
@@ -378,7 +378,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scheme that is closed goes on connecting",
-        "schemes/roles.py",
+        "schemes/lifecycle.py",
         "task is not None and not self.inherited and task is not current_task():",
         "False:",
         contract("close_wakes"),
@@ -386,8 +386,8 @@ MUTANTS = [
     Mutant(
         "a copy has a role",
         "schemes/base.py",
-        "        self._reset(model_id)\n\n    @in_every_state",
-        "        self._reset(model_id)\n        self._life.side = True\n\n    @in_every_state",
+        "        self._begin(model_id)\n\n    @in_every_state",
+        "        self._begin(model_id)\n        self._life.side = True\n\n    @in_every_state",
         contract("pickling"),
     ),
     # -- the wire

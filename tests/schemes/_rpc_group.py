@@ -19,7 +19,7 @@ import torch
 from torch.distributed import rpc
 
 import aiosync
-from aiosync.schemes.cluster import RPCWeightSyncScheme
+from aiosync import RPCWeightSyncScheme
 from aiosync.testing import assert_no_leaks
 from tests.contract.bench import PATIENCE, Hooks, fill, large, until
 from tests.contract.remote import Remote, act

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 import aiosync
-from aiosync.schemes.cluster import RPCWeightSyncScheme
+from aiosync import RPCWeightSyncScheme
 from tests.contract.suite import ANYWHERE
 from tests.schemes import _models as models
 from tests.schemes import _rpc_group

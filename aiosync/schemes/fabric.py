@@ -1,0 +1,132 @@
+"""The fabric of a scheme: how a trainer and its workers meet, and what their links are.
+
+A scheme is options, a role and a fabric. The role asks the fabric; each kind of scheme has a kind
+of fabric. Must not import a concrete scheme.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.rendezvous.dialer import Left
+from aiosync.rendezvous.same_host import new_address
+from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.sources import Sources
+from aiosync.sender import How, Streaming, WeightSender
+from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import Arena
+from aiosync.types import Limits
+
+__all__ = ["Fabric"]
+
+
+class _MakesLinks(Protocol):
+    def create_transport(self, pipe_or_context: Any) -> Transport: ...
+
+
+_Scheme = TypeVar("_Scheme", bound=_MakesLinks, contravariant=True)
+
+
+class Fabric(Generic[_Scheme]):
+    """A fabric whose sides do not find each other: users give every connection or link.
+
+    Subclasses override its methods. Most get the scheme, for its options. A fabric keeps no
+    reference to the scheme, as a forgotten scheme has to be closed. It is pickled with the scheme,
+    but for the state of this process.
+
+    Attributes:
+        meeting: Unix socket where copies of the scheme find each other, or their common name.
+        sender_pid: The sender's process, if it is known.
+        life: Life of the scheme in this process.
+    """
+
+    longest_pause: ClassVar[float] = 2.0
+    """Longest pause in seconds between two attempts to meet the trainer."""
+
+    promises: bool = True
+    """True if workers may take a named version in a forward, and send no answer."""
+
+    _of_process: ClassVar[tuple[str, ...]] = ("life",)
+    """Names of the attributes that :meth:`begin` sets, and that no pickle has."""
+
+    def __init__(self) -> None:
+        self.meeting: str = new_address()
+        self.sender_pid: int | None = None
+
+    def begin(self, life: Life) -> None:
+        """Begin without a role, in this process."""
+        self.life: Life = life
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if name not in self._of_process}
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model, or the default one."""
+        return self.life.given.model_id or "policy"
+
+    async def meet(self, scheme: _Scheme, timeout: float | None, **given: Any) -> None:
+        """Reach the other side, and bring the workers to the initial weights.
+
+        Args:
+            scheme: The scheme, which has its role.
+            timeout: Seconds in all; ``None`` for no limit.
+            **given: Other arguments of the scheme's ``connect()``.
+        """
+        assert self.life.side is not None
+        await self.life.side.connect(scheme, self.life, self, timeout, **given)
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def wrap(self, scheme: _Scheme, end: Any) -> Transport:
+        """Make a link over a connection that the user gave."""
+        return scheme.create_transport(end)
+
+    def arena(self) -> Arena | None:
+        """Return shared memory for the sender's snapshots; ``None`` if links carry bytes."""
+        return None
+
+    def limits(self, scheme: _Scheme) -> Limits | None:
+        """Return the limits that receivers are expected to have; ``None`` for the defaults."""
+        return None
+
+    def streaming(self, scheme: _Scheme) -> Streaming | None:
+        """Return settings of streamed payloads; ``None`` if links neither damage nor lose them."""
+        return None
+
+    def how(self, scheme: _Scheme) -> How:
+        """Return how ``send()`` copies, see :meth:`SnapshotCopier.take`."""
+        return "copy"
+
+    def subscribes(self, scheme: _Scheme) -> bool:
+        """Return True if a worker gets every update, and not only those that it asks for."""
+        return True
+
+    # -- the trainer ---------------------------------------------------------------------------
+
+    def bind(self, scheme: _Scheme, sources: Sources) -> None:
+        """Bind the address that workers dial; they are answered once the sender connects."""
+
+    def listen(self, scheme: _Scheme, sender: WeightSender) -> None:
+        """Let workers in from now on. Called on the loop."""
+
+    # -- a worker ------------------------------------------------------------------------------
+
+    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
+        """Make one attempt to get a link to the trainer; ``again`` if there was one before."""
+        name = type(scheme).__name__
+        raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
+
+    def nobody(self, scheme: _Scheme, within: str) -> str:
+        """Return the text of an error while there is no trainer; ``within`` says for how long."""
+        return f"the trainer did not answer{within}"
+
+    def may_retry(self, error: AiosyncError) -> bool:
+        """Return True if another attempt to meet the trainer may succeed after an error."""
+        return False
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """End what the fabric has left outside of this process, after all links have ended."""

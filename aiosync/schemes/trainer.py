@@ -1,0 +1,199 @@
+"""Role of a scheme in the trainer, which sends weights. Must not import a concrete scheme."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from aiosync.errors import ConfigError
+from aiosync.protocol import as_index, as_indices, validate_timeout
+from aiosync.schemes.fabric import Fabric
+from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.sources import Given, is_per_worker
+from aiosync.schemes.state import SchemeState
+from aiosync.sender import WeightSender
+from aiosync.sender.snapshots import SnapshotCopier
+from aiosync.tensors import Prepared, check_dtypes
+from aiosync.transports.base import Transport
+from aiosync.types import SendReport
+
+__all__ = ["Trainer", "addressed_workers"]
+
+
+class Trainer:
+    """Role of a scheme in the trainer. Refers to no scheme, so that a forgotten one is closed.
+
+    Args:
+        given: Weights to send, the number of workers, and the model or its context.
+        links: Links that were given, by worker.
+
+    Attributes:
+        links: As given.
+        runtime: The sender, once the scheme connects.
+    """
+
+    role: Final = "sender"
+
+    def __init__(self, given: Given, links: Mapping[int, Transport]) -> None:
+        self.links = links
+        self.runtime: WeightSender | None = None
+        self._given = given
+        self._children: list[multiprocessing.process.BaseProcess] = []
+
+    def assign(self, scheme: SchemeState, life: Life, name: str, value: Any) -> None:
+        """Send another model or other weights from now on; or look for it in another context."""
+        del scheme, life
+        if name != "context":
+            self._given.sources.replace(value)
+            self._given.model = self._given.weights = None
+        setattr(self._given, name, value)
+
+    async def connect(
+        self,
+        scheme: SchemeState,
+        life: Life,
+        fabric: Fabric[Any],
+        timeout: float | None,
+        *,
+        weights: Any,
+        processes: Sequence[Any],
+        initial: bool,
+    ) -> None:
+        """Let workers in, and bring them to the initial weights."""
+        del initial
+        sources = self._given.sources
+        self._children = multiprocessing.active_children()
+        copier = SnapshotCopier(
+            fabric.arena(),
+            scheme.strategy.extract_as,
+            # A mapping may have been changed since it was checked.
+            check_dtypes(scheme.wire_dtype, "wire_dtype"),
+            fabric.limits(scheme),
+        )
+        self.runtime = sender = WeightSender(
+            model_id=self._given.model_id or "policy",
+            strategy=scheme.strategy_str,
+            num_workers=sources.num_workers,
+            expected=sources.expected,
+            require=scheme.require,
+            copier=copier,
+            meter=life.meter,
+            parts=not scheme.strict,
+            streaming=fabric.streaming(scheme),
+            how=fabric.how(scheme),
+            first_version=scheme.first_version,
+        )
+        planned = self.plan(scheme, weights, initial=True)
+        for idx, link in self.links.items():
+            sender.workers.welcome(link, idx, given=True)
+        for idx, pipe in enumerate(sources.pipes or ()):
+            sender.workers.welcome(fabric.wrap(scheme, pipe), idx, given=True)
+        if not self.links and sources.pipes is None:
+            fabric.listen(scheme, sender)
+        try:
+            await sender.connect(planned, timeout=timeout, processes=processes)
+        finally:
+            # Process objects that are kept would keep their pipes open.
+            self._children.clear()
+
+    def awaited(self) -> str:
+        """Return a text that says what ``connect()`` waits for."""
+        assert self.runtime is not None
+        ended = (
+            f"; process {each.pid}, which this one had started, ended with exit code "
+            f"{each.exitcode}"
+            for each in self._children
+            if each.exitcode
+        )
+        return self.runtime.workers.awaited(self.runtime.version) + "".join(ended)
+
+    def have(self) -> str:
+        """Return a text with the workers' versions, for a call that waits for one."""
+        return f"the workers that are connected have versions {self.versions}"
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Version that each connected worker is known to have applied."""
+        links = {} if self.runtime is None else self.runtime.workers.links
+        return {idx: link.applied for idx, link in links.items()}
+
+    def plan(
+        self, scheme: SchemeState, weights: Any, *, initial: bool = False
+    ) -> dict[int | None, Prepared]:
+        """Return the weights of each worker, ready to be copied; under ``None`` those for all."""
+        assert self.runtime is not None
+        # The option may have been assigned since.
+        self.runtime.require = scheme.require
+        flatteners, given = self.runtime.copier.flatteners, self._given
+        sources = given.sources
+        mapped = sources.per_worker or sources.device_map
+        # This is nearly always the case.
+        if weights is None and sources.weights is not None and not mapped:
+            return {None: flatteners[-1].prepare(sources.weights)}
+        weights = sources.resolve(weights, given.context, given.model_id or "policy")
+        if weights is None and initial:
+            return {}
+        if weights is None:
+            lacks = given.lacks()
+            why = f" ({lacks})" if lacks else ""
+            raise ConfigError(
+                f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
+                "context= to init_on_sender()"
+            )
+        each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
+        return {
+            idx: flatteners[-1 if idx is None else idx].prepare(value)
+            for idx, value in each.items()
+        }
+
+    def publish(
+        self,
+        scheme: SchemeState,
+        life: Life,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+        max_lag: int | None = None,
+    ) -> tuple[SendReport | None, Callable[[], None] | None]:
+        """Send without waiting, on a thread that keeps the loop idle.
+
+        Returns:
+            The report, or ``None`` with nothing done if the send has to wait; and a function that
+            is to be called on the loop, or ``None``.
+        """
+        started, sender = time.perf_counter(), self.runtime
+        if sender is None or not life.connected or life.closed or not sender.reads_slots:
+            return None, None
+        sources = self._given.sources
+        if sources.device_map or sources.per_worker or max_lag is not None:
+            # send() may have to follow, and a device map is called only once for each send.
+            return None, None
+        if timeout is not None:
+            validate_timeout(timeout)
+        planned, meant = self.plan(scheme, weights), addressed_workers(weights, worker_ids)
+        if not sender.is_quiet():
+            return None, None
+        sent = sender.start(planned, meant, None, started, off_loop=True)
+        if not isinstance(sent, SendReport):
+            return None, None
+        return sent, sender.tell if sender.has_to_tell() else None
+
+    def abort_links(self) -> None:
+        """End the links that were given, if no runtime has taken them."""
+        for link in self.links.values():
+            link.abort()
+
+
+def addressed_workers(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
+    """Return the workers that a send names; ``None`` for all. Weights by worker name theirs."""
+    if worker_ids is not None:
+        meant = as_indices("worker_ids", worker_ids)
+        if not meant:
+            raise ConfigError("worker_ids names nobody: leave it out to send to every worker")
+        return meant
+    if weights is None or not is_per_worker(weights):
+        return None
+    return {as_index("a worker's index", idx) for idx in weights}
