@@ -195,12 +195,7 @@ def resolve_sources(
             "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
         ),
         (
-            has_map
-            and not (
-                isinstance(params_map, Mapping)
-                and params_map
-                and all(map(_is_source, params_map.values()))
-            ),
+            has_map and not _is_map_of_weights(params_map),
             "params_map must be a dict[int, TensorDictBase]: worker index -> its weights",
         ),
         (has_context and has_devices, "devices cannot be provided if context is provided"),
@@ -218,11 +213,7 @@ def resolve_sources(
         ),
     )
     if params_map is not None:
-        per_worker = {as_index("a key of params_map", key): w for key, w in params_map.items()}
-        num_workers = max(per_worker) + 1
-        first = next(iter(per_worker.values()))
-        if len(per_worker) == num_workers and all(w is first for w in per_worker.values()):
-            source, per_worker = first, {}
+        source, per_worker, num_workers = _read_map(params_map)
     _check_source("model" if weights is None else "weights", source)
     if num_workers is None and (found := getattr(context, "num_workers", None)) is not None:
         num_workers = as_index("num_workers of the context", found)
@@ -234,6 +225,19 @@ def resolve_sources(
     )
     num_workers = _agree(num_workers, devices=devices, pipes=pipes)
     return Sources(source, per_worker, device_map_fn, num_workers, pipes)
+
+
+def _is_map_of_weights(value: object) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_source, value.values()))
+
+
+def _read_map(params_map: Mapping[int, Any]) -> tuple[Any, dict[int, Any], int]:
+    """Return the weights of all workers, if they are one object; else of each; and the number."""
+    each = {as_index("a key of params_map", key): w for key, w in params_map.items()}
+    first, num_workers = next(iter(each.values())), max(each) + 1
+    if len(each) == num_workers and all(weights is first for weights in each.values()):
+        return first, {}, num_workers
+    return None, each, num_workers
 
 
 def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None:

@@ -31,7 +31,7 @@ from aiosync.events import SyncOutcome, SyncStats
 from aiosync.rendezvous.dialer import is_final
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
-from aiosync.sender.steps import STEPS
+from aiosync.sender.steps import why_not_copied
 from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.sender.workers import WorkerRegistry
 from aiosync.tensors import Prepared
@@ -216,7 +216,7 @@ class WeightSender:
         snapshots: dict[int | None, Snapshot] = {}
         if sent is None:
             model = self.workers.model_id
-            with Waiting("send()", timeout, _not_copied, model=model), self._preparing(started):
+            with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
                 async with self._copying:
                     self.workers.check()  # The scheme may have been closed meanwhile.
                     snapshots = await self._take(planned, timeout)
@@ -414,22 +414,13 @@ class WeightSender:
                 timeout=math.inf if timeout is None else timeout,
                 acked=seen,
             )
-            for idx in sorted(send.waiting):
-                record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
-                if idx in workers.links and mine is not None:
-                    workers.links[idx].offer(mine)
-                else:
-                    error = record.error or ConfigError(f"no weights were given for worker {idx}")
-                    send.resolve(idx, Outcome(version, error=error))
+            self._offer(send, snapshots)
         # The workers are busy with the update from here on: the rest costs the sender no time.
         for key, snapshot in snapshots.items():
             if worker_ids is None:
                 workers.history.add(key, snapshot)
-                continue
-            for idx in targets:  # A lost target gets it when it comes back.
-                if (snapshots.get(idx) or snapshots.get(None)) is snapshot:
-                    workers.history.add(idx, snapshot.retain())
-            snapshot.release()
+        if worker_ids is not None:
+            workers.history.add_for(targets, snapshots)
         if LOGGER.isEnabledFor(logging.DEBUG):
             text = f"version {version} is sent to workers {sorted(targets)}"
             log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
@@ -448,6 +439,17 @@ class WeightSender:
             send.look_at = min(time.perf_counter() + FIRST_SECONDS, started + send.timeout)
             self._look_by(send.look_at)
         return send
+
+    def _offer(self, send: Send, snapshots: Mapping[int | None, Snapshot]) -> None:
+        """Queue the updates of the targets for which naming them was not enough."""
+        workers = self.workers
+        for idx in sorted(send.waiting):
+            record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
+            if idx in workers.links and mine is not None:
+                workers.links[idx].offer(mine)
+            else:
+                error = record.error or ConfigError(f"no weights were given for worker {idx}")
+                send.resolve(idx, Outcome(send.version, error=error))
 
     # -- outcomes of sends ---------------------------------------------------------------------
 
@@ -472,10 +474,9 @@ class WeightSender:
                 send.withdraw(idx, gone.error)
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
-        records = workers.records
         outcome, error = send.result()
         if send.lost and not (send.workers or workers.links):  # No worker is connected.
-            if not any(each.has_left for each in records.values()):
+            if not any(each.has_left for each in workers.records.values()):
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
@@ -484,40 +485,44 @@ class WeightSender:
             workers.replaced = replaced | workers.replaced
         if future.done():
             return
-        left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
-        late = {}  # Failures that no earlier send waited for are reported, too.
-        for idx, record in records.items():
-            if idx in send.failed:
-                record.reported = True
-            elif idx in send.waiting and record.error is not None and not record.reported:
-                if idx in workers.links:
-                    late[idx] = record.error
-        if error is not None and workers.closed:
+        for idx in send.failed.keys() & workers.records.keys():
+            workers.records[idx].reported = True
+        if error is None:
+            future.set_result(self._report(send))
+        elif workers.closed:
             closed = TransportClosed(
                 f"this scheme was closed while version {send.version} was under way"
             )
             closed.__cause__ = error
             future.set_exception(closed)
             future.exception()  # Retrieved for asyncio's log: the caller of aclose() knows.
-            return
-        if error is not None:
+        else:
             future.set_exception(error)
-            return
+
+    def _report(self, send: Send) -> SendReport:
+        """Return the report of a send that succeeded; its failures count as reported then."""
+        workers = self.workers
+        left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
+        # Failures that no earlier send waited for are reported, too.
+        late = {
+            idx: error
+            for idx in send.waiting & workers.links.keys()
+            if (error := workers.records[idx].error) is not None
+            and not workers.records[idx].reported
+        }
         for idx in left | late.keys():
             workers.record(idx).reported = True
-        future.set_result(
-            SendReport(
-                epoch=workers.epoch,
-                version=send.version,
-                acked=frozenset(send.acked),
-                skipped=send.skipped,
-                failed={**late, **send.failed},
-                lost=dict(send.lost),
-                left=frozenset(left),
-                waiting=frozenset(send.waiting),
-                elapsed=time.perf_counter() - send.started,
-                nbytes=send.nbytes,
-            )
+        return SendReport(
+            epoch=workers.epoch,
+            version=send.version,
+            acked=frozenset(send.acked),
+            skipped=send.skipped,
+            failed={**late, **send.failed},
+            lost=dict(send.lost),
+            left=frozenset(left),
+            waiting=frozenset(send.waiting),
+            elapsed=time.perf_counter() - send.started,
+            nbytes=send.nbytes,
         )
 
     def _count(self, send: Send, outcome: SyncOutcome) -> None:
@@ -792,9 +797,3 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
-
-
-def _not_copied() -> str:
-    if STEPS.open:
-        return "an optimizer's step in another thread has not ended"
-    return "another copy is under way, or no memory for this one is free yet"

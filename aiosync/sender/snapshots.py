@@ -345,6 +345,20 @@ class History:
             # Every worker has a chain of its own, so no worker would get the common one.
             common.clear()
 
+    def add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
+        """Register updates that only these workers got; take over the references.
+
+        Args:
+            targets: The workers, also lost ones, which get their update when they come back.
+            snapshots: Updates by worker; under ``None`` that of workers without one of their own.
+        """
+        for idx in targets:
+            mine = snapshots.get(idx) or snapshots.get(None)
+            if mine is not None:
+                self.add(idx, mine.retain())
+        for snapshot in snapshots.values():
+            snapshot.release()
+
     def for_worker(self, idx: int) -> Chain:
         """Return the updates that this worker gets when it joins, in the order of the sends."""
         return self._own.get(idx, self._common)

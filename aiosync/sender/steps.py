@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from aiosync.errors import SendTimeout, WeightsChanged
 from aiosync.tensors import Prepared
 
-__all__ = ["STEPS", "STILL_STEPPING", "steadily"]
+__all__ = ["STEPS", "STILL_STEPPING", "steadily", "why_not_copied"]
 
 STILL_STEPPING = "an optimizer's step in another thread did not end within {:g} s"
 
@@ -270,3 +270,10 @@ def _states(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         # Tensors of inference mode keep no count.
         writes = [0 if each.is_inference() else each._version for each in tensors]
     return writes, list(map(torch.Tensor.data_ptr, tensors))
+
+
+def why_not_copied() -> str:
+    """Return the reason why a copy has not begun, for a call that waits for it."""
+    if STEPS.open:
+        return "an optimizer's step in another thread has not ended"
+    return "another copy is under way, or no memory for this one is free yet"

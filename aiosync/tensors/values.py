@@ -97,10 +97,9 @@ def pack_value(
         return [pack(index, item, 1) for index, item in enumerate(value)]
     if kind is tuple:
         return {_MARK: "tuple", "items": [pack(at, item, 1) for at, item in enumerate(value)]}
-    for special, (cls, *first) in _SPECIAL.items():
-        if kind is cls and (not first or value.default_factory is first[0]):
-            plain = dict(value) if isinstance(value, dict) else list(value)
-            return {_MARK: special, "items": pack_value(name, plain, add_tensor, depth - 1)}
+    if (special := _special_name(value)) is not None:
+        plain = dict(value) if isinstance(value, dict) else list(value)
+        return {_MARK: special, "items": pack_value(name, plain, add_tensor, depth - 1)}
     if kind is dict:
         if all(type(key) is str for key in value) and _MARK not in value:
             return {key: pack(key, item, 1) for key, item in value.items()}
@@ -113,6 +112,14 @@ def pack_value(
         "and dicts with plain keys can (OrderedDict, Counter, and defaultdict of int, float, list, "
         "dict or None, too), and no subclass: have get_extra_state() return one of these"
     )
+
+
+def _special_name(value: Any) -> str | None:
+    """Return the mark of a container that is not of a plain type; ``None`` if it has none."""
+    for name, (cls, *first) in _SPECIAL.items():
+        if type(value) is cls and (not first or value.default_factory is first[0]):
+            return name
+    return None
 
 
 def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
