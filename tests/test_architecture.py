@@ -165,8 +165,8 @@ def test_a_layer_imports_only_what_stands_above_it() -> None:
     [
         ("wire.frames", "import asyncio"),
         ("wire.frames", "def f():\n    import torch.nn"),
-        ("protocol.updates", "from anyio import Event"),
-        ("protocol.updates", "from aiosync.transports import Transport"),
+        ("protocol.inbox", "from anyio import Event"),
+        ("protocol.inbox", "from aiosync.transports import Transport"),
         ("tensors.buffer", "from aiosync.transports.base import Transport"),
         ("transports.stream", "from aiosync.tensors import Layout"),
         ("transports.stream", "from aiosync import schemes"),

@@ -26,7 +26,7 @@ from ray.serve.exceptions import RayServeException
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError, RecvTimeout
 from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.protocol import validate_seconds
-from aiosync.receiver.hooks import Transform
+from aiosync.receiver.transformer import Transform
 from aiosync.schemes import TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.serving import Admission, AdmissionGate, WeightFeed
 from aiosync.spans import VersionSpan

@@ -30,11 +30,11 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import draw_epoch
-from aiosync.receiver.updates import Buffers, UpdateReader
+from aiosync.receiver.update_reader import Buffers, UpdateReader
 from aiosync.rendezvous.same_host import peer_pid
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.values import is_tensordict
-from aiosync.transports._processes import is_gone
+from aiosync.transports._process_end import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
 from aiosync.transports.stream import ByteStream
 from aiosync.types import AckStatus

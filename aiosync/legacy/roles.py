@@ -25,13 +25,13 @@ from aiosync.errors import (
 from aiosync.legacy.endpoint import Copier, Endpoint, Weights
 from aiosync.legacy.transports import Answered, Backend, Deliveries, Finish, MPTransport
 from aiosync.receiver.forwards import why_unguarded
-from aiosync.schemes.inside import life_of
+from aiosync.schemes.internal import life_of
 from aiosync.schemes.sources import Given, is_per_worker, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
 from aiosync.sync._schemes import core_of, run_on_loop
 from aiosync.tensors import Target
-from aiosync.transports._processes import FORKING
+from aiosync.transports._forks import FORKING
 from aiosync.transports.base import without_frames
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from aiosync._version import __version__
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.events import SyncStats
 from aiosync.schemes import WeightSyncScheme
-from aiosync.schemes.inside import life_of
+from aiosync.schemes.internal import life_of
 from aiosync.server.server import WeightServer
 from aiosync.serving import AdmissionGate
 from aiosync.sync import WeightSyncScheme as BlockingScheme

@@ -15,7 +15,8 @@ from aiosync.protocol.arguments import (
     validate_seconds,
     validate_timeout,
 )
-from aiosync.protocol.updates import MAX_VERSION, Assembly, Inbox, draw_epoch
+from aiosync.protocol.assembly import Assembly
+from aiosync.protocol.inbox import MAX_VERSION, Inbox, draw_epoch
 
 __all__ = [
     "MAX_VERSION",

@@ -34,11 +34,11 @@ from aiosync.receiver.caches import warn_if_frozen
 from aiosync.receiver.copies import Copies
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, weakly
-from aiosync.receiver.reading import Methods
-from aiosync.receiver.updates import Staged, UpdateReader
+from aiosync.receiver.reads import Methods
+from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import BufferChoice, LoadTarget, Strict
-from aiosync.transports._processes import FORKING
+from aiosync.transports._forks import FORKING
 from aiosync.wire import NO_LIMITS
 
 __all__ = ["Applier", "Refusal", "not_applied"]

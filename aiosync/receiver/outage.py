@@ -21,7 +21,7 @@ from typing import Literal
 
 from aiosync.errors import AiosyncError, PeerClosed
 from aiosync.receiver.guard import Guard, weakly
-from aiosync.receiver.hooks import SchemeHooks, run_hook
+from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
 
 __all__ = ["OnLost", "Outage"]
 

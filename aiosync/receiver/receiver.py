@@ -41,13 +41,15 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncStats
 from aiosync.protocol import Inbox
+from aiosync.receiver.answers import Outgoing
 from aiosync.receiver.applier import Applier, Refusal, not_applied
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import AfterApply, Transform, Transformer
 from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
-from aiosync.receiver.reading import is_held_by_caller
-from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
+from aiosync.receiver.reads import is_held_by_caller
+from aiosync.receiver.scheme_hooks import AfterApply
+from aiosync.receiver.transformer import Transform, Transformer
+from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames

@@ -31,9 +31,9 @@ from aiosync.errors import (
 )
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.transports._processes import OPENING, close_in_child, is_no_room
+from aiosync.transports._forks import OPENING, close_in_child
 from aiosync.transports.address import Address, bind
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Transport, is_no_room
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits

@@ -26,7 +26,7 @@ from aiosync.errors import (
     RemoteProtocolError,
 )
 from aiosync.rendezvous.listener import Listener, first_word
-from aiosync.transports._processes import is_gone
+from aiosync.transports._process_end import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport, in_time
 from aiosync.transports.credentials import Credentials

@@ -10,9 +10,10 @@ from typing import Literal, TypeAlias, TypeVar
 
 from aiosync.errors import ConfigError
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import SchemeHooks, Transform
-from aiosync.receiver.reading import Reading
+from aiosync.receiver.reads import Reading
 from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.scheme_hooks import SchemeHooks
+from aiosync.receiver.transformer import Transform
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.connecting import connect_all
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
@@ -24,9 +25,9 @@ from aiosync.schemes.ray import (
     RayModuleTransformSender,
     RayWeightSyncScheme,
 )
+from aiosync.schemes.results import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sources import DeviceMap
-from aiosync.schemes.state import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender import WeightSender
 

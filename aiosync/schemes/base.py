@@ -24,13 +24,15 @@ from aiosync.errors import (
     RecvTimeout,
 )
 from aiosync.protocol import as_index, as_version
-from aiosync.receiver.hooks import SchemeHooks, Transform
 from aiosync.receiver.outage import OnLost
 from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.scheme_hooks import SchemeHooks
+from aiosync.receiver.transformer import Transform
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.properties import SchemeState
+from aiosync.schemes.results import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.sources import DeviceMap, as_model_id, resolve_sources
-from aiosync.schemes.state import AppliedUpdate, Ready, SchemeState, SendHandle
 from aiosync.schemes.trainer import Trainer, addressed_workers
 from aiosync.schemes.worker import Worker, WorkerTerms
 from aiosync.sender import WeightSender

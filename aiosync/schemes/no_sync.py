@@ -17,7 +17,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import as_version
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
-from aiosync.schemes.state import AppliedUpdate, SendHandle
+from aiosync.schemes.results import AppliedUpdate, SendHandle
 from aiosync.schemes.worker import Worker
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
 from aiosync.tensors.copying import copy_tensors

@@ -11,8 +11,8 @@ from aiosync.errors import ConfigError
 from aiosync.protocol import as_index, as_indices, validate_timeout
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.properties import SchemeState
 from aiosync.schemes.sources import Given, is_per_worker
-from aiosync.schemes.state import SchemeState
 from aiosync.sender import WeightSender
 from aiosync.sender.snapshots import SnapshotCopier
 from aiosync.tensors import Prepared, check_dtypes

@@ -20,16 +20,17 @@ from aiosync._tasks import run_on_loop
 from aiosync.errors import AiosyncError, ConfigError, ConnectTimeout, RemoteProtocolError
 from aiosync.protocol import validate_seconds
 from aiosync.receiver.forwards import why_unguarded
-from aiosync.receiver.hooks import AfterApply, SchemeHooks, Transform, in_thread, run_hook
 from aiosync.receiver.outage import OnLost, Outage
-from aiosync.receiver.reading import Methods
+from aiosync.receiver.reads import Methods
 from aiosync.receiver.receiver import WeightReceiver
+from aiosync.receiver.scheme_hooks import AfterApply, SchemeHooks, in_thread, run_hook
+from aiosync.receiver.transformer import Transform
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import refuse
-from aiosync.schemes.state import SchemeState
+from aiosync.schemes.properties import SchemeState
 from aiosync.tensors.apply import Loader, Strict
 from aiosync.tensors.walk import is_nested
 from aiosync.transports.base import Transport

@@ -33,8 +33,7 @@ from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Group, Snapshot
 from aiosync.tensors.buffer import merged
-from aiosync.transports._processes import is_no_room
-from aiosync.transports.base import Received, Transport, without_frames
+from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
 from aiosync.types import Limits

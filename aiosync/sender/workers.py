@@ -36,7 +36,7 @@ from aiosync.rendezvous.handshake import admit
 from aiosync.sender.outbox import Outcome, Send, WorkerLeft
 from aiosync.sender.snapshots import History
 from aiosync.sender.worker_link import Streaming, WorkerLink
-from aiosync.transports._processes import find_exit_code, has_ended, open_pidfd
+from aiosync.transports._process_end import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 from aiosync.wire import Current, Hello, Leave

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiosync.events import SyncStats
-    from aiosync.receiver.updates import Staged
+    from aiosync.receiver.update_reader import Staged
     from aiosync.tensors import FlatBuffer, Layout
 
 __all__ = ["PullProgress", "PulledWeights", "WeightClient"]
@@ -292,7 +292,7 @@ class _Pull:
         least: int,
         progress: PullProgress | None,
     ) -> None:
-        from aiosync.receiver.updates import UpdateReader
+        from aiosync.receiver.update_reader import UpdateReader
 
         self._dialer = dialer
         self._model_id = model_id

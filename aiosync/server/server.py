@@ -36,7 +36,8 @@ from aiosync.errors import (
 )
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.protocol import as_count
-from aiosync.receiver.updates import Outgoing, Staged, UpdateReader
+from aiosync.receiver.answers import Outgoing
+from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry

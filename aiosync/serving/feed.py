@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
-from aiosync.schemes.inside import follow, life_of, link_to_trainer
+from aiosync.schemes.internal import follow, life_of, link_to_trainer
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
     from aiosync.receiver.applier import Applier
-    from aiosync.receiver.hooks import Transform
     from aiosync.receiver.receiver import WeightReceiver
+    from aiosync.receiver.transformer import Transform
     from aiosync.schemes import Ready
     from aiosync.tensors.apply import Loader
 

@@ -36,8 +36,8 @@ from typing import (
 import aiosync.schemes as aio
 from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
-from aiosync.receiver.reading import on_behalf_of_reader
-from aiosync.schemes.inside import bind_early, life_of, publish_with
+from aiosync.receiver.reads import on_behalf_of_reader
+from aiosync.schemes.internal import bind_early, life_of, publish_with
 from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import (
     DistributedOptions,
@@ -47,11 +47,12 @@ from aiosync.schemes.options import (
     StreamOptions,
     TCPOptions,
 )
-from aiosync.schemes.state import SchemeState, has_failed
+from aiosync.schemes.properties import SchemeState
+from aiosync.schemes.results import has_failed
 from aiosync.schemes.trainer import addressed_workers
 from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._owners import InitialSyncTransport, Owner
+from aiosync.sync._interfaces import InitialSyncTransport, Owner
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.types import SendReport
 

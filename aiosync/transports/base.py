@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import errno
 import operator
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ __all__ = [
     "flat_view",
     "in_time",
     "in_turn",
+    "is_no_room",
     "make_ack",
     "take_buffers",
     "without_frames",
@@ -66,6 +68,7 @@ __all__ = [
 
 LinkError = TransportError | ProtocolError
 _Error = TypeVar("_Error", bound=BaseException)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _is_readonly = operator.attrgetter("readonly")
 
 Payload: TypeAlias = "Sequence[Buffer]"
@@ -404,3 +407,11 @@ def again(error: _Error) -> _Error:
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
+
+
+def is_no_room(error: object) -> bool:
+    """Return True if an operation failed because no descriptor or no memory is left.
+
+    Either the limit of this process or that of its host was reached.
+    """
+    return isinstance(error, OSError) and error.errno in _NO_ROOM

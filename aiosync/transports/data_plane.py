@@ -40,7 +40,7 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.protocol import seconds_text
-from aiosync.transports._processes import close_in_child
+from aiosync.transports._forks import close_in_child
 from aiosync.transports.base import (
     Handler,
     Lender,

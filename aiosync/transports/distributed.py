@@ -29,7 +29,7 @@ import torch
 from torch import distributed as dist
 
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
-from aiosync.transports._processes import close_in_child
+from aiosync.transports._forks import close_in_child
 from aiosync.transports.data_plane import (
     COPYING,
     INLINE_NBYTES,

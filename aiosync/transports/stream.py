@@ -38,7 +38,8 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.protocol import seconds_text
-from aiosync.transports._processes import close_in_child, open_pidfd
+from aiosync.transports._forks import close_in_child
+from aiosync.transports._process_end import open_pidfd
 from aiosync.transports.base import (
     Handler,
     Lender,

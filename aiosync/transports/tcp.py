@@ -29,7 +29,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
-from aiosync.transports._processes import close_in_child
+from aiosync.transports._forks import close_in_child
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
 from aiosync.transports.credentials import Credentials

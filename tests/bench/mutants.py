@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block has the version that waited for its end",
-        "receiver/reading.py",
+        "receiver/reads.py",
         "self._guard.leave(found[1], thread=found[0])\n",
         "self._guard.leave(found[1], thread=found[0])\n        self._held = self._guard.held\n",
         contract("version_of_a_block"),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot is left that a state_dict() still views",
-        "receiver/updates.py",
+        "receiver/update_reader.py",
         "        kept = not flat.exclusive()",
         "        kept = False",
         contract("kept_values"),
@@ -243,14 +243,14 @@ MUTANTS = [
     # -- versions, and updates on their way
     Mutant(
         "the same version twice is news",
-        "protocol/updates.py",
+        "protocol/inbox.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if epoch == self.newest_epoch and version < self.newest:",
         "tests/unit/test_outbox.py",
     ),
     Mutant(
         "versions of another trainer are compared",
-        "protocol/updates.py",
+        "protocol/inbox.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if version <= self.newest:",
         contract("other_trainer"),
@@ -294,8 +294,8 @@ MUTANTS = [
     Mutant(
         "a dead worker is an error of every send",
         "sender/sender.py",
-        "                record.reported = True\n            elif",
-        "                pass\n            elif",
+        "            workers.records[idx].reported = True\n        if error is None:",
+        "            pass\n        if error is None:",
         contract("dead_worker"),
     ),
     Mutant(
@@ -308,8 +308,8 @@ MUTANTS = [
     Mutant(
         "a send that closing ends looks like a failure of workers",
         "sender/sender.py",
-        "        if error is not None and workers.closed:",
-        "        if False:",
+        "        elif workers.closed:",
+        "        elif False:",
         contract("close_wakes"),
     ),
     # -- workers that come, go, and come again
@@ -421,7 +421,7 @@ MUTANTS = [
     ),
     Mutant(
         "a damaged chunk is taken",
-        "protocol/updates.py",
+        "protocol/assembly.py",
         "if found != update.checksum:",
         "if False:",
         "tests/unit/test_chunks.py",

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrl.weight_update import weight_sync_schemes
 
-from aiosync.integrations.torchrl._owners import CollectorOwner, ServerOwner
+from aiosync.integrations.torchrl._adapters import CollectorOwner, ServerOwner
 from aiosync.schemes import backend_names, scheme_class
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import twin_of

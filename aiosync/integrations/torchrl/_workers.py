@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.hooks import in_thread
-from aiosync.schemes.inside import life_of
+from aiosync.receiver.scheme_hooks import in_thread
+from aiosync.schemes.internal import life_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
 

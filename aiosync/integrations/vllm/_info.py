@@ -11,7 +11,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from aiosync.protocol import validate_seconds
-from aiosync.schemes.inside import meet_at
+from aiosync.schemes.internal import meet_at
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._schemes import core_of
 from aiosync.transports.credentials import TLS, read_token

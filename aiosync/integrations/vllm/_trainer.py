@@ -29,7 +29,7 @@ from aiosync.integrations.vllm._clients import VLLMWeightSyncClient, ask, pausin
 from aiosync.integrations.vllm._info import SHARED
 from aiosync.protocol import validate_seconds
 from aiosync.schemes import SendHandle
-from aiosync.schemes.inside import meeting_point
+from aiosync.schemes.internal import meeting_point
 from aiosync.spans import VersionSpan
 from aiosync.sync import SharedMemWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
 from aiosync.sync._portal import refuse_inside_loop

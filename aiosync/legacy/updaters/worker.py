@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import ConfigError
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.sync import WeightSyncScheme
 
 __all__ = ["WorkerCollector", "make_private", "receive", "receive_by_rpc"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
-from aiosync.transports._processes import FORKING, close_in_child, keep_across_fork
+from aiosync.transports._forks import FORKING, close_in_child, keep_across_fork
 from aiosync.transports.shared_memory.slots import (
     BELL,
     GONE,

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync.errors import ConfigError, TransportClosed
-from aiosync.transports._processes import close_in_child, has_ended
+from aiosync.transports._forks import close_in_child
+from aiosync.transports._process_end import has_ended
 
 __all__ = [
     "BELL",

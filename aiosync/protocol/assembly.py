@@ -1,84 +1,15 @@
-"""The receiver's bookkeeping of updates: their order, and the places of their chunks.
+"""The receiver's account of an update that arrives in chunks: the places of its chunks.
 
-The order of updates that the sender has under way is in ``sender.outbox``. This is pure
-bookkeeping, which never reads a payload. This module must never import asyncio, anyio or torch,
-and reads no clock.
+This is pure bookkeeping, which never reads a payload. This module must never import asyncio, anyio
+or torch, and reads no clock.
 """
 
 from __future__ import annotations
 
-import secrets
-
-from aiosync.errors import RemoteProtocolError, StaleVersion, TransportBroken
+from aiosync.errors import RemoteProtocolError, TransportBroken
 from aiosync.wire import ALIGNMENT, Update, state_checksum
 
-__all__ = ["MAX_VERSION", "Assembly", "Inbox", "draw_epoch"]
-
-MAX_VERSION = 2**63 - 1
-"""Largest epoch and largest version."""
-
-
-def draw_epoch() -> int:
-    """Return a random epoch, 1 to 2**63 - 1.
-
-    Two senders draw the same epoch with a probability of about 1e-19.
-    """
-    return secrets.randbelow(MAX_VERSION) + 1
-
-
-class Inbox:
-    """A receiver's record of the version it has applied and the newest version it was offered.
-
-    An update is offered when it arrives, and then either applied or refused. Within an epoch
-    only a version newer than all that were offered before is accepted. An update of another epoch
-    is always accepted, because epochs have no order; the versions of the previous epoch are then
-    no longer compared.
-
-    Attributes:
-        epoch: Epoch of the applied version; ``None`` before the first.
-        version: Applied version; 0 before the first.
-        newest_epoch: Epoch of ``newest``; ``None`` before the first offer.
-        newest: Newest version that was offered, applied or not; 0 before the first offer.
-    """
-
-    __slots__ = ("epoch", "newest", "newest_epoch", "version")
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self.version: int = 0
-        self.newest_epoch: int | None = None
-        self.newest: int = 0
-
-    def offer(self, epoch: int, version: int) -> None:
-        """Register an update that arrived.
-
-        Raises:
-            StaleVersion: The update is not newer than an update of the same epoch that was offered
-                before, whether that one was applied or refused. The record is unchanged.
-        """
-        if epoch == self.newest_epoch and version <= self.newest:
-            raise StaleVersion(
-                f"version {version} of epoch {epoch:016x} is not newer than version {self.newest}"
-            )
-        self.newest_epoch = epoch
-        self.newest = version
-
-    def applied(self, epoch: int, version: int) -> None:
-        """Register that an update was applied, whether or not it was offered.
-
-        The update may belong to an earlier epoch: the receiver was still applying it when the
-        first update of the next epoch was offered.
-        """
-        if epoch == self.newest_epoch and version > self.newest:
-            self.newest = version
-        self.epoch, self.version = epoch, version
-
-    def forget(self) -> None:
-        """Register that the model no longer has the applied version, as before the first one.
-
-        The newest offered version stays as it is.
-        """
-        self.epoch, self.version = None, 0
+__all__ = ["Assembly"]
 
 
 class Assembly:

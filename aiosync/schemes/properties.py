@@ -1,4 +1,4 @@
-"""State of a scheme: properties and calls that never wait, and the results of other calls.
+"""Properties of a scheme, and its calls that never wait.
 
 The blocking twins of schemes have the same. Must not import a concrete scheme.
 """
@@ -9,122 +9,24 @@ import asyncio
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
-from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
 from aiosync.events import Observer, SyncStats
 from aiosync.protocol import as_index, validate_timeout
-from aiosync.receiver.reading import Guarded, Reading
+from aiosync.receiver.reads import Guarded, Reading
 from aiosync.schemes.lifecycle import Life
 from aiosync.schemes.options import SchemeOptions
 from aiosync.schemes.sources import Sources, as_model_id, is_per_worker
 from aiosync.spans import LastRead, VersionSpan, epoch_text, staleness
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.transports.base import Transport
-from aiosync.types import SendReport
 
-__all__ = ["AppliedUpdate", "Ready", "SchemeState", "SendHandle", "has_failed"]
+__all__ = ["SchemeState"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedUpdate:
-    """One update that the receiver applied.
-
-    Attributes:
-        epoch: Epoch of the sender.
-        version: Version of the weights that the module now has.
-        model_id: Name of the model.
-    """
-
-    epoch: int
-    version: int
-    model_id: str
-    _read: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
-
-    @property
-    def weights(self) -> Any:
-        """The weights as the scheme's strategy extracts them from the module, read now."""
-        return self._read()
-
-
-class SendHandle:
-    """A send that is under way. Await it for its :class:`~aiosync.types.SendReport`.
-
-    Awaiting raises what ``send()`` would have raised. It may be awaited any number of times;
-    cancelling such an await stops the wait, not the transfer. A failure that is never awaited
-    is reported by the event loop's exception handler.
-    """
-
-    def __init__(self, version: int, future: asyncio.Future[SendReport]) -> None:
-        self.version = version
-        """Version that is being sent."""
-        self._future = future
-
-    def done(self) -> bool:
-        """Return True if the result is known: enough workers have answered, or cannot."""
-        return self._future.done()
-
-    def __await__(self) -> Generator[Any, None, SendReport]:
-        return asyncio.shield(self._future).__await__()
-
-    @in_every_state
-    def __repr__(self) -> str:
-        state = "done" if self._future.done() else "under way"
-        return f"<SendHandle version {self.version}: {state}>"
-
-
-def has_failed(handle: SendHandle) -> bool:
-    """Return True if a send is over and failed. The failure still counts as unseen afterwards."""
-    # exception() would count as a caller that has seen the failure.
-    return handle.done() and handle._future._exception is not None
-
-
-class Ready:
-    """The condition that there is a complete version: ``if scheme.ready``, ``await scheme.ready``.
-
-    On a receiver: the model has one, or one is staged and waits for a model. On a sender: every
-    expected worker is connected, and each that subscribes has one.
-    """
-
-    def __init__(
-        self, is_set: Callable[[], bool], wait: Callable[[float | None], Awaitable[None]]
-    ) -> None:
-        self._is_set = is_set
-        self._wait = wait
-
-    def is_set(self) -> bool:
-        """Return True if the condition holds now."""
-        return self._is_set()
-
-    __bool__ = is_set
-
-    async def wait(self, *, timeout: float | None = None) -> None:
-        """Wait until the condition holds.
-
-        Args:
-            timeout: Seconds; ``None`` takes the scheme's ``timeout``, ``math.inf`` waits for
-                ever.
-
-        Raises:
-            RecvTimeout: Not in time.
-            ConfigError: The timeout is not a number.
-            PeerClosed: The trainer went away.
-            LocalProtocolError: The scheme is not connected.
-        """
-        await self._wait(timeout)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self.wait().__await__()
-
-    @in_every_state
-    def __repr__(self) -> str:
-        return f"<{'ready' if self._is_set() else 'not ready'}>"
 
 
 class SchemeState(SchemeOptions):

@@ -41,12 +41,7 @@ from aiosync.integrations.torchrl._workers import (
     stamp,
 )
 from aiosync.protocol import as_indices
-from aiosync.schemes.inside import (
-    belongs_to_torchrl,
-    change_hooks,
-    life_of,
-    separate,
-)
+from aiosync.schemes.internal import belongs_to_torchrl, change_hooks, life_of, separate
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import (
     NoWeightSyncScheme,

@@ -2,33 +2,28 @@
 
 Links that carry bytes write them into private buffers; shared memory is read in place. In both
 cases a module may be flipped to views of the buffer, so the buffer is reused only once no tensor of
-this process uses it any more. The reader of updates also sends messages to their sender: see
-:class:`Outgoing`. Must not import asyncio.
+this process uses it any more. Must not import asyncio.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from aiosync._tasks import TaskOwner
-from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken, TransportError
+from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import NamedSlot, SlotReader
 from aiosync.wire import Leave, ManifestMessage, Message, Refuse, RunningChecksum, Update
 
-__all__ = ["Buffers", "Outgoing", "Staged", "UpdateReader"]
+__all__ = ["Buffers", "Staged", "UpdateReader"]
 
 _KNOWN_LAYOUTS = 4
-# Messages that the peer has not read. It is owed only a few at a time.
-_MAX_WAITING = 1024
 _NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -334,68 +329,6 @@ class UpdateReader:
         if self.slots is not None:
             self.slots.close()
             self.slots = None
-
-
-class Outgoing:
-    """Sends the messages of one end over its link, and over later links: in order, never waiting.
-
-    A link that has ended loses its unsent messages; the code that reads from it reports the end.
-
-    Args:
-        transport: The link.
-        tasks: Owner of the task that writes if the link is busy.
-    """
-
-    def __init__(self, transport: Transport, tasks: TaskOwner) -> None:
-        self._transport = transport
-        self._tasks = tasks
-        self._waiting: deque[Message] = deque()
-        self._writing = False
-
-    def use_link(self, transport: Transport) -> None:
-        """Go on with another link; unsent messages are dropped."""
-        self._waiting.clear()
-        self._transport = transport
-
-    def check(self) -> None:
-        """Refuse a peer that causes answers and does not read them.
-
-        Raises:
-            RemoteProtocolError: Too many messages wait.
-        """
-        if len(self._waiting) > _MAX_WAITING:
-            raise RemoteProtocolError(
-                "the other end keeps sending updates without reading the replies"
-            )
-
-    def say(self, message: Message) -> None:
-        """Send a message as soon as the link takes it."""
-        waiting = self._waiting
-        waiting.append(message)
-        if self._writing:
-            return  # the writing task sends it, too
-        try:
-            while waiting and self._transport.send_batch_nowait(list(waiting)):
-                waiting.clear()
-        except TransportError:
-            waiting.clear()
-            return
-        if waiting:
-            # Set before the task begins, because more messages may come first.
-            self._writing = True
-            self._tasks.start(self._write(), "aiosync answers")
-
-    async def _write(self) -> None:
-        try:
-            while self._waiting:
-                transport = self._transport
-                try:
-                    await transport.send(self._waiting.popleft())
-                except TransportError:
-                    if transport is self._transport:  # later messages are for the next link
-                        self._waiting.clear()
-        finally:
-            self._writing = False
 
 
 def _nothing() -> None:

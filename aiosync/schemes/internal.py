@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from aiosync.receiver.hooks import SchemeHooks
+from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.base import WeightSyncScheme

@@ -1,18 +1,15 @@
-"""The end of other processes, and the descriptors and memory that a forked child inherits.
+"""The descriptors and memory that a forked child inherits.
 
-The kernel reports the end of a process through a descriptor, even before the process is reaped. A
-child made by ``fork`` inherits every open link of its parent. A copy of the parent's end of a link
-would keep the peer from ever seeing the end of the stream, so the child closes its copies as it
-starts. Memory that the parent will give back to its peer is copied before the fork. This module
+A child made by ``fork`` inherits every open link of its parent. A copy of the parent's end of a
+link would keep the peer from ever seeing the end of the stream, so the child closes its copies as
+it starts. Memory that the parent will give back to its peer is copied before the fork. This module
 imports nothing from aiosync.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
-import select
 import socket
 import threading
 import weakref
@@ -23,15 +20,8 @@ __all__ = [
     "FORKING",
     "OPENING",
     "close_in_child",
-    "find_exit_code",
-    "has_ended",
-    "is_gone",
-    "is_no_room",
     "keep_across_fork",
-    "open_pidfd",
 ]
-
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 FORKING = threading.RLock()
 """Lock that a fork holds from before it until after it, so that memory copied for the child stays.
@@ -107,64 +97,3 @@ def keep_across_fork(item: _ForkAwareMemory) -> None:
     """Call ``item.before_fork()`` in this process before every fork from now on."""
     _register()
     _memory.add(item)
-
-
-def open_pidfd(pid: int) -> int:
-    """Return a pidfd, a descriptor that is readable once a process has ended, or -1 without one.
-
-    There is none if the kernel or a sandbox has no pidfds, if this process has no descriptor left,
-    or if ``pid`` cannot be the id of a process.
-
-    Raises:
-        ProcessLookupError: There is no such process any more.
-    """
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except (OSError, OverflowError):
-        return -1
-
-
-def has_ended(pidfd: int) -> bool:
-    """Return True if the process of a pidfd has ended, even if it was not reaped."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def find_exit_code(pid: int) -> int | None:
-    """Return the exit code of a child that has ended and was not reaped; ``None`` otherwise.
-
-    The code is negative, the number of a signal, if a signal ended the child. The child is not
-    reaped.
-    """
-    try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def is_gone(pid: int) -> bool:
-    """Return True if a process is known to have ended."""
-    try:
-        pidfd = open_pidfd(pid)
-    except ProcessLookupError:
-        return True
-    if pidfd < 0:
-        return False
-    try:
-        return has_ended(pidfd)
-    finally:
-        os.close(pidfd)
-
-
-def is_no_room(error: object) -> bool:
-    """Return True if an operation failed because no descriptor or no memory is left.
-
-    Either the limit of this process or that of its host was reached.
-    """
-    return isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -1,0 +1,104 @@
+"""Hooks: the user's functions that a receiver calls on the way of an update.
+
+Must not import transports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from aiosync._tasks import WorkerThread
+from aiosync.errors import AiosyncError, ConfigError
+
+__all__ = ["AfterApply", "SchemeHooks", "in_thread", "run_hook"]
+
+AfterApply: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Awaited with the epoch and the version that the model has now, before the trainer is told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SchemeHooks:
+    """Functions that a receiver calls on the way of an update, for ``init_on_receiver(hooks=...)``.
+
+    Each may be a plain function or an ``async`` one, and is awaited before anything else happens.
+    If a hook raises, the worker refuses the update: the trainer's ``send()`` raises that in its
+    ``PartialSyncError``, as an :class:`~aiosync.ApplyError` with the type and the text. Hooks are
+    called with the epoch and the version of the update, on the event loop of the scheme, unless it
+    says otherwise below.
+
+    Attributes:
+        prepare_model: Called with the model, or the weights, that ``connect()`` finds (``None`` if
+            there is none yet), before anything is received. If it raises, ``connect()`` raises the
+            same, and the worker does not join.
+        before_apply: Called before the update is applied. A refused update leaves the model as it
+            is. With this hook each update is copied first, as by a ``transform`` of yours, and
+            forwards over shared memory do not take versions by themselves.
+        applied: Called when the model has the version, before the trainer is told. A plain function
+            is called at that very moment, in the thread that applies the version, which may be that
+            of a forward pass: it must not wait, nor compute with the model. An ``async`` one may
+            pass the version on to copies of the model elsewhere; of the versions that arrive
+            meanwhile it is called with the newest only. The model keeps the version also if this
+            raises.
+        connected: Called with nothing when there is a link to the trainer, before anything is
+            received over it: in ``connect()``, and again for each link that replaces a lost one. If
+            it raises, the link ends, and the calls that wait for an update raise the same.
+        lost: Called with the error when the trainer is lost: it said no farewell, and no link
+            replaced the last one within ``reconnect`` seconds. If it raises, the calls that wait
+            for an update raise the same, unless they raise that the trainer is lost.
+
+    Raises:
+        ConfigError: A hook cannot be called.
+    """
+
+    applied: Callable[[int, int], object] | None = None
+    before_apply: Callable[[int, int], object] | None = None
+    prepare_model: Callable[[Any], object] | None = None
+    connected: Callable[[], object] | None = None
+    lost: Callable[[AiosyncError], object] | None = None
+
+    def __post_init__(self) -> None:
+        for name, hook in self.given().items():
+            if not callable(hook):
+                raise ConfigError(f"{name} must be callable, got {type(hook).__name__}")
+
+    def given(self) -> dict[str, Any]:
+        """Return the hooks that were given, by name."""
+        named = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: hook for name, hook in named if hook is not None}
+
+    @functools.cached_property
+    def at_once(self) -> Callable[[int, int], object] | None:
+        """The ``applied`` hook if it is a plain function, else ``None``."""
+        called = getattr(type(self.applied), "__call__", None)  # noqa: B004 - __call__ may be async
+        is_async = any(map(inspect.iscoroutinefunction, (self.applied, called)))
+        return None if is_async else self.applied
+
+    @property
+    def awaited(self) -> AfterApply | None:
+        """The ``applied`` hook if it is an ``async`` function, else ``None``."""
+        if self.applied is None or self.at_once is self.applied:
+            return None
+        return functools.partial(run_hook, self.applied)
+
+
+async def in_thread(call: Callable[[], object]) -> None:
+    """Run a call that may block in a thread of its own, and wait for it.
+
+    A thread of a pool would keep the process from ending if its workers do not answer.
+    """
+    thread = WorkerThread("aiosync-cascade")
+    try:
+        await thread.run(call, patience=0.0)
+    finally:
+        thread.close(patience=1.0)
+
+
+async def run_hook(hook: Callable[..., object], *args: object) -> None:
+    """Call a hook, and await its result if that is awaitable."""
+    result = hook(*args)
+    if inspect.isawaitable(result):
+        await result
