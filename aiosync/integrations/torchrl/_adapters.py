@@ -162,8 +162,8 @@ class CollectorOwner(TorchRLOwner):
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
             if model_id == "policy" and model is not None and not isinstance(model, nn.Module):
-                # TorchRL's collectors of collectors also have schemes for a RandomPolicy.
-                if not hasattr(collector, "collector_class"):
+                # TorchRL's distributed collectors also have schemes for a RandomPolicy.
+                if not _is_distributed(collector):
                     refuse_no_module(model)
                 given["model"] = nn.Module()
         if len(set(map(id, factories_of(collector)))) > 1:
@@ -430,6 +430,11 @@ def _refuse_path(model_id: str) -> None:
             "the collectors of its actors an attribute for this model (collector_class=), and the "
             "scheme its name"
         )
+
+
+def _is_distributed(collector: Any) -> bool:
+    kinds = type(collector).__mro__
+    return any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in kinds)
 
 
 def _refuse_ranks(collector: Any) -> None:
