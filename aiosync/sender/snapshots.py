@@ -29,7 +29,7 @@ from aiosync.tensors import (
     Prepared,
     copy_bytes,
 )
-from aiosync.transports.data_plane import CHANGED, COPYING, KEPT, STEADY, Progress, outlast
+from aiosync.transports.data_plane import PayloadState, Progress, outlast
 from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
@@ -81,7 +81,7 @@ class Snapshot:
         live: The tensors in their own memory, which is read until then; they must not change yet.
         kept: Brings the bytes back from a transport that keeps them, if they are nowhere else.
         checksums: Checksums of the payload's first chunks, as far as links needed them.
-        memo: Results that transports derived from the payload, shared by all links.
+        state: State of the payload that its links share; ``None`` before there is any.
         trace: The traceparent of the span of its send, if that has one.
     """
 
@@ -94,9 +94,9 @@ class Snapshot:
         "kept",
         "layout",
         "live",
-        "memo",
         "nbytes",
         "slot",
+        "state",
         "trace",
         "values",
         "version",
@@ -120,7 +120,7 @@ class Snapshot:
         self.live: LiveBytes | None = None
         self.kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
         self.checksums: list[bytes] = []
-        self.memo: dict[Any, Any] = {}
+        self.state: PayloadState | None = None
         self.trace: str | None = None
         self.slot: Slot | None = None
         if isinstance(memory, FlatBuffer):
@@ -142,6 +142,12 @@ class Snapshot:
         if self.live is not None:
             return self.live.views(start, stop)
         return [self.buffer.memoryview()[start:stop]] if stop > start else []
+
+    def share(self) -> PayloadState:
+        """Return the state of the payload that its links share."""
+        if self.state is None:
+            self.state = PayloadState()
+        return self.state
 
     async def filled(self) -> None:
         """Wait until the bytes are in the memory.
@@ -189,7 +195,8 @@ class Snapshot:
             # A traceback that is kept may keep this object alive: the memory must not stay with it.
             free, self._free = self._free, _nothing
             self.buffer, self.slot, self.kept = _no_buffer, None, None
-            self.memo.clear()
+            if self.state is not None:
+                self.state.clear()
             if self.filling is None or self.filling.done() or self.live is not None:
                 free()
             else:
@@ -590,7 +597,7 @@ class SnapshotCopier:
         if source is not None and how == "borrow":
             snapshot = self._private(prepared)
             snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
-            snapshot.memo[STEADY] = steady
+            snapshot.share().steadily = steady
             return snapshot
         snapshot = await self._acquire(prepared)
         try:
@@ -610,7 +617,7 @@ class SnapshotCopier:
                 await asyncio.shield(snapshot.filling)
                 snapshot.filling = None
             else:
-                progress = snapshot.memo[COPYING] = Progress()
+                progress = snapshot.share().progress = Progress()
                 copy = functools.partial(_copy_in_order, source, snapshot, progress)
                 snapshot.filling = self._start(copy)
         except BaseException:
@@ -631,19 +638,20 @@ class SnapshotCopier:
         if live is None:
             cancelled = await outlast(filling)
         else:
-            snapshot.live, snapshot.kept = None, snapshot.memo.get(KEPT)
-            steady = snapshot.memo[STEADY]
+            state = snapshot.share()
+            snapshot.live, snapshot.kept = None, state.bring_back
+            assert state.steadily is not None
             try:
                 if snapshot.kept is None and not self._closed:
                     copy = functools.partial(_copy_in_order, live, snapshot, Progress())
-                    copying = steady(self._start, copy)
+                    copying = state.steadily(self._start, copy)
                     cancelled = await outlast(copying)
                     copying.result()
             except BaseException as exc:  # noqa: BLE001 - raised below
                 filling.set_exception(exc)
             else:
                 filling.set_result(None)
-            del snapshot.memo[STEADY]
+            state.steadily = None
         if cancelled is not None:
             # Retrieve the exception, so that asyncio does not log it: the cancellation is raised
             # instead.
@@ -651,8 +659,9 @@ class SnapshotCopier:
             raise cancelled
         filling.result()
         snapshot.filling = None
-        if (changed := snapshot.memo.pop(CHANGED, None)) is not None:
+        if snapshot.state is not None and snapshot.state.changed is not None:
             # The send fails; the copy made now is for workers that join later.
+            changed, snapshot.state.changed = snapshot.state.changed, None
             raise changed
 
     # -- threads -------------------------------------------------------------------------------

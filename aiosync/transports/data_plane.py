@@ -60,12 +60,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "CHANGED",
-    "COPYING",
     "INLINE_NBYTES",
-    "KEPT",
-    "STEADY",
     "DataPlaneTransport",
+    "PayloadState",
     "Progress",
     "SharedPayload",
     "Threads",
@@ -83,40 +80,6 @@ _NBYTES = "beside"
 """Key in an extension map: the size in bytes of the payload that travels beside the stream."""
 
 _T = TypeVar("_T")
-
-COPYING = "copying"
-"""Key of :attr:`SharedPayload.memo`: the :class:`Progress` of the copy that fills the payload."""
-
-STEADY = "steady"
-"""Key of :attr:`SharedPayload.memo`: a function that runs a call in another thread while the call
-reads the caller's own tensors.
-
-It is called with a function that starts a call in a thread, and with the call. It returns the
-future of the call's result.
-"""
-
-CHANGED = "changed"
-"""Key of :attr:`SharedPayload.memo`: the error of such a call, if the tensors caused it."""
-
-KEPT = "kept"
-"""Key of :attr:`SharedPayload.memo`: a function that brings back bytes that a transport keeps.
-
-It returns an awaitable of ``Sequence[memoryview]``, the buffers in order, which raises
-:class:`~aiosync.errors.LocalProtocolError` if the bytes are gone.
-"""
-
-
-class SharedPayload(list[memoryview]):
-    """A payload that goes over several links, with a memo of objects that are made of it once.
-
-    Attributes:
-        memo: Objects that transports made of the payload, by keys of their own. It is cleared
-            before the payload's memory is used for another payload.
-    """
-
-    def __init__(self, views: Iterable[memoryview], memo: dict[Any, Any]) -> None:
-        super().__init__(views)
-        self.memo = memo
 
 
 class Progress:
@@ -154,6 +117,47 @@ class Progress:
                 raise LocalProtocolError(f"the weights could not be copied: {self._error}")
 
 
+class PayloadState:
+    """State of one payload that all its links share. It is cleared before its memory is used again.
+
+    Attributes:
+        progress: Progress of the copy that fills the payload; ``None`` once it is complete.
+        steadily: Runs a call in another thread while the call reads the caller's own tensors, which
+            are the payload; ``None`` if the payload is a copy. It is called with a function that
+            starts a call in a thread, and with the call, and returns the future of the result.
+        changed: Error of such a call, if the tensors caused it.
+        bring_back: Brings back bytes that a transport keeps; ``None`` if no transport does. Its
+            awaitable gives the buffers in order, and raises
+            :class:`~aiosync.errors.LocalProtocolError` if the bytes are gone.
+        made: Objects that transports made of the payload, by keys of their own.
+    """
+
+    __slots__ = ("bring_back", "changed", "made", "progress", "steadily")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything that belongs to the payload."""
+        self.progress: Progress | None = None
+        self.steadily: Callable[..., asyncio.Future[Any]] | None = None
+        self.changed: BaseException | None = None
+        self.bring_back: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
+        self.made: dict[object, asyncio.Future[Any]] = {}
+
+
+class SharedPayload(list[memoryview]):
+    """A payload that goes over several links.
+
+    Attributes:
+        state: State that its links share.
+    """
+
+    def __init__(self, views: Iterable[memoryview], state: PayloadState) -> None:
+        super().__init__(views)
+        self.state: PayloadState = state
+
+
 class DataPlaneTransport(Transport):
     """A link over a control stream whose large payloads travel beside it. Owns the stream.
 
@@ -188,13 +192,13 @@ class DataPlaneTransport(Transport):
 
     @abc.abstractmethod
     async def _offer(
-        self, payload: list[memoryview], memo: dict[Any, Any]
+        self, payload: list[memoryview], state: PayloadState
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
         """Prepare to send a payload.
 
         Args:
             payload: The buffers of the payload, in order.
-            memo: The memo of the payload, see :class:`SharedPayload`; kept until all is sent.
+            state: The state of the payload, which its links share; kept until all is sent.
 
         Returns:
             The entries of the extension map for the peer, and a function that sends the payload
@@ -354,8 +358,8 @@ class DataPlaneTransport(Transport):
                 # This is a checkpoint before the first byte, where cancelling harms nothing.
                 await asyncio.sleep(0)
                 control.check()
-                memo = payload.memo if isinstance(payload, SharedPayload) else {}
-                about, push = await self._offer(views, memo)
+                state = payload.state if isinstance(payload, SharedPayload) else PayloadState()
+                about, push = await self._offer(views, state)
                 ext = {**about, _NBYTES: nbytes}
                 self._told = True
                 if not control.send_nowait(message, ext=ext):

@@ -31,9 +31,9 @@ from torch import distributed as dist
 from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
 from aiosync.transports._forks import close_in_child
 from aiosync.transports.data_plane import (
-    COPYING,
     INLINE_NBYTES,
     DataPlaneTransport,
+    PayloadState,
     Progress,
     Threads,
     copy_bytes,
@@ -281,7 +281,7 @@ class DistributedTransport(DataPlaneTransport):
     # -- moving --------------------------------------------------------------------------------
 
     async def _offer(
-        self, payload: list[memoryview], memo: dict[Any, Any]
+        self, payload: list[memoryview], state: PayloadState
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
         """See :class:`DataPlaneTransport`."""
         await self._meet()
@@ -291,7 +291,7 @@ class DistributedTransport(DataPlaneTransport):
             # The peer has to be ready first: a thread that waits for Gloo cannot be cancelled.
             await self._outcome(going)
             self._say(_NOW)
-            await self._move(payload, self._send, memo.get(COPYING))
+            await self._move(payload, self._send, state.progress)
             await self._outcome(taken)
 
         return {}, push

@@ -57,11 +57,9 @@ from aiosync.transports.base import (
     make_ack,
 )
 from aiosync.transports.data_plane import (
-    CHANGED,
     INLINE_NBYTES,
-    KEPT,
-    STEADY,
     DataPlaneTransport,
+    PayloadState,
     SharedPayload,
     Threads,
     copy_bytes,
@@ -225,12 +223,12 @@ class RayObjects:
         # Name and handle of the hub.
         self._hub: tuple[str, Any] | None = None
 
-    async def put(self, memo: dict[Any, Any], key: object, make: Callable[[], Any]) -> Entry:
+    async def put(self, state: PayloadState, key: object, make: Callable[[], Any]) -> Entry:
         """Return the entry of a payload. The first call for a payload makes it.
 
         Args:
-            memo: The memo of the payload.
-            key: Key of the entry in the memo.
+            state: The state of the payload.
+            key: Key of the entry in it.
             make: Called in a thread; returns the object to put.
 
         Raises:
@@ -240,17 +238,18 @@ class RayObjects:
         Cancellation:
             Waits until nothing reads the payload any more, and is raised then.
         """
-        if CHANGED in memo:  # the call for another link found that the weights changed
-            raise LocalProtocolError(str(memo[CHANGED]))
-        putting: asyncio.Future[Entry] | None = memo.get(key)
+        if state.changed is not None:  # the call for another link found that the weights changed
+            raise LocalProtocolError(str(state.changed))
+        putting: asyncio.Future[Entry] | None = state.made.get(key)
         if putting is None:
             start, call = self.threads.start, functools.partial(self._put, make)
-            putting = memo[key] = memo[STEADY](start, call) if STEADY in memo else start(call)
-            putting.add_done_callback(functools.partial(self._keep, memo, key))
+            putting = start(call) if state.steadily is None else state.steadily(start, call)
+            state.made[key] = putting
+            putting.add_done_callback(functools.partial(self._keep, state, key))
         try:
             return await result_of(putting)
         except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the links go on as before
-            memo[CHANGED] = exc
+            state.changed = exc
             raise LocalProtocolError(str(exc)) from exc
 
     def _put(self, make: Callable[[], Any]) -> Entry:
@@ -276,13 +275,13 @@ class RayObjects:
         if self._hub is not None and self._ray.is_initialized():
             self._hub[1].drop.remote(ticket)
 
-    def _keep(self, memo: dict[Any, Any], key: object, putting: asyncio.Future[Entry]) -> None:
-        if memo.get(key) is not putting:
+    def _keep(self, state: PayloadState, key: object, putting: asyncio.Future[Entry]) -> None:
+        if state.made.get(key) is not putting:
             return
         if putting.cancelled() or putting.exception() is not None:
-            del memo[key]  # so that the next link tries again
+            del state.made[key]  # so that the next link tries again
         else:
-            memo[KEPT] = functools.partial(self._bring_back, putting.result())
+            state.bring_back = functools.partial(self._bring_back, putting.result())
 
     async def publish(self, entry: Entry) -> tuple[str, asyncio.Future[Any]]:
         """Make the hub pass the entry on, as long as the entry lives.
@@ -417,11 +416,11 @@ class RayTransport(DataPlaneTransport):
     # -- sending -------------------------------------------------------------------------------
 
     async def _offer(
-        self, payload: list[memoryview], memo: dict[Any, Any]
+        self, payload: list[memoryview], state: PayloadState
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
         """See :class:`DataPlaneTransport`. Puts the payload, unless another link has put it."""
         self._control.check()
-        entry = await self._objects.put(memo, self._objects, lambda: in_lines(payload))
+        entry = await self._objects.put(state, self._objects, lambda: in_lines(payload))
         hub, passed_on = await self._objects.publish(entry)
         self._control.check()
         taken = self._until_told(_GOT, entry.ticket)
@@ -578,7 +577,7 @@ class RayActorTransport(Transport):
         if self._objects is None:
             self._objects = RayObjects()
         views = [view for view in map(flat_view, payload) if view.nbytes]
-        memo = payload.memo if isinstance(payload, SharedPayload) else {}
+        state = payload.state if isinstance(payload, SharedPayload) else PayloadState()
         leaves = [
             ((leaf.name, *leaf.aliases), leaf.dtype, leaf.shape, leaf.offset, leaf.nbytes)
             for leaf in manifest.leaves
@@ -590,7 +589,7 @@ class RayActorTransport(Transport):
 
         # All links share this entry. Updates with another digest or other values never get it, as
         # they have another payload.
-        entry = await self._objects.put(memo, ("ray-actor", manifest.digest), make)
+        entry = await self._objects.put(state, ("ray-actor", manifest.digest), make)
         self._check()
         self._objects.check_cluster()
         try:
