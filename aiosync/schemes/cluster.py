@@ -128,6 +128,9 @@ class ClusterFabric(StreamFabric[_Scheme]):
     """
 
     longest_pause: ClassVar[float] = 0.5
+    # A worker replaces both by those that its trainer published.
+    address: Address | None
+    credentials: Credentials
 
     _of_process: ClassVar[tuple[str, ...]] = (
         *StreamFabric._of_process,

@@ -83,8 +83,8 @@ class StreamFabric(Fabric[_Scheme]):
 
     def __init__(self, address: Address | None, credentials: Credentials) -> None:
         super().__init__()
-        self.address = address
-        self.credentials = credentials
+        self.address: Address | None = address
+        self.credentials: Credentials = credentials
 
     def begin(self, life: Life) -> None:
         """See :meth:`Fabric.begin`."""

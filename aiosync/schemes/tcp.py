@@ -162,7 +162,8 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         super().__init__(address, credentials)
         self._has_server = dial == "both"
         if self._has_server:
-            self.trainer_name, self.advice = "the weight server", "`aiosync serve` has to run there"
+            self.trainer_name: str = "the weight server"
+            self.advice: str = "`aiosync serve` has to run there"
 
     def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
         """See :meth:`StreamFabric.keepalive`."""
