@@ -13,14 +13,15 @@ from aiosync.legacy.clusters import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
 )
+from aiosync.legacy.receiver import WeightReceiver
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
-from aiosync.legacy.roles import WeightReceiver, WeightSender
 from aiosync.legacy.schemes import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
+from aiosync.legacy.sender import WeightSender
 from aiosync.legacy.transports import MPTransport, SharedMemTransport, TransportBackend
 from aiosync.legacy.updaters import (
     DistributedWeightUpdater,
