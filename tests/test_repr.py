@@ -20,7 +20,7 @@ import aiosync.serving
 import aiosync.sync
 import aiosync.testing
 from aiosync.transports.distributed import DistributedTransport
-from aiosync.transports.stream import MPTransport
+from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from tests.schemes._models import linear
 

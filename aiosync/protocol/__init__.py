@@ -16,7 +16,7 @@ from aiosync.protocol.arguments import (
     validate_timeout,
 )
 from aiosync.protocol.assembly import Assembly
-from aiosync.protocol.inbox import MAX_VERSION, Inbox, draw_epoch
+from aiosync.protocol.version_order import MAX_VERSION, Inbox, draw_epoch
 
 __all__ = [
     "MAX_VERSION",

@@ -13,7 +13,7 @@ from numbers import Integral, Rational, Real
 from typing import Any
 
 from aiosync.errors import ConfigError
-from aiosync.protocol.inbox import MAX_VERSION
+from aiosync.protocol.version_order import MAX_VERSION
 from aiosync.types import Require
 from aiosync.wire import ALIGNMENT, MAX_WORKER_IDX
 

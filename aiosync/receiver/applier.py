@@ -80,8 +80,7 @@ class Applier:
         report: Called when there are results: on the loop, and not under the guard unless an update
             was refused.
         log: Called with a sentence that lists the methods whose calls are reads.
-        changed: Called on the loop after a thread has applied an update, also one that the trainer
-            is not told of.
+        changed: Called on the loop after a thread has applied an update, reported or not.
         hears_of: Returns True if the trainer has to be told that an update of the manifest with
             this digest was taken. Called on any thread.
         withdraw_promise: Called on the loop when forwards may no longer see every new version.
@@ -97,8 +96,7 @@ class Applier:
             methods of a model without a forward.
         reads_words: Take the update that the word names without a transform.
         flipped: Called with epoch and version as soon as the model has them, under the guard, on
-            any thread; must not wait. If it raises, its exception is the error of a version that
-            was taken.
+            any thread; must not wait. What it raises is the error of a version that was taken.
         meter: Counts the outcomes of updates.
 
     Attributes:
@@ -429,51 +427,21 @@ class Applier:
             self._tell(staged, None)  # the version that the word named has overtaken it
             self._taking = None
             return staged
-        done = same and staged.version == inbox.version
-        if not done:
-            try:
-                if error is not None:
-                    raise error
-                assert target is not None
-                if not isinstance(target, Target):
-                    # A load function that raises may have written a part of the weights.
-                    guard.held = 0, 0
-                elif not self._warned:
-                    self._warned = warn_if_frozen(target.target)
-                # A fork by another thread must not give the child a model with parts of two
-                # versions.
-                with FORKING if isinstance(target, Target) else contextlib.nullcontext():
-                    target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
-            except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
-                if _is_interrupt(exc):
-                    raise
-                error = exc
+        if error is None and not (same and staged.version == inbox.version):
+            error = self._load(staged)
         # No message asked for this version, so no answer reports a refusal: a read has to raise it.
         looked = slot is not None and guard.words is not None and not self.owed
         taken = staged.taken = error is None
         if taken:
-            if self.current is not staged:
-                self._before, self.current = self.current, staged
-            try:
-                if self.flipped is not None:
-                    self.flipped(staged.epoch, staged.version)
-            except Exception as exc:  # of the flipped hook; the trainer gets it
-                if _is_interrupt(exc):
-                    raise
-                error = exc
-            # Readers see the new version number only once the model has all its weights.
-            inbox.applied(staged.epoch, staged.version)
-            guard.held = staged.epoch, staged.version
+            error = self._switch_to(staged)
         staged.error = error
-        # The model no longer needs the update it had before; or this one, if it was copied or
-        # refused.
+        # The model no longer needs the update before; or this one, if it was copied or refused.
         unused = self._before if taken and not self.copy else staged
         silent = False
         if slot is not None:
             silent = not self._took(staged, unused, looked and not guard.at_read)
         elif unused is not None and unused.slot is not None:
-            # A slot is given back at once. give_back() copies the memory first if something still
-            # views it.
+            # A slot is given back at once; if something views it, give_back() copies it first.
             unused.give_back()
         # Counted before the trainer or a waiting call hears of the update.
         if error is None:
@@ -481,7 +449,7 @@ class Applier:
         if not silent or (taken and error is not None):
             self._tell(staged, unused)
         self._taking = self._before = None
-        if self._closed and taken and isinstance(target, Target) and not self.copy:
+        if self._closed and taken and not self.copy and isinstance(target, Target):
             # The loop has closed the applier meanwhile, and will not detach the model.
             target.detach_(staged.flat)
             self.current = None
@@ -490,6 +458,42 @@ class Applier:
         if error is not None and looked and guard.at_read:
             raise not_applied(staged.version, error) from error
         return staged
+
+    def _load(self, staged: Staged) -> BaseException | None:
+        """Put an update into the model; return why it refused it, and raise an interrupt."""
+        target = self._target
+        try:
+            assert target is not None
+            if not isinstance(target, Target):
+                # A load function that raises may have written a part of the weights.
+                self.guard.held = 0, 0
+            elif not self._warned:
+                self._warned = warn_if_frozen(target.target)
+            # A fork by another thread must not give the child a model with parts of two versions.
+            with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+                target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
+        except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
+            if _is_interrupt(exc):
+                raise
+            return exc
+        return None
+
+    def _switch_to(self, staged: Staged) -> Exception | None:
+        """Note that the model has an update, and call the hook; return what the hook raised."""
+        if self.current is not staged:
+            self._before, self.current = self.current, staged
+        error: Exception | None = None
+        try:
+            if self.flipped is not None:
+                self.flipped(staged.epoch, staged.version)
+        except Exception as exc:  # of the flipped hook; the trainer gets it
+            if _is_interrupt(exc):
+                raise
+            error = exc
+        # Readers see the new version number only once the model has all its weights.
+        self.inbox.applied(staged.epoch, staged.version)
+        self.guard.held = staged.epoch, staged.version
+        return error
 
     def note(self, outcome: SyncOutcome, staged: Staged, closed_at: float = 0.0) -> None:
         """Count the outcome of an update, and have the loop tell the observers. On any thread.

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from aiosync.receiver.frames import never_traced
+from aiosync.receiver.code_marks import never_traced
 from aiosync.receiver.guard import Guard
 
 __all__ = ["Copies"]

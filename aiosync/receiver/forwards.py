@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from aiosync.receiver.frames import itself, never_traced, no_guard
+from aiosync.receiver.code_marks import itself, never_traced, no_guard
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -33,8 +33,8 @@ from torch import nn
 from aiosync._tasks import current_task
 from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.receiver.caches import clear_caches
+from aiosync.receiver.code_marks import is_automatic, never_traced, no_guard
 from aiosync.receiver.forwards import Forwards
-from aiosync.receiver.frames import is_automatic, never_traced, no_guard
 from aiosync.spans import VersionSpan, epoch_text
 
 __all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]

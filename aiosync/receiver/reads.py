@@ -24,8 +24,8 @@ from torch import nn
 
 from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
+from aiosync.receiver.code_marks import automatic, itself, never_traced
 from aiosync.receiver.forwards import has_no_forward
-from aiosync.receiver.frames import automatic, itself, never_traced
 from aiosync.receiver.guard import Guard
 from aiosync.spans import VersionSpan, epoch_text
 

@@ -15,7 +15,7 @@ from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.receiver.transformer import Transform
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.connecting import connect_all
+from aiosync.schemes.connect_all import connect_all
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.local import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from aiosync.schemes.no_sync import NoWeightSyncScheme

@@ -232,7 +232,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         self.address = self.address or self.default_address()
         super().bind(scheme, sources)
 
-    def listen(self, scheme: _Scheme, sender: WeightSender) -> None:
+    def listen(self, scheme: _Scheme, sender: WeightSender, *, given: bool) -> None:
         """See :meth:`Fabric.listen`."""
         if self.listener is None:
             return

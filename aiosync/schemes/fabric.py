@@ -6,6 +6,7 @@ of fabric. Must not import a concrete scheme.
 
 from __future__ import annotations
 
+import abc
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiosync.errors import AiosyncError, ConfigError
@@ -28,7 +29,7 @@ class _MakesLinks(Protocol):
 _Scheme = TypeVar("_Scheme", bound=_MakesLinks, contravariant=True)
 
 
-class Fabric(Generic[_Scheme]):
+class Fabric(abc.ABC, Generic[_Scheme]):
     """A fabric whose sides do not find each other: users give every connection or link.
 
     Subclasses override its methods. Most get the scheme, for its options. A fabric keeps no
@@ -108,8 +109,14 @@ class Fabric(Generic[_Scheme]):
     def bind(self, scheme: _Scheme, sources: Sources) -> None:
         """Bind the address that workers dial; they are answered once the sender connects."""
 
-    def listen(self, scheme: _Scheme, sender: WeightSender) -> None:
-        """Let workers in from now on. Called on the loop."""
+    def listen(self, scheme: _Scheme, sender: WeightSender, *, given: bool) -> None:
+        """Let workers in from now on. Called on the loop.
+
+        Args:
+            scheme: The scheme.
+            sender: Welcomes the workers.
+            given: True if the user gave connections or links to the workers.
+        """
 
     # -- a worker ------------------------------------------------------------------------------
 

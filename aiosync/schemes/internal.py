@@ -102,20 +102,18 @@ def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
     scheme._fabric.meeting, scheme._fabric.sender_pid = address, pid
 
 
-def change_hooks(scheme: WeightSyncScheme, *, carried: bool = False, **hooks: Any) -> SchemeHooks:
+def change_hooks(scheme: WeightSyncScheme, **hooks: Any) -> SchemeHooks:
     """Set hooks of a receiver, or of copies of a scheme that become receivers; keep the others.
 
     Args:
         scheme: A scheme.
-        carried: Set the hooks of copies and pickles that are made from now on, for receivers that
-            are given no such hooks.
         **hooks: Fields of :class:`SchemeHooks`.
 
     Returns:
         All hooks that it has now.
     """
     side = scheme._life.side
-    if isinstance(side, Worker) and not carried:
+    if isinstance(side, Worker):
         return side.change_hooks(**hooks)
     carried_hooks = dataclasses.replace(scheme._terms.hooks, **hooks)
     scheme._terms = dataclasses.replace(scheme._terms, hooks=carried_hooks)

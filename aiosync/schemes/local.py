@@ -19,10 +19,10 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
-from aiosync.sender.workers import watch_process
+from aiosync.sender.registry import watch_process
 from aiosync.transports.base import Transport
+from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import Arena, SharedMemTransport
-from aiosync.transports.stream import MPTransport
 
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
@@ -41,7 +41,7 @@ class _LocalFabric(Fabric[WeightSyncScheme]):
         """See :meth:`Fabric.bind`."""
         self.life.listeners = [Listener(bind_here(self.meeting))]
 
-    def listen(self, scheme: WeightSyncScheme, sender: WeightSender) -> None:
+    def listen(self, scheme: WeightSyncScheme, sender: WeightSender, *, given: bool) -> None:
         """See :meth:`Fabric.listen`."""
 
         def on_connection(sock: socket.socket) -> None:

@@ -357,14 +357,16 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         """Withdraw the address, and end the receiver in the transform's actor."""
         published, self._published = self._published, None
         remote, self._remote = self._remote, None
-        # Without a cluster, a call of Ray's would connect this process to one.
-        if published is not None and load_ray().is_initialized():
-            withdrawing = asyncio.to_thread(_forget, self.key.encode(), published)
-            # After a timeout the entry stays, and workers find no trainer there.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
-        if remote is not None:
-            await remote.stop(self.model_id)
+        try:
+            # Without a cluster, a call of Ray's would connect this process to one.
+            if published is not None and load_ray().is_initialized():
+                withdrawing = asyncio.to_thread(_forget, self.key.encode(), published)
+                # After a timeout the entry stays, and workers find no trainer there.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
+        finally:
+            if remote is not None:
+                await remote.stop(self.model_id)
 
 
 def _store() -> Any:

@@ -200,7 +200,8 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                     f"{sources.num_workers} workers are expected, but with dial='both' the weight "
                     "server is the only peer: leave num_workers out"
                 )
-            sources.num_workers = 1
+            if sources.num_workers is None:
+                sources.num_workers = 1
             return
         try:
             super().bind(scheme, sources)
@@ -210,7 +211,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             server = "to push to a weight server there, construct the scheme with dial='both'"
             raise ConfigError(f"{exc}; {server}") from exc
 
-    def listen(self, scheme: TCPWeightSyncScheme, sender: WeightSender) -> None:
+    def listen(self, scheme: TCPWeightSyncScheme, sender: WeightSender, *, given: bool) -> None:
         """See :meth:`Fabric.listen`. With a weight server the trainer dials it."""
         workers = sender.workers
         if self.listener is not None:
@@ -218,7 +219,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             self.listener.start(
                 lambda link, hello: workers.welcome(link, None, hello), workers.crashed
             )
-        elif self._has_server:
+        elif self._has_server and not given:
             keep = self._keep_dialling(scheme, workers, self.dialer(scheme))
             workers.tasks.start(keep, "aiosync link to the weight server")
 

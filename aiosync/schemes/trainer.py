@@ -90,8 +90,8 @@ class Trainer:
             sender.workers.welcome(link, idx, given=True)
         for idx, pipe in enumerate(sources.pipes or ()):
             sender.workers.welcome(fabric.wrap(scheme, pipe), idx, given=True)
-        if not self.links and sources.pipes is None:
-            fabric.listen(scheme, sender)
+        given = bool(self.links) or sources.pipes is not None
+        fabric.listen(scheme, sender, given=given)
         try:
             await sender.connect(planned, timeout=timeout, processes=processes)
         finally:

@@ -1,9 +1,9 @@
 """The trainer's side at run time: snapshots, links to the workers, and sends."""
 
+from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sender import WeightSender
 from aiosync.sender.snapshots import How, Snapshot, SnapshotCopier
 from aiosync.sender.worker_link import Streaming
-from aiosync.sender.workers import WorkerRegistry
 
 __all__ = [
     "How",

@@ -7,8 +7,9 @@ every name; the others come before it, in order. Each stays an update of its own
 workers refuse must take no other with it. But if a replaced update is older than some that stay,
 these come together with the newest: a worker never has a state that the trainer never had.
 
-``sender.sender`` decides what a cancelled send leaves, and ``transports.stream`` does so for the
-bytes on a link. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor transports.
+``sender.sender`` decides what a cancelled send leaves, and ``transports.framed_link`` does so for
+the bytes on a link. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor
+transports.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from aiosync.errors import (
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.rendezvous.dialer import is_final
 from aiosync.sender.outbox import Outcome, Send
+from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import why_not_copied
 from aiosync.sender.worker_link import Streaming, WorkerLink
-from aiosync.sender.workers import WorkerRegistry
 from aiosync.tensors import Prepared
 from aiosync.types import Require, SendReport
 

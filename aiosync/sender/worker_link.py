@@ -4,9 +4,9 @@ Links whose payloads travel in the stream get them in chunks with checksums; a t
 goes on where it stopped, over the next link.
 
 Updates are written at once if the link takes them, and in a task if not; a second task reads the
-acknowledgements. The end of a worker is noticed by ``transports.stream``, which ``sender.workers``
-has watch the worker's process; that of a plain Ray actor by ``transports.ray``; and that of a
-process that dies before it joins by ``sender.workers``.
+acknowledgements. The end of a worker is noticed by ``transports.framed_link``, which
+``sender.registry`` has watch the worker's process; that of a plain Ray actor by ``transports.ray``;
+and that of a process that dies before it joins by ``sender.registry``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ nothing; the first call that has to wait starts one background thread.
 
 from aiosync.schemes import WeightSyncBackend
 from aiosync.strategy import WeightStrategy
-from aiosync.sync._connecting import connect_all
+from aiosync.sync._connect_all import connect_all
 from aiosync.sync._schemes import (
     DistributedWeightSyncScheme,
     InitialSyncTransport,

@@ -15,9 +15,9 @@ from aiosync.transports.base import (
     TransportBackend,
 )
 from aiosync.transports.credentials import TLS, Credentials
+from aiosync.transports.framed_link import MemoryTransport, MPTransport
 from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.stream import MemoryTransport, MPTransport
 from aiosync.transports.tcp import TCPTransport
 
 if TYPE_CHECKING:

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from aiosync.transports.framed_link import FramedTransport
     from aiosync.transports.shared_memory.publisher import SlotPublisher
     from aiosync.transports.shared_memory.reader import SlotReader
-    from aiosync.transports.stream import FramedTransport
 
 __all__ = [
     "Handler",

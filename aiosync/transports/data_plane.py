@@ -53,7 +53,7 @@ from aiosync.transports.base import (
     take_buffers,
     without_frames,
 )
-from aiosync.transports.stream import FramedTransport
+from aiosync.transports.framed_link import FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 if TYPE_CHECKING:

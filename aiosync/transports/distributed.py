@@ -40,7 +40,7 @@ from aiosync.transports.data_plane import (
     cut,
     first_line,
 )
-from aiosync.transports.stream import FramedTransport
+from aiosync.transports.framed_link import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import ExtValue, Setup

@@ -66,7 +66,7 @@ from aiosync.transports.data_plane import (
     first_line,
     result_of,
 )
-from aiosync.transports.stream import FramedTransport
+from aiosync.transports.framed_link import FramedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Cancellation, Capabilities, Limits
 from aiosync.wire import (

@@ -33,7 +33,7 @@ from aiosync.transports._forks import close_in_child
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.stream import ByteStream, FramedTransport
+from aiosync.transports.framed_link import ByteStream, FramedTransport
 from aiosync.transports.tls_stream import TlsStream, why_refused
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (

@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "a refused version counts as applied",
         "receiver/applier.py",
-        "        if taken:\n            if self.current is not staged:",
-        "        if True:\n            if self.current is not staged:",
+        "        if taken:\n            error = self._switch_to(staged)",
+        "        if True:\n            error = self._switch_to(staged)",
         contract("refused_names"),
     ),
     Mutant(
@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "a process is forked in the middle of an update",
         "receiver/applier.py",
-        "                with FORKING if isinstance(target, Target) else contextlib.nullcontext():",
-        "                with contextlib.nullcontext():",
+        "            with FORKING if isinstance(target, Target) else contextlib.nullcontext():",
+        "            with contextlib.nullcontext():",
         "tests/sync/test_fork.py -k splits",
     ),
     Mutant(
@@ -243,14 +243,14 @@ MUTANTS = [
     # -- versions, and updates on their way
     Mutant(
         "the same version twice is news",
-        "protocol/inbox.py",
+        "protocol/version_order.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if epoch == self.newest_epoch and version < self.newest:",
         "tests/unit/test_outbox.py",
     ),
     Mutant(
         "versions of another trainer are compared",
-        "protocol/inbox.py",
+        "protocol/version_order.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if version <= self.newest:",
         contract("other_trainer"),
@@ -329,14 +329,14 @@ MUTANTS = [
     ),
     Mutant(
         "an index is given to two workers",
-        "sender/workers.py",
+        "sender/registry.py",
         "return record.pid if any(map(_is_up, links)) else None",
         "return None",
         contract("index_taken"),
     ),
     Mutant(
         "a worker that came again stays lost",
-        "sender/workers.py",
+        "sender/registry.py",
         "self.links = dict(sorted((self.links | {idx: link}).items()))",
         "self.links = {**self.links}",
         contract("dead_worker"),
@@ -350,7 +350,7 @@ MUTANTS = [
     ),
     Mutant(
         "a worker that asks for a later version gets what there is",
-        "sender/workers.py",
+        "sender/registry.py",
         "if version < link.wanted:",
         "if False:",
         contract("pull"),
@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process that ends before it connects is waited for",
-        "sender/workers.py",
+        "sender/registry.py",
         "        self._on_end()\n",
         "        pass\n",
         contract("dead_before_connect"),
@@ -428,7 +428,7 @@ MUTANTS = [
     ),
     Mutant(
         "a send that was cut in the middle leaves the link open",
-        "transports/stream.py",
+        "transports/framed_link.py",
         'self.fail(TransportBroken(f"a send to {self.name} was cut in mid-message"))',
         "self.check()",
         conformance("cancel"),

@@ -24,8 +24,8 @@ from aiosync.errors import (
 )
 from aiosync.transports.base import Transport
 from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.stream import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import PREFIX_NBYTES, Update, encode_frame
 from tests.conformance.test_transports import duplex_ends, tcp_ends

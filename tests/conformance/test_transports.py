@@ -32,8 +32,8 @@ from aiosync.transports.address import Address, bind
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.stream import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
 from tests._certificates import certificates

@@ -41,6 +41,7 @@ from aiosync.integrations.torchrl._workers import (
     stamp,
 )
 from aiosync.protocol import as_indices
+from aiosync.receiver.scheme_hooks import run_hook
 from aiosync.schemes.internal import belongs_to_torchrl, change_hooks, life_of, separate
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import (
@@ -328,7 +329,14 @@ class CollectorOwner(TorchRLOwner):
         core = core_of(scheme)
         model_id = scheme.model_id or "policy"
         if has_workers(collector):
-            change_hooks(core, applied=Cascade(collector, scheme).pass_on)
+            given, cascade = change_hooks(core).applied, Cascade(collector, scheme)
+
+            async def pass_on(epoch: int, version: int) -> None:
+                if given is not None:
+                    await run_hook(given, epoch, version)
+                await cascade.pass_on(epoch, version)
+
+            change_hooks(core, applied=pass_on)
         elif model_id == "policy":
             labels = Labels(
                 collector,

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from typing import ClassVar
 
 from aiosync.transports.base import Received
+from aiosync.transports.framed_link import ByteStream, FramedTransport
 from aiosync.transports.shared_memory.publisher import SlotPublisher
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import Arena
-from aiosync.transports.stream import ByteStream, FramedTransport
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import PageMessage, Segment
 
