@@ -13,7 +13,7 @@ from aiosync.legacy.clusters import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
 )
-from aiosync.legacy.receiver import WeightReceiver
+from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.schemes import (
     MultiProcessWeightSyncScheme,
@@ -21,7 +21,6 @@ from aiosync.legacy.schemes import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from aiosync.legacy.sender import WeightSender
 from aiosync.legacy.transports import MPTransport, SharedMemTransport, TransportBackend
 from aiosync.legacy.updaters import (
     DistributedWeightUpdater,

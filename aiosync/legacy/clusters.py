@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal
 import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError
-from aiosync.legacy.receiver import WeightReceiver
+from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.schemes import StrategyName, WeightSyncScheme
-from aiosync.legacy.sender import WeightSender
 from aiosync.legacy.updaters.distributed import DistributedTransport
 
 __all__ = [

@@ -15,8 +15,7 @@ import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.legacy.background import BackgroundReceiver
-from aiosync.legacy.receiver import WeightReceiver
-from aiosync.legacy.sender import WeightSender
+from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.transports import (
     Answered,
     Backend,
