@@ -455,9 +455,7 @@ class WeightReceiver:
     @property
     def held(self) -> tuple[int | None, int]:
         """Epoch and version on which the trainer may count: applied, and any async hook ended."""
-        if self._after_apply() is None:
-            return self.inbox.epoch, self.inbox.version
-        return self._passed_on
+        return self._passed_on if self._after_apply() else (self.inbox.epoch, self.inbox.version)
 
     def _promise_next(self) -> None:
         """Promise that reads take the next versions, if the model follows the word by itself."""

@@ -192,8 +192,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
     def _linked(self, scheme: _Scheme, control: TCPTransport, *, listened: bool) -> Transport:
         try:
             link = self.carry(scheme, control, listened=listened)
-        except BaseException:
-            # The error is raised again for the caller.
+        except BaseException:  # raised again for the caller
             control.abort()
             raise
         self.life.shared.add(link)

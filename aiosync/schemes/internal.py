@@ -103,18 +103,12 @@ def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
 
 
 def change_hooks(scheme: WeightSyncScheme, **hooks: Any) -> SchemeHooks:
-    """Set hooks of a receiver, or of copies of a scheme that become receivers; keep the others.
+    """Set hooks of a receiver, keep the others, and return all of them.
 
     Args:
-        scheme: A scheme.
+        scheme: A receiver.
         **hooks: Fields of :class:`SchemeHooks`.
-
-    Returns:
-        All hooks that it has now.
     """
     side = scheme._life.side
-    if isinstance(side, Worker):
-        return side.change_hooks(**hooks)
-    carried_hooks = dataclasses.replace(scheme._terms.hooks, **hooks)
-    scheme._terms = dataclasses.replace(scheme._terms, hooks=carried_hooks)
-    return carried_hooks
+    assert isinstance(side, Worker)
+    return side.change_hooks(**hooks)

@@ -338,8 +338,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         put = _store()._internal_kv_put
         try:
             await asyncio.to_thread(put, key, self._published, True, namespace=_NAMESPACE)
-        except Exception as exc:
-            # Ray may raise any type; connect() and send() raise this.
+        except Exception as exc:  # Ray's, of any type; connect() and send() raise it
             raise ConnectError(
                 f"the trainer could not be registered in the Ray cluster: "
                 f"{type(exc).__name__}: {exc}"

@@ -79,7 +79,7 @@ class StreamFabric(Fabric[_Scheme]):
     trainer_name: str = "the trainer"
     """Name in errors of the side that listens."""
     advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`"
-    """What a user has to do so that this side can be reached."""
+    """Advice in errors: how the user makes the side that listens reachable."""
 
     def __init__(self, address: Address | None, credentials: Credentials) -> None:
         super().__init__()

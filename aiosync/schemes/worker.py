@@ -41,7 +41,7 @@ __all__ = ["Worker", "WorkerTerms"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerTerms:
-    """What integrations ask of a scheme's workers, beside its options; it travels in pickles.
+    """Terms that integrations set for a scheme's workers, beside its options; pickled with it.
 
     Attributes:
         hooks: Hooks of workers that are given no such hooks.
@@ -65,7 +65,7 @@ class Worker:
     Args:
         scheme: The scheme that gets the role.
         life: Its life in this process.
-        terms: What integrations ask of this worker.
+        terms: Terms that integrations set.
         model: As given to ``init_on_receiver()``, like all the others.
         weights: As given.
         load: As given.

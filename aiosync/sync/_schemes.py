@@ -634,8 +634,7 @@ class WeightSyncScheme(SchemeState):
         if rpc_runs():
             # Remote calls carry copies away before init_on_sender().
             bind_early(self._scheme)
-        # Copy the configuration only, as copies share no role. Attributes that a subclass has set
-        # belong to the subclass.
+        # Copies share no role: keep the configuration, and attributes that a subclass has set.
         blank = object.__new__(type(self))
         blank._adopt(self._scheme)
         own = {name: value for name, value in vars(self).items() if name not in vars(blank)}
