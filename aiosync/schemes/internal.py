@@ -103,12 +103,17 @@ def meet_at(scheme: WeightSyncScheme, address: str, pid: int | None) -> None:
 
 
 def change_hooks(scheme: WeightSyncScheme, **hooks: Any) -> SchemeHooks:
-    """Set hooks of a receiver, keep the others, and return all of them.
+    """Set hooks of a receiver, or of a scheme that becomes one; keep the others and return all.
+
+    An older program calls ``init_on_worker()`` before the collector gives the scheme its context.
 
     Args:
-        scheme: A receiver.
+        scheme: A scheme.
         **hooks: Fields of :class:`SchemeHooks`.
     """
     side = scheme._life.side
-    assert isinstance(side, Worker)
-    return side.change_hooks(**hooks)
+    if isinstance(side, Worker):
+        return side.change_hooks(**hooks)
+    carried_hooks = dataclasses.replace(scheme._terms.hooks, **hooks)
+    scheme._terms = dataclasses.replace(scheme._terms, hooks=carried_hooks)
+    return carried_hooks
