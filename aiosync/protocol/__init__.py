@@ -16,12 +16,16 @@ from aiosync.protocol.arguments import (
     validate_timeout,
 )
 from aiosync.protocol.assembly import Assembly
+from aiosync.protocol.ledger import Answer, Ledger, Refusal
 from aiosync.protocol.version_order import MAX_VERSION, Inbox, draw_epoch
 
 __all__ = [
     "MAX_VERSION",
+    "Answer",
     "Assembly",
     "Inbox",
+    "Ledger",
+    "Refusal",
     "as_chunk_nbytes",
     "as_count",
     "as_index",

@@ -67,9 +67,13 @@ class Inbox:
         The update may belong to an earlier epoch: the receiver was still applying it when the
         first update of the next epoch was offered.
         """
+        self.seen(epoch, version)
+        self.epoch, self.version = epoch, version
+
+    def seen(self, epoch: int, version: int) -> None:
+        """Register an update that was never offered: it was taken or refused in shared memory."""
         if epoch == self.newest_epoch and version > self.newest:
             self.newest = version
-        self.epoch, self.version = epoch, version
 
     def forget(self) -> None:
         """Register that the model no longer has the applied version, as before the first one.

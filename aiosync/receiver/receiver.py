@@ -18,38 +18,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
-from aiosync._tasks import Newest, Notifier, TaskOwner
+from aiosync._tasks import Newest, TaskOwner
 from aiosync.errors import (
     AiosyncError,
-    LocalProtocolError,
     PeerClosed,
-    RecvTimeout,
     RemoteProtocolError,
     StaleVersion,
-    SyncTimeout,
     TransportClosed,
 )
 from aiosync.events import SyncStats
-from aiosync.protocol import Inbox
+from aiosync.protocol import Answer, Inbox, Ledger
 from aiosync.receiver.answers import Outgoing
-from aiosync.receiver.applier import Applier, Refusal, not_applied
+from aiosync.receiver.applier import Applier
 from aiosync.receiver.guard import Guard
+from aiosync.receiver.model import WorkerModel
 from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
-from aiosync.receiver.reads import is_held_by_caller
+from aiosync.receiver.reads import Methods
 from aiosync.receiver.scheme_hooks import AfterApply
 from aiosync.receiver.transformer import Transform, Transformer
 from aiosync.receiver.update_reader import Staged, UpdateReader
+from aiosync.receiver.waits import VersionWaits
 from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames
@@ -58,12 +56,7 @@ from aiosync.wire import Current, Fetch, Leave, ManifestMessage, Promise, Take, 
 
 __all__ = ["WeightReceiver"]
 
-Context: TypeAlias = "contextlib.AbstractContextManager[None]"
-_SILENT: Context = contextlib.nullcontext()
-_Answer: TypeAlias = "tuple[int, int, AckStatus, BaseException | None]"
-
 _CLOSE_SECONDS = 1.0
-_BELL_SECONDS = 0.001
 
 
 class WeightReceiver:
@@ -74,8 +67,13 @@ class WeightReceiver:
 
     Args:
         transport: The link; owned from now on.
-        resolve: As for :class:`Applier`, like what follows up to ``flipped``, and ``meter``.
+        resolve, copy, strict, buffers: As for :class:`WorkerModel`.
         apply: ``"auto"``, or ``"manual"`` to apply only in calls that ask for it.
+        guard: Keeps reads and updates apart.
+        install_hooks: Make the forwards of the model reads of the guard.
+        methods: Names of other methods of the model whose calls are reads; ``None`` for the public
+            methods of a model without a forward.
+        flipped, meter: As for :class:`Applier`.
         after_apply: Asked at each update for the function to await before the trainer is told.
         before_apply: Called on the loop before an update is applied; refuses it if it raises.
         transform: Turns an update, in a thread, into the weights that the model wants.
@@ -87,12 +85,12 @@ class WeightReceiver:
 
     Attributes:
         updates, applier: The reader of arriving updates, and the applier, which has the model.
+        ledger, inbox: The versions that the worker wants, has, refused and reported.
+        waits: The calls of the program that wait for a version.
         meter, outage: As given.
         lost: The error that ended the last link, while another one is looked for.
         error: The error after which nothing more will arrive.
-        refused: The model's last refusal of a version of this trainer.
         progress: Number of parts of updates, and of answers, that arrived.
-        reported: Epoch and version that :meth:`receive` reported last.
     """
 
     def __init__(
@@ -124,10 +122,8 @@ class WeightReceiver:
         self.updates: UpdateReader = UpdateReader()
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
-        self._told: _Answer = (0, 0, AckStatus.SKIPPED, None)  # last, of the newest version
-        self._wanted: list[int] = []  # least versions that pull() wants and that have not come
-        self._coming: tuple[int, int] | None = None  # announced epoch and version
-        self._num_answers = 0  # number of answers to pull()
+        self.ledger: Ledger = Ledger(awaits_hook=lambda: after_apply() is not None)
+        self.inbox: Inbox = self.ledger.inbox
         self._transformer: Transformer | None = None
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
@@ -138,50 +134,57 @@ class WeightReceiver:
             offer=self._promise_next,
             allowed=promises and self._transformer is None,
         )
-        self.applier: Applier = Applier(
-            self.updates,
-            report=self.report,
-            log=functools.partial(log, "methods"),
-            changed=lambda: self._changed.notify(),
-            hears_of=self._hears_of,
-            withdraw_promise=self._promise.withdraw,
-            fail=self.fail,
+        say_methods = functools.partial(log, "methods")
+        model = WorkerModel(
+            guard,
+            self.inbox,
             resolve=resolve,
-            manual=apply == "manual",
             copy=copy,
             strict=strict,
             buffers=buffers,
-            guard=guard,
-            install_hooks=install_hooks,
-            methods=methods,
+            methods=Methods(guard, methods, say_methods) if install_hooks else None,
+            watch=apply != "manual",
+        )
+        self.applier: Applier = Applier(
+            model,
+            guard,
+            self.ledger,
+            self._promise,
+            self.updates,
+            manual=apply == "manual",
             reads_words=self._transformer is None,
             flipped=flipped,
             meter=meter,
+            report=self.report,
+            fail=self.fail,
         )
         self.meter: Meter = meter
-        self.inbox: Inbox = self.applier.inbox
         self._after_apply = after_apply
         self._trainer = trainer
         self._lasting = lasting
         self._log = log
-        self.refused: Refusal | None = None
         self._to_pass_on: Newest[tuple[AfterApply, int, int]]
         self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync applied hook")
-        self._passed_on: tuple[int | None, int] = (None, 0)
         self.lost: AiosyncError | None = None
         self.outage: Outage = outage
         self.error: BaseException | None = None
         self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
         self.progress: int = 0
-        self.reported: tuple[int | None, int] = (None, 0)
-        self._changed = Notifier()
-        self._num_waiting = 0
+        self.waits = VersionWaits(
+            self.applier,
+            guard,
+            self.ledger,
+            self.updates,
+            outage,
+            check=self.check,
+            fetch=self._fetch,
+        )
         self._closed = False
 
     def start(self) -> None:
         """Guard the model, and begin to receive in the background."""
-        self.applier.submit()
+        self.applier.turns.submit()
         self._tasks.start(self._run(), "aiosync receiver")
 
     def fail(self, error: BaseException) -> None:
@@ -190,7 +193,7 @@ class WeightReceiver:
             self.error = without_frames(error)
             self._error_traceback = error.__traceback__
             self.transport.abort()  # the sender sees it at once
-        self._changed.notify()
+        self.waits.changed.notify()
 
     # -- the link ------------------------------------------------------------------------------
 
@@ -206,7 +209,8 @@ class WeightReceiver:
                 lost = self.lost = without_frames(exc)
             if self._closed:
                 return
-            outage.end_link(lost, self.inbox.version, self._trainer is None, self._changed.notify)
+            wake = self.waits.changed.notify
+            outage.end_link(lost, self.inbox.version, self._trainer is None, wake)
             if self._trainer is None:
                 await outage.give_up(lost)
                 self.fail(lost)
@@ -231,8 +235,9 @@ class WeightReceiver:
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # The trainer of the last link counts on the version that it named before the loss.
                 await self.guard.wait_free(_CLOSE_SECONDS)
-                self.applier.submit()
-            self.lost = self._coming = None
+                self.applier.turns.submit()
+            self.lost = None
+            self.ledger.lose_link()
             self.applier.keep_memory()
             self._promise.begin_link()
             self.transport = link
@@ -261,15 +266,11 @@ class WeightReceiver:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
             self.progress += 1
-            inbox, newest = self.inbox, (message.epoch, message.version)
             if self.guard.words is not None:
                 self.applier.apply_soon()
-            if newest[1] and (newest[0] != inbox.newest_epoch or newest[1] > inbox.newest):
-                # The message overtook the update that pull() wants, and that may go with the link.
-                self._coming = newest
-            else:
-                self._coming = self.outage.cut_off = None  # the newest message counts
-                self._has_come(*newest)
+            if not self.ledger.announce(message.epoch, message.version):
+                self.outage.cut_off = None  # the newest message counts
+                self._has_come(message.epoch, message.version)
         elif isinstance(message, Leave):
             self.outage.farewell = True
         else:
@@ -293,7 +294,7 @@ class WeightReceiver:
             staged = self.applier.look()
             if staged is None:
                 stale = StaleVersion(f"version {version} is older than what the model has")
-                self._answer_stale(epoch, version, stale)
+                self._repeat(epoch, version, stale)
             else:
                 if staged.slot is not None:
                     slots.refuse(staged.slot)
@@ -307,17 +308,26 @@ class WeightReceiver:
 
     def _is_news(self, epoch: int, version: int) -> bool:
         """Register a version that arrived; repeat the answer to one that is not new."""
-        if epoch != self.inbox.newest_epoch:
-            self.refused = None  # it was of an earlier trainer
         try:
-            self.inbox.offer(epoch, version)
+            self.ledger.arrive(epoch, version)
         except StaleVersion as exc:
-            self._answer_stale(epoch, version, exc)
+            self._repeat(epoch, version, exc)
             self._has_come(epoch, version)
             return False
-        if self._wanted or self._coming:
+        if self.ledger.is_fetching:
             self._has_come(epoch, version)
         return True
+
+    def _fetch(self) -> None:
+        """Ask for the versions that calls want; the trainer keeps one request at a time."""
+        least = self.ledger.to_fetch
+        if least is not None:
+            self._outgoing.say(Fetch(least))
+
+    def _has_come(self, epoch: int, version: int) -> None:
+        if self.ledger.has_come(epoch, version):
+            self._fetch()
+        self.waits.changed.notify()
 
     def _stage(self, staged: Staged) -> None:
         self.outage.cut_off = None
@@ -339,10 +349,10 @@ class WeightReceiver:
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
         self.applier.apply_soon()
-        if self._told[:2] != (epoch, version):
+        if not self.ledger.has_reported(epoch, version):
             # The update has to wait. APPLIED or NACK at once would have implied RECEIVED.
             self._answer(epoch, version, AckStatus.RECEIVED)
-        self._changed.notify()
+        self.waits.changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
         if staged.epoch != self.inbox.newest_epoch:  # its trainer is gone
@@ -353,7 +363,7 @@ class WeightReceiver:
             self._refuse(staged.epoch, staged.version, error)
             self.applier.note("refused", staged)
             staged.give_back()
-            self._changed.notify()
+            self.waits.changed.notify()
 
     # -- answers -------------------------------------------------------------------------------
 
@@ -361,26 +371,21 @@ class WeightReceiver:
         self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
     ) -> None:
         """Tell the trainer what became of a version."""
-        told = self._told
-        if epoch == self.inbox.newest_epoch and (told[0] != epoch or told[1] <= version):
-            self._told = epoch, version, status, error
-        self._outgoing.say(make_ack(epoch, version, status, error))
+        self._say(self.ledger.report(epoch, version, status, error))
 
-    def _answer_stale(self, epoch: int, version: int, error: StaleVersion) -> None:
-        # After a lost link the trainer may not know that the update had arrived.
-        inbox = self.inbox
-        newest = inbox.newest_epoch, inbox.newest
-        if self._told[:2] == (epoch, version):
-            self._answer(*self._told)
-        elif self.held == (epoch, version) or (
-            # the word named a newer version, which the model has
-            epoch == inbox.epoch and version < inbox.version and self.updates.slots is not None
-        ):
-            self._answer(epoch, version, AckStatus.APPLIED)
-        elif self._transformer is not None and newest == (epoch, version):  # in the transform
-            self._answer(epoch, version, AckStatus.RECEIVED)
-        else:
-            self._answer(epoch, version, AckStatus.NACK, error)
+    def _say(self, answer: Answer) -> None:
+        self._outgoing.say(make_ack(*answer))
+
+    def _repeat(self, epoch: int, version: int, error: StaleVersion) -> None:
+        self._say(
+            self.ledger.repeat(
+                epoch,
+                version,
+                error,
+                by_word=self.updates.slots is not None,
+                transforming=self._transformer is not None,
+            )
+        )
 
     def _skip(self, staged: Staged) -> None:
         staged.give_back()
@@ -390,15 +395,18 @@ class WeightReceiver:
         self._answer(staged.epoch, staged.version, AckStatus.SKIPPED)
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
-        since = time.monotonic() if self.refusing is None else self.refusing.since
-        self.refused = Refusal(epoch, version, without_frames(error), since)
+        answer = self.ledger.refuse(epoch, version, without_frames(error), time.monotonic())
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
         self._promise.withdraw()
-        self._answer(epoch, version, AckStatus.NACK, error)
+        self._say(answer)
 
-    def report(self) -> None:
-        """Tell the trainer and the calls that wait what became of updates. On the loop."""
+    def report(self, changed: bool = False) -> None:
+        """Tell the trainer and the calls that wait what became of updates. On the loop.
+
+        Args:
+            changed: The model has another version, also if there is nothing to tell the trainer.
+        """
         results = self.applier.results
         while results:
             staged, unused = results.popleft()
@@ -413,12 +421,13 @@ class WeightReceiver:
                     self._loop.call_soon(unused.give_back)
             else:
                 self._skip(staged)
-            self._changed.notify()
+            changed = True
+        if changed:
+            self.waits.changed.notify()
 
     def _report(self, staged: Staged) -> None:
         epoch, version, applier = staged.epoch, staged.version, self.applier
-        if version >= applier.owed:
-            applier.owed = 0
+        self.ledger.settle(version)
         if staged.error is not None:
             self._refuse(epoch, version, staged.error)
             applier.note("refused", staged)
@@ -428,7 +437,7 @@ class WeightReceiver:
         self._applied(epoch, version)
         if staged.slot is not None:
             self._promise_next()
-            if self._wanted or self._coming:
+            if self.ledger.is_fetching:
                 self._has_come(epoch, version)
 
     def _applied(self, epoch: int, version: int) -> None:
@@ -448,18 +457,14 @@ class WeightReceiver:
             self._refuse(epoch, version, exc)
             self.meter.ended("refused", epoch, version, time.perf_counter())
         else:
-            self._passed_on = (epoch, version)
+            self.ledger.passed_on = (epoch, version)
             self._answer(epoch, version, AckStatus.APPLIED)
-        self._changed.notify()
-
-    @property
-    def held(self) -> tuple[int | None, int]:
-        """Epoch and version on which the trainer may count: applied, and any async hook ended."""
-        return self._passed_on if self._after_apply() else (self.inbox.epoch, self.inbox.version)
+        self.waits.changed.notify()
 
     def _promise_next(self) -> None:
         """Promise that reads take the next versions, if the model follows the word by itself."""
-        slots, staged, promise = self.updates.slots, self.applier.current, self._promise
+        applier, slots, promise = self.applier, self.updates.slots, self._promise
+        staged = applier.model.current
         if (
             promise.is_due
             and staged is not None
@@ -468,14 +473,10 @@ class WeightReceiver:
             and staged.slots is slots
             and promise.digest != staged.layout.digest
             and self._after_apply() is None
-            and self.applier.may_follow
+            and not applier.manual
+            and applier.model.may_follow
         ):
-            promise.make(staged.layout.digest, slots.words, self.applier.take)
-
-    def _hears_of(self, digest: bytes) -> bool:
-        """Return True if the trainer must hear of this manifest's updates. On any thread."""
-        asked = self._num_waiting or self._wanted or self._coming
-        return bool(self._promise.digest != digest or asked)
+            promise.make(staged.layout.digest, slots.words, applier.take)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -484,17 +485,10 @@ class WeightReceiver:
         """Version that the model has; 0 before any."""
         return self.inbox.version
 
-    @property
-    def refusing(self) -> Refusal | None:
-        """The model's last refusal, while it has no newer version."""
-        refused, inbox = self.refused, self.inbox
-        newer = refused and inbox.epoch == refused.epoch and inbox.version > refused.version
-        return None if newer else refused
-
     def is_ready(self) -> bool:
         """Return True if the model has a version, or a version waits for a model."""
         return self.inbox.version > 0 or (
-            self.applier.has_staged and self.applier.resolve() is None
+            self.applier.has_staged and self.applier.model.resolve() is None
         )
 
     @property
@@ -504,7 +498,7 @@ class WeightReceiver:
 
     def stats(self) -> SyncStats:
         """Return the numbers of this worker's syncs. On any thread."""
-        inbox, lag, current = self.inbox, self.lag, self.applier.current
+        inbox, lag, current = self.inbox, self.lag, self.applier.model.current
         version, worker = inbox.version, self._transformer
         return self.meter.stats(
             under_way=lambda: (
@@ -531,232 +525,6 @@ class WeightReceiver:
                 looked_for = str(self.error)  # it says for how long
                 raise PeerClosed(closed if self._trainer is None else looked_for) from self.error
             raise self.error.with_traceback(self._error_traceback)  # else it grows at each raise
-
-    def check_refused(self, at_least: int = 0, *, beside: Refusal | None = None) -> None:
-        """Raise the model's last refusal, if there is one.
-
-        Args:
-            at_least: Only the refusal of a version from this one on counts.
-            beside: A refusal that does not count, because it was known before.
-
-        Raises:
-            ApplyError: The model refused the version.
-        """
-        refused = self.refused
-        if refused is not None and refused is not beside and refused.version >= at_least:
-            raise not_applied(refused.version, refused.error) from refused.error
-
-    def _fetch(self) -> None:
-        """Ask for the versions that :meth:`pull` wants; the trainer keeps one request at a time."""
-        if self._wanted:
-            self._outgoing.say(Fetch(min(self._wanted)))
-
-    def _has_come(self, epoch: int, version: int) -> None:
-        """Note that a version is here, or was refused before, for which pull() may have asked."""
-        refused, coming, wanted = self.refused, self._coming, self._wanted
-        # A version before the announced one is not the newest, or only a part of the answer.
-        if coming is None or epoch != coming[0] or version >= coming[1]:
-            self._coming = None
-            self._num_answers += 1
-            self._wanted = [each for each in wanted if each > version]
-            if len(self._wanted) < len(wanted):
-                self._fetch()
-        if refused is not None and (refused.epoch, refused.version) == (epoch, version):
-            self.refused = dataclasses.replace(refused)  # a new object: news to the callers
-        self._changed.notify()
-
-    async def wait_until(
-        self,
-        condition: Callable[[], bool],
-        *,
-        timeout: float | None,
-        late: SyncTimeout,
-        waiting: Context = _SILENT,
-        applied: bool = False,
-    ) -> None:
-        """Wait for a condition that updates change, inside of ``waiting``.
-
-        Args:
-            condition: Returns True when the wait is over.
-            timeout: Seconds; ``None`` for ever, and with 0 it only looks.
-            late: The error to raise after the timeout.
-            waiting: Entered if it has to wait.
-            applied: Have the staged update applied for this, also with ``apply="manual"``.
-
-        Raises:
-            SyncTimeout: ``late``.
-            PeerClosed: The trainer went away before.
-        """
-        applier = self.applier
-
-        def rung() -> bool:
-            slots = self.updates.slots
-            if slots is not None and self.guard.words is not None:
-                slots.ring_me(True)  # the trainer tells of a new version at once
-                # It may have named one just before, when neither side saw the other's change.
-                self._loop.call_later(_BELL_SECONDS, applier.apply_soon)
-            applier.apply_soon()
-            return condition()
-
-        applier.askers += applied
-        try:
-            applier.apply_soon()
-            if condition():
-                await asyncio.sleep(0)  # updates arrive on this loop, and need a turn of it
-                return
-            self._num_waiting += 1  # now, not before: it has the trainer told of each update
-            try:
-                with waiting:
-                    async with asyncio.timeout(timeout):
-                        await asyncio.sleep(0)
-                        while not condition():
-                            self.check()
-                            # Another thread may have taken it without waking this call.
-                            await self._changed.wait(unless=rung)
-            except TimeoutError as exc:
-                if isinstance(exc, SyncTimeout):
-                    raise
-                applier.apply_soon()
-                if not condition():
-                    self.check()
-                    raise late from (exc if self.outage.cut_off is None else self.outage.cut_off[1])
-            finally:
-                self._num_waiting -= 1
-                slots = self.updates.slots
-                if slots is not None and not self._num_waiting:
-                    slots.ring_me(False)
-        finally:
-            applier.askers -= applied
-
-    def _check_not_inside(
-        self, method: str, timeout: float | None, unless: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Raise if the caller is about to wait for an update that its own read holds back."""
-        if timeout != 0 and is_held_by_caller(self.guard) and not unless():
-            self.check()
-            raise LocalProtocolError(
-                f"{method}() was called inside a reading() block or a forward pass, which keeps "
-                "updates from being applied: it would wait for ever. Call it after the block"
-            )
-
-    async def wait_for_first(
-        self, welcome: Welcome, *, timeout: float | None, late: SyncTimeout
-    ) -> None:
-        """Wait until the model has the initial weights, or they wait for a model."""
-        inbox = self.inbox
-
-        def arrived() -> bool:
-            # A version before the newest may be a mistake that all workers have refused.
-            self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
-            if self.applier.resolve() is None:
-                return self.applier.has_staged
-            if inbox.epoch == welcome.epoch:  # parts with the newest of each name arrive one by one
-                return inbox.version >= welcome.version
-            return inbox.version > 0
-
-        await self.wait_until(arrived, timeout=timeout, late=late, applied=True)
-        self.reported = (inbox.epoch, inbox.version)
-
-    async def receive(self, timeout: float | None) -> bool:
-        """Wait for an applied update that was not reported yet; return True if there is one."""
-        inbox, refused = self.inbox, self.refused
-
-        def arrived() -> bool:
-            if self.applier.manual:
-                self.check_refused(beside=refused)
-            return inbox.version > 0 and (inbox.epoch, inbox.version) != self.reported
-
-        self.outage.check()
-        self._check_not_inside("receive", timeout, arrived)
-        try:
-            await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
-        except RecvTimeout:
-            return False
-        self.reported = (inbox.epoch, inbox.version)
-        return True
-
-    async def wait_for(
-        self,
-        version: int,
-        *,
-        staged: bool = False,
-        timeout: float | None,
-        late: SyncTimeout,
-        waiting: Context = _SILENT,
-    ) -> int:
-        """Wait until the model has at least ``version``; or, with ``staged``, until it is here.
-
-        Returns:
-            The version that the model has, or that is here.
-
-        Raises:
-            ApplyError: The model refused the version.
-        """
-        inbox = self.inbox
-
-        def newest() -> int:
-            version = inbox.version if inbox.epoch == inbox.newest_epoch else 0
-            return max(version, self.applier.staged_version if staged else 0)
-
-        def reached() -> bool:
-            if newest() >= version:
-                return True
-            self.check_refused(version)
-            return False
-
-        applied = not staged
-        if applied:
-            self._check_not_inside("wait_for_version", timeout, reached)
-        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=applied)
-        return max(version, newest())
-
-    async def wait_lag_below(
-        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
-    ) -> int:
-        """Wait until the model is less than ``limit`` versions behind the newest that is here.
-
-        Returns:
-            The number of versions by which it is behind.
-
-        Raises:
-            ApplyError: The model refused the newest version.
-        """
-
-        def reached() -> bool:
-            if self.lag < limit:
-                return True
-            self.check_refused(self.inbox.newest)
-            return False
-
-        self._check_not_inside("wait_lag_below", timeout, reached)
-        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting, applied=True)
-        return self.lag
-
-    async def pull(
-        self, least: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
-    ) -> int:
-        """Ask for the newest version, from ``least`` on, and wait until the model has it.
-
-        Raises:
-            ApplyError: The model refused the version.
-        """
-        inbox, refused = self.inbox, self.refused
-        before = inbox.epoch, inbox.version, self._num_answers
-        if least > inbox.version:
-            self._check_not_inside("pull", None)
-        self._wanted.append(least)
-        self._fetch()
-
-        def arrived() -> bool:
-            self.check_refused(beside=refused)
-            if self.applier.has_staged:
-                self._check_not_inside("pull", None)
-            if inbox.version < least or self.applier.has_staged or self.lag or self._coming:
-                return False
-            return (inbox.epoch, inbox.version, self._num_answers) != before
-
-        await self.wait_until(arrived, timeout=timeout, late=late, waiting=waiting, applied=True)
-        return inbox.version
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -786,7 +554,7 @@ class WeightReceiver:
         if self._closed:
             return  # another call did it meanwhile
         with contextlib.ExitStack() as last:  # each runs, even if others raise
-            last.callback(self._changed.notify)
+            last.callback(self.waits.changed.notify)
             last.callback(self.updates.close)
             last.callback(self.applier.close)
             if self._transformer is not None:

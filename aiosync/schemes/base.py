@@ -523,7 +523,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Class A.
         """
         receiver: WeightReceiver = self._require("receive", "receiver", timeout)[0].runtime
-        if not await receiver.receive(timeout):
+        if not await receiver.waits.receive(timeout):
             return None
         epoch, version = receiver.inbox.epoch or 0, receiver.inbox.version
         return AppliedUpdate(epoch, version, self.model_id or "policy", lambda: self.weights)
@@ -554,7 +554,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         version = as_version("version", version)
         call, text = f"wait_for_version({version})", f"version {version} was not applied"
-        wait = self._require("wait_for_version")[0].runtime.wait_for
+        wait = self._require("wait_for_version")[0].waits.wait_for
         return await self._wait(call, timeout, text, wait, version)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
@@ -584,7 +584,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         version = as_version("version", version)
         call, text = f"wait_staged({version})", f"version {version} was not complete"
-        wait = functools.partial(self._require("wait_staged")[0].runtime.wait_for, staged=True)
+        wait = functools.partial(self._require("wait_staged")[0].waits.wait_for, staged=True)
         return await self._wait(call, timeout, text, wait, version)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
@@ -612,7 +612,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         receiver: WeightReceiver = self._require("pull", "receiver")[0].runtime
         least = 0 if min_version is None else as_version("min_version", min_version)
         text = f"no version from {least} on was applied"
-        return await self._wait("pull()", timeout, text, receiver.pull, least)
+        return await self._wait("pull()", timeout, text, receiver.waits.pull, least)
 
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Wait until the worker is less than ``limit`` versions behind (sender: until all are).
@@ -640,10 +640,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A.
         """
-        runtime = self._require("wait_lag_below")[0].runtime
+        waits = self._require("wait_lag_below")[0].waits
         as_version("a lag", limit, 1)
         call, text = f"wait_lag_below({limit})", f"the lag did not fall below {limit}"
-        return await self._wait(call, timeout, text, runtime.wait_lag_below, limit)
+        return await self._wait(call, timeout, text, waits.wait_lag_below, limit)
 
     async def _wait(
         self,
@@ -671,9 +671,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         return runtime is not None and runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        runtime = self._require("ready")[0].runtime
+        side = self._require("ready")[0]
         text = "there was no complete version"
-        await self._wait("ready", timeout, text, runtime.wait_until, runtime.is_ready)
+        await self._wait("ready", timeout, text, side.waits.wait_until, side.runtime.is_ready)
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -42,6 +42,12 @@ class Trainer:
         self._given = given
         self._children: list[multiprocessing.process.BaseProcess] = []
 
+    @property
+    def waits(self) -> WeightSender:
+        """The waits of a connected trainer, which are the sender's."""
+        assert self.runtime is not None
+        return self.runtime
+
     def assign(self, scheme: SchemeState, life: Life, name: str, value: Any) -> None:
         """Send another model or other weights from now on; or look for it in another context."""
         del scheme, life

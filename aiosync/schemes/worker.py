@@ -25,6 +25,7 @@ from aiosync.receiver.reads import Methods
 from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.scheme_hooks import AfterApply, SchemeHooks, in_thread, run_hook
 from aiosync.receiver.transformer import Transform
+from aiosync.receiver.waits import VersionWaits
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.schemes.fabric import Fabric
@@ -168,6 +169,12 @@ class Worker:
         self._idx_chosen = False
         self.check(scheme, load if target is None else target)
 
+    @property
+    def waits(self) -> VersionWaits:
+        """The waits of a connected worker."""
+        assert self.runtime is not None
+        return self.runtime.waits
+
     def change_hooks(self, **hooks: Any) -> SchemeHooks:
         """Set hooks from now on, keep the others, and return all of them."""
         self.hooks = dataclasses.replace(self.hooks, **hooks)
@@ -239,7 +246,7 @@ class Worker:
         if initial and fabric.subscribes(scheme) and (welcome.version or welcome.note):
             left = None if ends is None else max(0.0, ends - clock())
             late = self._say_late(life, welcome, timeout or 0)
-            await receiver.wait_for_first(welcome, timeout=left, late=late)
+            await receiver.waits.wait_for_first(welcome, timeout=left, late=late)
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
         life.log("joined", f"joined the trainer{none_yet}", receiver.version)
         lacks = self._given.lacks() if scheme.apply == "auto" else None
@@ -340,7 +347,7 @@ class Worker:
     ) -> Welcome:
         """Make the handshake on a link, and return the trainer's answer."""
         receiver = self.runtime
-        epoch, version = (None, 0) if receiver is None else receiver.held
+        epoch, version = (None, 0) if receiver is None else receiver.ledger.held
         partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
         hello = Hello(
             role="receiver",

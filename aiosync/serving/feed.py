@@ -274,7 +274,7 @@ class WeightFeed:
             state, reason = "closed", "the feed is not running: start it with `async with feed`"
         elif self._crash is not None:
             state, reason = "failed", f"{type(self._crash).__name__}: {self._crash}"
-        refusing = None if receiver is None else receiver.refusing
+        refusing = None if receiver is None else receiver.ledger.refusing
         return FeedStatus(
             state=state,
             reason=reason,
@@ -309,8 +309,7 @@ class WeightFeed:
             if receiver.lost is None:
                 text = f"what is newer has not come since {text}"
             found.insert(0, (receiver.outage.cut_off[0], text))
-        if receiver.refusing is not None:
-            refusing = receiver.refusing
+        if (refusing := receiver.ledger.refusing) is not None:
             text = f"version {refusing.version} was refused: {refusing.text}"
             found.append((refusing.since, text))
         return found
@@ -336,7 +335,7 @@ class WeightFeed:
         finally:
             if self._receiver is not None:
                 # Otherwise the close would copy a large model, which would hold the loop.
-                self._receiver.applier.leave_memory()
+                self._receiver.applier.model.leave_memory()
                 self._receiver = None
             await scheme.aclose()
 
@@ -360,7 +359,7 @@ class WeightFeed:
         """Switch to each staged version; after a refusal or a late gate try the next one."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
-            await receiver.wait_until(
+            await receiver.waits.wait_until(
                 lambda: receiver.applier.has_staged, timeout=None, late=SwapTimeout("never")
             )
             try:
@@ -403,7 +402,7 @@ class WeightFeed:
             except SyncTimeout:  # a forward in another thread is running: wait in the thread
                 pass
             except BaseException as exc:  # noqa: BLE001 - interrupt_loop() raises or passes it on
-                applier.interrupt_loop(exc)  # if it returns, the thread applies the rest
+                applier.turns.interrupt_loop(exc)  # if it returns, the thread applies the rest
         late = time.monotonic() + limit
 
         def apply() -> None:

@@ -207,7 +207,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process is forked in the middle of an update",
-        "receiver/applier.py",
+        "receiver/model.py",
         "            with FORKING if isinstance(target, Target) else contextlib.nullcontext():",
         "            with contextlib.nullcontext():",
         "tests/sync/test_fork.py -k splits",
@@ -506,16 +506,16 @@ MUTANTS = [
     ),
     Mutant(
         "a worker's loop waits for an accelerator",
-        "receiver/applier.py",
-        "if self._in_thread is not None or (self._waits and not self._closed):",
+        "receiver/turns.py",
+        "if self._in_thread is not None or (self._waits() and not self._is_last):",
         "if False:",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(
         "a read does not wait for the thread that is to apply",
-        "receiver/applier.py",
-        "self.guard.offer(self.take)  # a",
-        "self.guard._apply = self.take  # a",
+        "receiver/turns.py",
+        "self._guard.offer(self._take)  # a",
+        "self._guard._apply = self._take  # a",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(

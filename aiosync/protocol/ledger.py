@@ -1,0 +1,253 @@
+"""A worker's ledger: the versions that it wants, has and refused, and what it reported of each.
+
+The columns are the four facts of one worker. The rows are the events, with what each does to them.
+
+===============  =====================  ==================  =============  =========================
+event            wanted                 held                refused        reported
+===============  =====================  ==================  =============  =========================
+update arrives   newest                                                    RECEIVED, if it waits
+word names one   owed, if a message                                        SKIPPED for an older owed
+                 asked for it                                              version
+it came before                                              a new object   the last answer again
+read applies it  owed is settled        it                                 APPLIED; after an async
+                                                                           hook, if there is one
+model refuses    owed is settled                            it             NACK
+newer one came                                                             SKIPPED
+pull()           least versions
+trainer: newest  coming, until it is                                       nothing
+is v             here
+interrupt                                                                  nothing: it is applied
+                                                                           again by the next read
+another model                           kept, or none                      nothing
+link is lost     owed and coming end                                       its last answer is kept,
+                                                                           to be repeated
+other trainer    newest, in its epoch                       forgotten      of its epoch
+===============  =====================  ==================  =============  =========================
+
+An answer about a version settles all older versions of its epoch. This is pure bookkeeping: this
+module must never import asyncio, anyio or torch, and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from aiosync.errors import StaleVersion
+from aiosync.protocol.version_order import Inbox
+from aiosync.types import AckStatus
+
+__all__ = ["Answer", "Ledger", "Refusal"]
+
+
+class Answer(NamedTuple):
+    """What the trainer is told of one version, in its epoch."""
+
+    epoch: int
+    version: int
+    status: AckStatus
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """A version that the model refused.
+
+    Attributes:
+        epoch: Epoch of the version.
+        version: Number of the version.
+        error: The reason of the refusal.
+        since: Time of the refusal on ``time.monotonic()``'s clock; of several refusals in a row
+            that of the first.
+    """
+
+    epoch: int
+    version: int
+    error: BaseException
+    since: float
+
+    @property
+    def text(self) -> str:
+        """The reason of the refusal as a text."""
+        return str(self.error) or type(self.error).__name__
+
+
+class Ledger:
+    """Bookkeeping of the versions of one worker, and of the answers that it owes to its trainer.
+
+    Each method that returns an :class:`Answer` expects that the answer is sent, in this order.
+
+    Args:
+        awaits_hook: Returns True if an async hook has to end before a version counts as held.
+
+    Attributes:
+        inbox: The newest version that arrived, and the version that the model has.
+        refused: The last refusal of a version of this trainer; a new object if it was repeated.
+        owed: The version that a message asked for and that a word names; 0 for none.
+        passed_on: Epoch and version for which the async hook ended last.
+        num_waiting: Number of calls that wait for a version now.
+        num_answers: Number of answers to :meth:`want` that came.
+        coming: Epoch and version that the trainer announced and that did not arrive yet.
+    """
+
+    def __init__(self, awaits_hook: Callable[[], bool] = lambda: False) -> None:
+        self.inbox = Inbox()
+        self.refused: Refusal | None = None
+        self.owed: int = 0
+        self.passed_on: tuple[int | None, int] = (None, 0)
+        self.num_waiting: int = 0
+        self.num_answers: int = 0
+        self.coming: tuple[int, int] | None = None
+        self._awaits_hook = awaits_hook
+        self._reported = Answer(0, 0, AckStatus.SKIPPED)  # last, of the newest version
+        self._wanted: list[int] = []  # least versions that have not come
+
+    # -- wanted --------------------------------------------------------------------------------
+
+    def arrive(self, epoch: int, version: int) -> None:
+        """Register a version that arrived.
+
+        Raises:
+            StaleVersion: It is not news: :meth:`repeat` has the answer.
+        """
+        if epoch != self.inbox.newest_epoch:
+            self.refused = None  # it was of an earlier trainer
+        self.inbox.offer(epoch, version)
+
+    def owe(self, version: int, begun: int) -> int:
+        """Note that a message asks for a version that the word names.
+
+        Args:
+            version: The version.
+            begun: The version in shared memory that the model is about to take; 0 for none.
+
+        Returns:
+            The version that a message asked for before, if the model will not take it; else 0.
+        """
+        older, self.owed = self.owed, version
+        return older if begun < older else 0
+
+    def want(self, least: int) -> None:
+        """Note that a call wants the newest version, from ``least`` on."""
+        self._wanted.append(least)
+
+    @property
+    def to_fetch(self) -> int | None:
+        """The least version to ask the trainer for; ``None`` if no call wants one."""
+        return min(self._wanted, default=None)
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a call waits, so that the trainer and the calls hear of each version."""
+        return bool(self.num_waiting or self.is_fetching)
+
+    @property
+    def is_fetching(self) -> bool:
+        """True if a wanted or an announced version has not come."""
+        return bool(self._wanted or self.coming)
+
+    def announce(self, epoch: int, version: int) -> bool:
+        """Register the newest version of the trainer; return True if it has not arrived yet.
+
+        The announcement may overtake the update that a call wants.
+        """
+        inbox = self.inbox
+        is_new = version and (epoch != inbox.newest_epoch or version > inbox.newest)
+        self.coming = (epoch, version) if is_new else None
+        return self.coming is not None
+
+    def has_come(self, epoch: int, version: int) -> bool:
+        """Note that a version is here, or was refused before, for which a call may have asked.
+
+        Returns:
+            True if the trainer has to be asked again, as calls want newer versions.
+        """
+        refused, coming, before = self.refused, self.coming, len(self._wanted)
+        # A version before the announced one is not the newest, or only a part of the answer.
+        if coming is None or epoch != coming[0] or version >= coming[1]:
+            self.coming = None
+            self.num_answers += 1
+            self._wanted = [each for each in self._wanted if each > version]
+        if refused is not None and (refused.epoch, refused.version) == (epoch, version):
+            self.refused = replace(refused)  # a new object: news to the callers
+        return 0 < len(self._wanted) < before
+
+    def lose_link(self) -> None:
+        """Forget what the last link asked for and announced; what was reported stays."""
+        self.coming, self.owed = None, 0
+
+    # -- held and refused ----------------------------------------------------------------------
+
+    @property
+    def held(self) -> tuple[int | None, int]:
+        """Epoch and version on which the trainer may count: applied, and any async hook ended."""
+        return self.passed_on if self._awaits_hook() else (self.inbox.epoch, self.inbox.version)
+
+    @property
+    def refusing(self) -> Refusal | None:
+        """The model's last refusal, while it has no newer version."""
+        refused, inbox = self.refused, self.inbox
+        newer = refused and inbox.epoch == refused.epoch and inbox.version > refused.version
+        return None if newer else refused
+
+    def settle(self, version: int) -> None:
+        """Note that the model took or refused a version, and so no older one is owed."""
+        if version >= self.owed:
+            self.owed = 0
+
+    def refuse(self, epoch: int, version: int, error: BaseException, now: float) -> Answer:
+        """Register that the model, a transform or a hook refused a version.
+
+        Args:
+            epoch: Epoch of the version.
+            version: The version.
+            error: The reason; kept, and told.
+            now: Time on ``time.monotonic()``'s clock.
+        """
+        self.inbox.seen(epoch, version)
+        since = now if self.refusing is None else self.refusing.since
+        self.refused = Refusal(epoch, version, error, since)
+        return self.report(epoch, version, AckStatus.NACK, error)
+
+    # -- reported ------------------------------------------------------------------------------
+
+    def report(
+        self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
+    ) -> Answer:
+        """Return the answer about a version, and keep it, to repeat it."""
+        answer, last = Answer(epoch, version, status, error), self._reported
+        if epoch == self.inbox.newest_epoch and (last.epoch != epoch or last.version <= version):
+            self._reported = answer
+        return answer
+
+    def has_reported(self, epoch: int, version: int) -> bool:
+        """Return True if the last answer was about this version."""
+        return self._reported[:2] == (epoch, version)
+
+    def repeat(
+        self, epoch: int, version: int, error: StaleVersion, *, by_word: bool, transforming: bool
+    ) -> Answer:
+        """Return the answer about a version that came before.
+
+        After a lost link the trainer may not know that the update had arrived.
+
+        Args:
+            epoch: Epoch of the version.
+            version: The version.
+            error: Says that the version is not news.
+            by_word: Words of shared memory name versions, so that the model may have one that no
+                message named.
+            transforming: A transform takes each version first.
+        """
+        inbox = self.inbox
+        if self.has_reported(epoch, version):
+            if by_word and self._reported.status is AckStatus.RECEIVED:
+                self.owed = version  # on this link, too
+            return self._reported
+        passed = epoch == inbox.epoch and version < inbox.version
+        if self.held == (epoch, version) or (by_word and passed):
+            return self.report(epoch, version, AckStatus.APPLIED)
+        if transforming and (inbox.newest_epoch, inbox.newest) == (epoch, version):
+            return self.report(epoch, version, AckStatus.RECEIVED)
+        return self.report(epoch, version, AckStatus.NACK, error)

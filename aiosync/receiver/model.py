@@ -1,0 +1,311 @@
+"""The worker's model: it is guarded, gets the weights of updates, and may be replaced.
+
+Everything here changes only under the guard, on any thread. ``tensors.apply`` finds out whether
+weights fit. Must not import transports that carry bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from aiosync._tasks import call_soon
+from aiosync.errors import ApplyError
+from aiosync.protocol import Inbox
+from aiosync.receiver.caches import warn_if_frozen
+from aiosync.receiver.copies import Copies
+from aiosync.receiver.forwards import why_unguarded
+from aiosync.receiver.guard import Guard
+from aiosync.receiver.interrupts import is_interrupt
+from aiosync.receiver.reads import Methods
+from aiosync.receiver.update_reader import Staged
+from aiosync.tensors import Layout, Target, collect
+from aiosync.tensors.apply import BufferChoice, LoadTarget, Strict
+from aiosync.transports._forks import FORKING
+from aiosync.wire import NO_LIMITS
+
+__all__ = ["WorkerModel"]
+
+
+class WorkerModel:
+    """The model of a worker, and the update whose weights it has.
+
+    Args:
+        guard: Keeps reads and updates apart.
+        inbox: Has the version of the model.
+        resolve: Returns the present model, or ``None`` while there is none.
+        copy: Copy into the parameters instead of pointing them at the received memory.
+        strict: Every name and dtype must match.
+        buffers: Selects the buffers of the model that get weights.
+        methods: Makes methods of the model reads; ``None`` if not even its forwards are.
+        watch: Warn once if a part of the model computes outside every read.
+
+    Attributes:
+        copy, resolve, strict, watch: As given.
+        current: The update that the model has. After a copy only its layout is valid.
+        target: Gives weights to the model that was guarded last; ``None`` if there is none.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        inbox: Inbox,
+        *,
+        resolve: Callable[[], Any],
+        copy: bool,
+        strict: Strict,
+        buffers: BufferChoice,
+        methods: Methods | None,
+        watch: bool,
+    ) -> None:
+        self.resolve: Callable[[], Any] = resolve
+        self.copy = copy
+        self.strict = strict
+        self.watch = watch
+        self.current: Staged | None = None
+        self.target: Target | LoadTarget | None = None
+        self._guard = guard
+        self._inbox = inbox
+        self._buffers: BufferChoice = buffers
+        self._methods = methods
+        self._copies = Copies(guard)
+        self._loop = asyncio.get_running_loop()
+        # Held while the forwards of a model become guarded. Re-entrant, because a signal's handler
+        # may close a scheme inside.
+        self._choosing = threading.RLock()
+        self._target_of: Any = None
+        self._warned = False  # it was warned that compiled code has weights in it
+        self._dropped = False  # None was assigned during a read: the model is still to be let go
+
+    # -- what it can ---------------------------------------------------------------------------
+
+    def is_quick(self, staged: Staged) -> bool:
+        """Return True if taking an update is little more than a change of pointers."""
+        target = self.target
+        return (
+            not self.copy
+            and isinstance(target, Target)
+            and target.is_quick(staged.layout, staged.values)
+        )
+
+    @property
+    def may_follow(self) -> bool:
+        """True if a forward that begins may take each named update by itself."""
+        current = self.current
+        return bool(
+            # Without strict names an update may hold only a part, and each part has to be taken.
+            self.strict
+            and self._methods is not None
+            and current is not None
+            and self.is_quick(current)
+            and why_unguarded(self._target_of) is None
+        )
+
+    @property
+    def waits(self) -> bool:
+        """True if taking an update waits for an accelerator."""
+        target = self.target
+        if target is None:
+            target = self.resolve()
+            target = Target(target) if isinstance(target, nn.Module) else None
+        return isinstance(target, Target) and target.waits
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def load(self, staged: Staged) -> BaseException | None:
+        """Put an update into the model; return why it refused it, and raise an interrupt."""
+        target = self.target
+        try:
+            assert target is not None
+            if not isinstance(target, Target):
+                # A load function that raises may have written a part of the weights.
+                self._guard.held = 0, 0
+            elif not self._warned:
+                self._warned = warn_if_frozen(target.target)
+            # A fork by another thread must not give the child a model with parts of two versions.
+            with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+                target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
+        except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
+            if is_interrupt(exc):
+                raise
+            return exc
+        return None
+
+    def detach(self) -> None:
+        """Give the model memory of its own; its values stay the same."""
+        if self._copies.model_is_gone:
+            return  # other views keep that memory alive
+        if isinstance(self.target, Target) and self.current is not None and not self.copy:
+            self.target.detach_(self.current.flat)
+
+    # -- another model -------------------------------------------------------------------------
+
+    def follow(self, waiting: Staged | None, *, closed: bool) -> bool:
+        """Guard the model that :attr:`resolve` returns, if that is another one now.
+
+        Args:
+            waiting: The update that waits for the model; ``None`` for none.
+            closed: Change nothing any more.
+
+        Returns:
+            True if there is a model to give weights to.
+        """
+        model = self.resolve()
+        if model is not self._target_of and (model is not None or self._dropped) and not closed:
+            try:
+                self._adopt(model, waiting)
+            except ApplyError:  # the context has a model of another shape, without a version yet
+                self._let_go()
+                self._use(model)
+        return model is not None and self.target is not None
+
+    def replace(self, model: Any, chosen: Callable[[], object], waiting: Staged | None) -> None:
+        """Guard another model from now on, and give it the weights of this version. On the loop.
+
+        While a forward runs in another thread, the model gets the weights when that ends.
+
+        Args:
+            model: The model; ``None`` for none.
+            chosen: Called once the change is certain; :attr:`resolve` returns the model from then
+                on.
+            waiting: The update that waits for the model; ``None`` for none.
+
+        Raises:
+            ApplyError: The weights do not fit; nothing was changed.
+        """
+        # True also if another model was chosen, and has not replaced this one yet.
+        same = model is self._target_of
+        adopt = functools.partial(self._adopt, model, waiting, chosen)
+        if same or not self._guard.exclusively(adopt, timeout=0.0):
+            if not same:
+                self._check_fits(model, waiting)
+            with self._choosing:
+                self._guard_forwards(model)
+                # follow() does the rest when it finds that resolve() returns another model.
+                self._dropped = model is None and not same
+                chosen()
+
+    def _target_for(self, model: Any) -> Target | LoadTarget:
+        if isinstance(model, LoadTarget):
+            return model
+        return Target(model, strict=self.strict, buffers=self._buffers)
+
+    def _adopt(
+        self, model: Any, waiting: Staged | None, chosen: Callable[[], object] | None = None
+    ) -> None:
+        """Put the version of the old model into the new one. Runs under the guard."""
+        if model is None:
+            self._let_go(chosen)
+            return
+        self._check_fits(model, waiting)
+        target, current = self._target_for(model), self.current
+        try:
+            if current is None or isinstance(target, LoadTarget):
+                # There is no version yet, or the target is a load function, which no model
+                # replaces.
+                pass
+            elif self.copy:
+                assert isinstance(self.target, Target)
+                leaves = collect(self.target.target)
+                tensors = [leaf.tensor for leaf in leaves.leaves]
+                layout = Layout.plan(leaves.leaves, NO_LIMITS)
+                target.apply_tensors(layout, tensors, leaves.values)
+            else:
+                # Detach the old model first, as the two may have parameters in common.
+                self.detach()
+                target.apply_(current.layout, current.flat, current.values, copy=False)
+        except Exception as exc:  # the caller, who gave the model, sees it
+            raise _misfit(self._inbox.version, exc) from exc
+        self._use(model, chosen)
+
+    def _check_fits(self, model: Any, waiting: Staged | None) -> None:
+        newest = self.current or waiting
+        if model is not None and newest is not None:
+            try:
+                self._target_for(model).check(newest.layout, newest.values)
+            except Exception as exc:  # the caller, who gave the model, sees it
+                raise _misfit(newest.version, exc) from exc
+
+    def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
+        with self._choosing:
+            # Another model may have been chosen meanwhile, and then that one is guarded already.
+            if chosen is not None or self.resolve() is model:
+                self._guard_forwards(model)
+            if chosen is not None:
+                chosen()
+        self.target = None if model is None else self._target_for(model)
+        self._target_of, self._dropped = model, False
+
+    def _guard_forwards(self, model: Any) -> None:
+        guarded = self._methods is not None and why_unguarded(model) is None
+        self._wrap(model if guarded else None)
+        if guarded:
+            self._guard.install(model, watch=self.watch)
+        else:
+            self._guard.uninstall()
+
+    def _wrap(self, model: nn.Module | None) -> None:
+        if self._methods is not None:
+            self._methods.wrap(model)
+        self._copies.wrap(model)
+
+    def _let_go(self, chosen: Callable[[], object] | None = None) -> None:
+        """Let the model go, with memory of its own, and forget the version that it had."""
+        self.detach()
+        current, self.current = self.current, None
+        if current is not None and not self.copy:
+            call_soon(self._loop, current.give_back)
+        self._inbox.forget()
+        self._guard.held = 0, 0
+        self._use(None, chosen)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def leave_memory(self) -> None:
+        """Let the model keep the memory that it views, if that belongs to this process.
+
+        Otherwise :meth:`close` copies it. Call this right before.
+        """
+        current = self.current
+        if current is not None and current.slot is None and not current.lent:
+            self.current = None
+
+    def close(self, keep: Callable[[Staged], object]) -> None:
+        """Give the model memory of its own, and forget it. On the loop.
+
+        Args:
+            keep: Gives the memory of an update to this process, as the trainer may write there.
+        """
+        current = self.current
+        try:
+            if current is not None and not self.copy:
+                # The memory goes back to the trainer, who writes the next version into it. A
+                # forward that does not end must not see that: the memory below it stays, with the
+                # same values.
+                if self._guard.exclusively(self.detach, timeout=0.0):
+                    current.give_back()
+                else:
+                    with FORKING:  # a thread may be applying: one after the other
+                        self.detach()
+                    keep(current)
+                    # The list keeps the update alive until the open reads have ended.
+                    self._guard.submit([current].clear)
+        finally:
+            self.current = self.target = self._target_of = None
+            self._wrap(None)
+            self._guard.uninstall()
+
+
+def _misfit(version: int, error: BaseException) -> ApplyError:
+    return ApplyError(
+        f"version {version} does not fit the new model, so the old one stays: {error} For a model "
+        "with another shape, set `scheme.model = None` first; it then gets the next update",
+        version=version,
+        remote_type=type(error).__name__,
+    )

@@ -1,0 +1,118 @@
+"""Turns: the moments between two reads in which the loop, or a thread, applies updates.
+
+A forward that Ctrl-C ended does not tell the guard. So the loop tries again now and then. If
+applying waits for an accelerator, a thread does it, and the loop goes on. Belongs to the loop of
+its receiver. Must not import transports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from aiosync._tasks import call_soon
+from aiosync.protocol import Inbox
+from aiosync.receiver.guard import Guard
+from aiosync.receiver.interrupts import is_interrupt
+
+__all__ = ["Turns"]
+
+_LOOK_SECONDS = (0.05, 1.0)  # first and longest pause between two tries
+
+
+class Turns:
+    """Has the noted updates of a worker applied, now or as soon as its reads end.
+
+    Args:
+        guard: Keeps reads and updates apart.
+        inbox: Has the version of the model.
+        take: Applies the noted updates, under the guard; keeps no object alive.
+        waits: Returns True if applying waits for an accelerator.
+        ended: Called after each try, on the loop: with True if a thread has applied a version.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        inbox: Inbox,
+        *,
+        take: Callable[[], object],
+        waits: Callable[[], bool],
+        ended: Callable[[bool], object],
+    ) -> None:
+        self._guard = guard
+        self._inbox = inbox
+        self._take = take
+        self._waits = waits
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._in_thread: Future[bool] | None = None
+        self._is_last = False
+
+    def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
+        """Apply the noted updates between two reads: now, or as soon as the reads end."""
+        if self._in_thread is not None or (self._waits() and not self._is_last):
+            self._guard.offer(self._take)  # a read that begins before the thread does applies it
+            if self._in_thread is None:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(1, "aiosync-apply")
+                self._in_thread = self._threads.submit(self._guard.apply_offered)
+                had = self._inbox.epoch, self._inbox.version
+                self._in_thread.add_done_callback(
+                    lambda _: call_soon(self._loop, self._end_thread, pause, had)
+                )
+            return
+        try:
+            done = self._guard.submit(self._take)
+        except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
+            self.interrupt_loop(exc)
+            done = False
+        self._end_turn(done, pause, changed=False)
+
+    def _end_thread(self, pause: float, had: tuple[int, int]) -> None:
+        """Take over the thread's result: applied, or left to an open read."""
+        ended, self._in_thread = self._in_thread, None
+        assert ended is not None
+        try:
+            done = ended.result()
+        except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
+            self.interrupt_loop(exc)
+            done = False
+        self._end_turn(done, pause, changed=(self._inbox.epoch, self._inbox.version) != had)
+
+    def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
+        if not done and self._timer is None and not self._is_last:
+            self._timer = self._loop.call_later(pause, self._look_again, pause)
+        self._ended(changed)
+
+    def _look_again(self, pause: float) -> None:
+        self._timer = None
+        if not self._is_last:
+            self.submit(min(2 * pause, _LOOK_SECONDS[1]))
+
+    def interrupt_loop(self, error: BaseException) -> None:
+        """Have the loop raise the exception of a signal's handler, so that it ends no link.
+
+        Any other exception is raised here.
+        """
+        if not is_interrupt(error):
+            raise error
+        self._loop.call_soon(_raise, error)
+
+    def end(self) -> None:
+        """Start no thread and no timer any more."""
+        self._is_last = True
+
+    def close(self) -> None:
+        """Cancel the timer, and let the thread end."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
