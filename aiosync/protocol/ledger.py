@@ -140,7 +140,7 @@ class Ledger:
     @property
     def is_asked(self) -> bool:
         """True if a call waits, so that the trainer and the calls hear of each version."""
-        return bool(self.num_waiting or self.is_fetching)
+        return bool(self.num_waiting or self._wanted or self.coming)
 
     @property
     def is_fetching(self) -> bool:

@@ -237,7 +237,8 @@ class Applier:
             BaseException: The exception that a signal's handler raised in this thread, or one that
                 a function raised and that is no :class:`Exception`.
         """
-        self._raise_unread()
+        if self._unread is not None:
+            self._raise_unread(*self._unread)
         result: Staged | None = None
         while True:
             error: Exception | None = None
@@ -256,16 +257,14 @@ class Applier:
             if not again and (result.slot is None or self.waiting is None):
                 return result
 
-    def _raise_unread(self) -> None:
+    def _raise_unread(self, want: int, error: BaseException) -> None:
         """Raise, in the read that begins, why the word's update was refused."""
         guard = self._guard
-        if self._unread is None or not guard.at_read:
-            return
-        (want, unread), self._unread = self._unread, None
-        words, guard.seen = guard.words, want
-        # A newer word replaces the one whose update was refused.
-        if words is None or words[0] == want:
-            raise ApplyError(f"the newest version could not be applied: {unread}") from unread
+        if guard.at_read:
+            self._unread, guard.seen = None, want
+            # A newer word replaces the one whose update was refused.
+            if guard.words is None or guard.words[0] == want:
+                raise ApplyError(f"the newest version could not be applied: {error}") from error
 
     def _begin(self, by_hand: bool) -> bool:
         """Note the update to take now: the named one, or the waiting one; False for none."""
