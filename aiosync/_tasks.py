@@ -10,11 +10,15 @@ its errors.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
 
 from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 
@@ -25,10 +29,12 @@ __all__ = [
     "WorkerThread",
     "call_soon",
     "current_task",
+    "in_pool_thread",
     "run_on_loop",
     "running_loop",
 ]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
 
@@ -201,6 +207,27 @@ class TaskOwner:
                 call_soon(loop, task.cancel)
             elif not loop.is_closed():
                 task.cancel()
+
+
+_limiter: RunVar[CapacityLimiter] = RunVar("aiosync_limiter")
+_MAX_THREADS = 16
+
+
+async def in_pool_thread(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Make a call that blocks on files or a store in a thread, and wait for it.
+
+    The threads are anyio's, with a limit of aiosync's own: the calls of a program that fill the
+    default executor of the loop do not hold this one up.
+
+    Cancellation:
+        At once; the call goes on in its thread, and its result is dropped.
+    """
+    limiter = _limiter.get(None)
+    if limiter is None:
+        _limiter.set(limiter := CapacityLimiter(_MAX_THREADS))
+    return await to_thread.run_sync(
+        functools.partial(call, *args, **kwargs), abandon_on_cancel=True, limiter=limiter
+    )
 
 
 class Newest(Generic[_T]):

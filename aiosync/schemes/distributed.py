@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any, ClassVar, Literal
 
+from aiosync._tasks import in_pool_thread
 from aiosync.errors import ConnectError
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
 from aiosync.schemes.options import DistributedOptions
@@ -181,7 +181,7 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         try:
             token = self.credentials.token_bytes or b""
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
-            await asyncio.to_thread(self._store.set, self._key, value)
+            await in_pool_thread(self._store.set, self._key, value)
         except RuntimeError as exc:
             # torch raises this.
             raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
@@ -190,9 +190,9 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         """See :meth:`ClusterFabric.find`."""
         try:
             # Only check() neither blocks nor leaves a thread behind when it is cancelled.
-            if self._store is None or not await asyncio.to_thread(self._store.check, [self._key]):
+            if self._store is None or not await in_pool_thread(self._store.check, [self._key]):
                 return None
-            found = await asyncio.to_thread(self._store.get, self._key)
+            found = await in_pool_thread(self._store.get, self._key)
         except RuntimeError as exc:
             # torch raises this.
             if self.address:

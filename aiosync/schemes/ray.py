@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
+from aiosync._tasks import in_pool_thread
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
@@ -337,7 +338,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         self._published, key = str(address).encode(), self.key.encode()
         put = _store()._internal_kv_put
         try:
-            await asyncio.to_thread(put, key, self._published, True, namespace=_NAMESPACE)
+            await in_pool_thread(put, key, self._published, True, namespace=_NAMESPACE)
         except Exception as exc:  # Ray's, of any type; connect() and send() raise it
             raise ConnectError(
                 f"the trainer could not be registered in the Ray cluster: "
@@ -347,7 +348,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     async def find(self) -> tuple[str, bytes | None] | None:
         """See :meth:`ClusterFabric.find`."""
         need_cluster()
-        found = await asyncio.to_thread(_find, self.key.encode())
+        found = await in_pool_thread(_find, self.key.encode())
         return None if found is None else (found.decode(), None)
 
     # -- the end ---------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         try:
             # Without a cluster, a call of Ray's would connect this process to one.
             if published is not None and load_ray().is_initialized():
-                withdrawing = asyncio.to_thread(_forget, self.key.encode(), published)
+                withdrawing = in_pool_thread(_forget, self.key.encode(), published)
                 # After a timeout the entry stays, and workers find no trainer there.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 from aiosync._log import log
 from aiosync._meter import Meter
 from aiosync._repr import in_every_state
-from aiosync._tasks import Newest, TaskOwner
+from aiosync._tasks import Newest, TaskOwner, in_pool_thread
 from aiosync._version import __version__
 from aiosync.errors import (
     AiosyncError,
@@ -361,13 +361,13 @@ class ServedModel:
             older = history.needed_before(history.for_worker(-1), newest)
             if older:  # the newest version holds some of the names only
                 parts = [*older, newest]
-                layout, buffer, values = await asyncio.to_thread(merged, parts, store.limits)
+                layout, buffer, values = await in_pool_thread(merged, parts, store.limits)
         epoch, version = arrival.epoch, newest.version
         update = StoredUpdate(
             *(epoch, version, arrival.strategy, layout, buffer, values),
             replaced=self._replaced_by(epoch),
         )
-        await asyncio.to_thread(store.save, self._model_id, update)
+        await in_pool_thread(store.save, self._model_id, update)
 
     async def drain(self) -> None:
         """Wait until the newest version is on disk, or refused."""
@@ -547,7 +547,7 @@ class WeightServer:
         for model_id in self._store.model_ids():
             if self._model_ids is not None and model_id not in self._model_ids:
                 continue
-            stored = await asyncio.to_thread(self._store.load, model_id)
+            stored = await in_pool_thread(self._store.load, model_id)
             if stored is not None:
                 self._new_model(model_id).restore(stored)
 
