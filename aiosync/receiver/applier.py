@@ -420,8 +420,12 @@ class Applier:
                 return None
             if staged is not None or not (read_looks and slots.is_behind):
                 return staged
-            # The manifest of this version is on its way, and the version before it cannot be read
-            # any more.
+            if word := slots.next_word:
+                # A message about this version follows its manifest, which is on its way. Until then
+                # the trainer counts on no read, and reads compute with the version before it.
+                guard.seen = word
+                return None
+            # The version before it cannot be read any more, and the trainer may count on it.
             until = until or time.monotonic() + _MANIFEST_SECONDS
             if asyncio._get_running_loop() is self._loop or time.monotonic() > until:
                 raise ApplyError(

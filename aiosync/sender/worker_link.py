@@ -18,7 +18,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from aiosync._tasks import Notifier, TaskOwner
+from aiosync._tasks import Notifier, TaskOwner, in_pool_thread
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
@@ -177,6 +177,7 @@ class WorkerLink:
         self._digest: bytes | None = None
         # Notified when the worker answers a manifest, or when the link ends.
         self._answered = Notifier()
+        self._num_withdrawn = 0  # promises that the worker has withdrawn
         self._writing = False
 
     # -- state of the worker -------------------------------------------------------------------
@@ -289,10 +290,7 @@ class WorkerLink:
         elif not early:
             await snapshot.filled()
         if self._keeps_word(snapshot):
-            await self.transport.send(ManifestMessage(snapshot.layout.manifest))
-            self._digest = snapshot.layout.digest
-            while self._keeps_word(snapshot) and not self.outbox.error:
-                await self._answered.wait()
+            await self._announce(snapshot)
         with contextlib.closing(self._steps(snapshot, epoch)) as steps:
             for step in steps:
                 if step is None:
@@ -301,9 +299,29 @@ class WorkerLink:
                     await self.transport.send(*step)
 
     def _keeps_word(self, snapshot: Snapshot) -> bool:
-        """Return True while reads of the worker would find a word whose manifest they lack."""
-        promised = None if self.publisher is None else self.publisher.promised
-        return promised is not None and promised != snapshot.layout.digest
+        """Return True if reads would find a word whose manifest or segment they may lack."""
+        publisher, slot = self.publisher, snapshot.slot
+        if publisher is None or publisher.promised is None:
+            return False
+        is_new = slot is not None and slot.segment.segment_id not in publisher.announced
+        return is_new or publisher.promised != snapshot.layout.digest
+
+    async def _announce(self, snapshot: Snapshot) -> None:
+        """Have the worker read segment and manifest of an update before its word names that.
+
+        The worker withdraws its promise when it reads the manifest. It may promise anew at once,
+        and that does no harm.
+        """
+        assert self.publisher is not None
+        before = self._num_withdrawn
+        if snapshot.slot is not None:
+            with contextlib.closing(self.publisher.announcements(snapshot.slot)) as announcements:
+                for message in announcements:
+                    await self.transport.send(*message)
+        await self.transport.send(ManifestMessage(snapshot.layout.manifest))
+        self._digest = snapshot.layout.digest
+        while self._num_withdrawn == before and not self.outbox.error:
+            await self._answered.wait()
 
     def _steps(self, snapshot: Snapshot, epoch: int) -> _Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
@@ -482,6 +500,7 @@ class WorkerLink:
                 # Confirm the withdrawal: a worker that this does not reach goes on looking, in
                 # vain.
                 if not message.digest:
+                    self._num_withdrawn += 1
                     self.transport.send_nowait(message)
                 self._answered.notify()
         elif isinstance(message, Leave):
@@ -529,7 +548,7 @@ async def _together(group: Group, limits: Limits) -> Snapshot:
     for each in group:
         await each.fetched()
     try:
-        layout, buffer, values = await asyncio.to_thread(merged, group, limits)
+        layout, buffer, values = await in_pool_thread(merged, group, limits)
     except ConfigError as exc:
         raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
     snapshot = Snapshot(layout, buffer, lambda: None, values, group[-1].version)

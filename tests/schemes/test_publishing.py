@@ -343,3 +343,56 @@ async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
         async with receiver.reading():
             found = receiver.weights.values()
             assert {float(x) for each in found for x in each.aminmax()} == {3.0}
+
+
+def reordered(model: nn.Module) -> dict[str, Any]:
+    """Return the weights in another order, which is another manifest."""
+    return dict(reversed(list(model.state_dict().items())))
+
+
+async def _compute_at_each_turn(state: harness.State, told: Path) -> int:
+    """Compute a few times in each turn of the loop, and return the number of turns."""
+    turns = 0
+    while not told.exists():  # noqa: ASYNC240 - it takes no longer than a forward
+        for _ in range(turns % 7):
+            state.model(torch.zeros(4))
+        turns += 1
+        await asyncio.sleep(0)
+    return turns
+
+
+@pytest.mark.one_loop
+async def test_workers_that_compute_at_each_turn_get_weights_in_another_order(
+    tmp_path: Path,
+) -> None:
+    """They may promise anew right after they have withdrawn, and nobody may wait for more."""
+    source, told = models.linear(), tmp_path / "told"
+    scheme = SHM(timeout=harness.PATIENCE)
+    scheme.init_on_sender(model=source, num_workers=2)
+    async with harness.workers(scheme, models.linear, 2) as crew:
+        for worker in crew:
+            worker.post(_compute_at_each_turn, told)
+        try:
+            for number in range(300):
+                models.fill(source, float(number))
+                weights = reordered(source) if number % 3 == 2 else None
+                assert (await scheme.send(weights, timeout=10.0)).acked == {0, 1}
+        finally:
+            told.touch()
+        assert all([await worker.answer() for worker in crew])
+        assert {await worker.value() for worker in crew} == {299.0}
+
+
+async def test_a_promise_that_the_trainer_does_not_know_ends_no_forward() -> None:
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        models.fill(source, 3.0)
+        handle = sender.send_nowait(reordered(source))
+        # The manifest waits in the socket, as the loop has no turn. These forwards promise to take
+        # versions of the old one.
+        for _ in range(3):
+            assert float(target(torch.ones(4))[0].detach()) == 10.0
+        assert (await handle).acked == {0}
+        assert float(target(torch.ones(4))[0].detach()) == 15.0

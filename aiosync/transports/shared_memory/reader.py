@@ -322,6 +322,12 @@ class SlotReader:
         return self.words is not None and self.words[WANT] != self._seen
 
     @property
+    def next_word(self) -> int:
+        """The word, if it is the first one since a slot was applied or refused; else 0."""
+        want = self._seen if self.words is None else self.words[WANT]
+        return want if (want >> 16) - (self._seen >> 16) == 1 else 0
+
+    @property
     def named(self) -> tuple[int, bytes]:
         """Version in the slot that the word names, and the digest of that version's manifest.
 
