@@ -75,8 +75,6 @@ FORBIDDEN = {
 }
 # Each module is one backend: it exists to drive the library that it may import.
 ALLOWED = {
-    # This module only checks that the user's strategy can be pickled.
-    "schemes._pickling": {"pickle"},
     "transports.distributed": {"torch"},
     "transports.rpc": {"torch"},
     # This module runs in the processes of actors without aiosync.

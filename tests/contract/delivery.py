@@ -54,6 +54,27 @@ async def check_several_workers(bench: Bench) -> None:
                 assert await crew.values() == [number] * 3
 
 
+async def check_looks_without_a_read(bench: Bench) -> None:
+    """A worker whose forward nobody calls has what was sent, also if another one computes."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        reader, looker = crew.workers
+        for number in range(2, 22):
+            await reader.compute()
+            assert (await crew.send(float(number))).acked == {0, 1}
+            assert await looker.look() == number
+        for number in range(22, 27):
+            await looker.compute()
+            assert (await crew.send(float(number))).acked == {0, 1}
+        # It no longer computes, which the trainer learns after some versions.
+        for number in range(27, 47):
+            await crew.send(float(number))
+            await asyncio.sleep(0.02)
+        for number in range(47, 67):
+            assert (await crew.send(float(number))).acked == {0, 1}
+            assert await looker.look() == number
+        assert await crew.values() == [66.0, 66.0]
+
+
 async def check_late_joiner_gets_what_was_sent(bench: Bench) -> None:
     """A worker that joins late gets the newest weights as they were sent, and later updates."""
     for build in (small, large):
@@ -421,6 +442,7 @@ async def check_two_models(bench: Bench) -> None:
 CHECKS = (
     check_send_applies,
     check_several_workers,
+    check_looks_without_a_read,
     check_late_joiner_gets_what_was_sent,
     check_no_first_weights,
     check_forms_of_weights,

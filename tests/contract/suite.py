@@ -21,6 +21,7 @@ ANYWHERE = tuple(
     in (
         delivery.check_send_applies,
         delivery.check_several_workers,
+        delivery.check_looks_without_a_read,
         delivery.check_late_joiner_gets_what_was_sent,
         delivery.check_no_first_weights,
         delivery.check_forms_of_weights,

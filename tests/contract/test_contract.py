@@ -97,3 +97,12 @@ make_gloo = partial(
 @pytest.mark.asyncio
 async def test_over_gloo(check: Check, forkserver: None) -> None:
     await check.run(make_gloo, Hooks(hire=Hired))
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_looks_without_a_read_over_gloo_on_one_host(forkserver: None) -> None:
+    make = partial(aiosync.DistributedWeightSyncScheme, timeout=PATIENCE)
+    check = next(check for check in ANYWHERE if check.name == "looks_without_a_read")
+    await check.run(make, Hooks(hire=Hired))
