@@ -24,8 +24,9 @@ link is lost     owed and coming end                                       its l
 other trainer    newest, in its epoch                       forgotten      of its epoch
 ===============  =====================  ==================  =============  =========================
 
-An answer about a version settles all older versions of its epoch. This is pure bookkeeping: this
-module must never import asyncio, anyio or torch, and reads no clock.
+An answer about a version settles all older versions of its epoch. The word is a number in shared
+memory, with which the trainer names the newest version, with or without a message. This is pure
+bookkeeping: this module must never import asyncio, anyio or torch, and reads no clock.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ class Ledger:
             now: Time on ``time.monotonic()``'s clock.
         """
         self.inbox.seen(epoch, version)
-        since = now if self.refusing is None else self.refusing.since
+        before = self.refusing
+        since = now if before is None else before.since
         self.refused = Refusal(epoch, version, error, since)
         return self.report(epoch, version, AckStatus.NACK, error)
 
@@ -226,7 +228,14 @@ class Ledger:
         return self._reported[:2] == (epoch, version)
 
     def repeat(
-        self, epoch: int, version: int, error: StaleVersion, *, by_word: bool, transforming: bool
+        self,
+        epoch: int,
+        version: int,
+        error: StaleVersion,
+        *,
+        named: bool,
+        by_word: bool,
+        transforming: bool,
     ) -> Answer:
         """Return the answer about a version that came before.
 
@@ -236,13 +245,14 @@ class Ledger:
             epoch: Epoch of the version.
             version: The version.
             error: Says that the version is not news.
+            named: A word names this version, and a message asked for it.
             by_word: Words of shared memory name versions, so that the model may have one that no
                 message named.
             transforming: A transform takes each version first.
         """
         inbox = self.inbox
         if self.has_reported(epoch, version):
-            if by_word and self._reported.status is AckStatus.RECEIVED:
+            if named and self._reported.status is AckStatus.RECEIVED:
                 self.owed = version  # on this link, too
             return self._reported
         passed = epoch == inbox.epoch and version < inbox.version

@@ -7,6 +7,7 @@ bookkeeping. This module must never import asyncio, anyio or torch, and reads no
 from __future__ import annotations
 
 import secrets
+import threading
 
 from aiosync.errors import StaleVersion
 
@@ -30,7 +31,7 @@ class Inbox:
     An update is offered when it arrives, and then either applied or refused. Within an epoch
     only a version newer than all that were offered before is accepted. An update of another epoch
     is always accepted, because epochs have no order; the versions of the previous epoch are then
-    no longer compared.
+    no longer compared. A thread may apply one update while another one is offered.
 
     Attributes:
         epoch: Epoch of the applied version; ``None`` before the first.
@@ -39,13 +40,14 @@ class Inbox:
         newest: Newest version that was offered, applied or not; 0 before the first offer.
     """
 
-    __slots__ = ("epoch", "newest", "newest_epoch", "version")
+    __slots__ = ("_lock", "epoch", "newest", "newest_epoch", "version")
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.version: int = 0
         self.newest_epoch: int | None = None
         self.newest: int = 0
+        self._lock = threading.Lock()
 
     def offer(self, epoch: int, version: int) -> None:
         """Register an update that arrived.
@@ -54,12 +56,13 @@ class Inbox:
             StaleVersion: The update is not newer than an update of the same epoch that was offered
                 before, whether that one was applied or refused. The record is unchanged.
         """
-        if epoch == self.newest_epoch and version <= self.newest:
-            raise StaleVersion(
-                f"version {version} of epoch {epoch:016x} is not newer than version {self.newest}"
-            )
-        self.newest_epoch = epoch
-        self.newest = version
+        with self._lock:
+            if epoch == self.newest_epoch and version <= self.newest:
+                raise StaleVersion(
+                    f"version {version} of epoch {epoch:016x} is not newer than version "
+                    f"{self.newest}"
+                )
+            self.newest_epoch, self.newest = epoch, version
 
     def applied(self, epoch: int, version: int) -> None:
         """Register that an update was applied, whether or not it was offered.
@@ -72,8 +75,9 @@ class Inbox:
 
     def seen(self, epoch: int, version: int) -> None:
         """Register an update that was never offered: it was taken or refused in shared memory."""
-        if epoch == self.newest_epoch and version > self.newest:
-            self.newest = version
+        with self._lock:
+            if epoch == self.newest_epoch and version > self.newest:
+                self.newest = version
 
     def forget(self) -> None:
         """Register that the model no longer has the applied version, as before the first one.

@@ -3,7 +3,8 @@
 This module knows nothing of messages: the outcome of an update stands in its :class:`Staged`.
 Everything that belongs to the model changes only under the guard, on any thread. An exception that
 a signal's handler raises while an update is applied is no refusal: the update stays noted, and is
-applied again before the next read. ``receiver.model`` has the model, and ``receiver.receiver``
+applied again before the next read. The word is a number in shared memory, with which the trainer
+names the slot of the newest version. ``receiver.model`` has the model, and ``receiver.receiver``
 tells the trainer. Must not import the sender.
 """
 
@@ -107,7 +108,7 @@ class Applier:
         # The update that the model had before that one.
         self._before: Staged | None = None
         # The word whose update was refused, and the error, for the next read to raise.
-        self._unread: tuple[int, BaseException] | None = None
+        self._refused_word: tuple[int, BaseException] | None = None
         self._closed = False
 
     # -- state ---------------------------------------------------------------------------------
@@ -237,8 +238,8 @@ class Applier:
             BaseException: The exception that a signal's handler raised in this thread, or one that
                 a function raised and that is no :class:`Exception`.
         """
-        if self._unread is not None:
-            self._raise_unread(*self._unread)
+        if self._refused_word is not None:
+            self._raise_refused(*self._refused_word)
         result: Staged | None = None
         while True:
             error: Exception | None = None
@@ -254,16 +255,18 @@ class Applier:
             if not again and not self._begin(by_hand):
                 return result
             result = self._take(error)
+            # After an interrupted update comes what arrived meanwhile. After one of the word comes
+            # a waiting one, to be answered: the word has overtaken it, or it is newer still.
             if not again and (result.slot is None or self.waiting is None):
                 return result
 
-    def _raise_unread(self, want: int, error: BaseException) -> None:
+    def _raise_refused(self, want: int, error: BaseException) -> None:
         """Raise, in the read that begins, why the word's update was refused."""
-        guard = self._guard
+        guard, words = self._guard, self._guard.words
         if guard.at_read:
-            self._unread, guard.seen = None, want
+            self._refused_word, guard.seen = None, want
             # A newer word replaces the one whose update was refused.
-            if guard.words is None or guard.words[0] == want:
+            if words is None or words[0] == want:
                 raise ApplyError(f"the newest version could not be applied: {error}") from error
 
     def _begin(self, by_hand: bool) -> bool:
@@ -367,13 +370,13 @@ class Applier:
             staged.trace if staged.slot is None else staged.slot.trace,
         )
 
-    def _took(self, staged: Staged, unused: Staged | None, unread: bool) -> bool:
+    def _took(self, staged: Staged, unused: Staged | None, raises: bool) -> bool:
         """Note that an update from a slot was taken or refused, and leave the other slots.
 
         Args:
             staged: The update.
             unused: The update whose memory the model no longer needs.
-            unread: If the update was refused, the next read has to raise that.
+            raises: If the update was refused, the next read has to raise that.
 
         Returns:
             True if the trainer has to be told.
@@ -385,10 +388,10 @@ class Applier:
             slots.hold(slot)
         else:
             slots.refuse(slot)
-        if unread and not staged.taken and staged.error is not None:
-            self._unread = slot.want, staged.error
+        if raises and not staged.taken and staged.error is not None:
+            self._refused_word = slot.want, staged.error
         else:
-            self._guard.seen, self._unread = slot.want, None
+            self._guard.seen, self._refused_word = slot.want, None
         if unused is not None and unused.slot is not None:
             if unused is staged or unused.slot.key != slot.key:
                 unused.give_back()
@@ -420,10 +423,12 @@ class Applier:
                 return None
             if staged is not None or not (read_looks and slots.is_behind):
                 return staged
-            if word := slots.next_word:
+            if not slots.unread:
+                continue  # the trainer has stored a word after this look
+            if slots.next_unread:
                 # A message about this version follows its manifest, which is on its way. Until then
                 # the trainer counts on no read, and reads compute with the version before it.
-                guard.seen = word
+                guard.seen = slots.next_unread
                 return None
             # The version before it cannot be read any more, and the trainer may count on it.
             until = until or time.monotonic() + _MANIFEST_SECONDS

@@ -288,7 +288,7 @@ class WeightReceiver:
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
         # Registered first: with the epoch set, a read may take a newer version than this one.
-        news = self._transformer is None and self._is_news(epoch, version)
+        news = self._transformer is None and self._is_news(epoch, version, named=True)
         self.updates.epoch = epoch
         if self._transformer is not None:
             staged = self.applier.look()
@@ -306,12 +306,12 @@ class WeightReceiver:
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
-    def _is_news(self, epoch: int, version: int) -> bool:
+    def _is_news(self, epoch: int, version: int, *, named: bool = False) -> bool:
         """Register a version that arrived; repeat the answer to one that is not new."""
         try:
             self.ledger.arrive(epoch, version)
         except StaleVersion as exc:
-            self._repeat(epoch, version, exc)
+            self._repeat(epoch, version, exc, named=named)
             self._has_come(epoch, version)
             return False
         if self.ledger.is_fetching:
@@ -376,12 +376,15 @@ class WeightReceiver:
     def _say(self, answer: Answer) -> None:
         self._outgoing.say(make_ack(*answer))
 
-    def _repeat(self, epoch: int, version: int, error: StaleVersion) -> None:
+    def _repeat(
+        self, epoch: int, version: int, error: StaleVersion, *, named: bool = False
+    ) -> None:
         self._say(
             self.ledger.repeat(
                 epoch,
                 version,
                 error,
+                named=named,
                 by_word=self.updates.slots is not None,
                 transforming=self._transformer is not None,
             )
@@ -421,7 +424,7 @@ class WeightReceiver:
                     self._loop.call_soon(unused.give_back)
             else:
                 self._skip(staged)
-            changed = True
+            self.waits.changed.notify()
         if changed:
             self.waits.changed.notify()
 
@@ -472,6 +475,7 @@ class WeightReceiver:
             and slots.words is not None
             and staged.slots is slots
             and promise.digest != staged.layout.digest
+            and self.updates.knows(staged.layout.digest)
             and self._after_apply() is None
             and not applier.manual
             and applier.model.may_follow

@@ -59,8 +59,8 @@ class Turns:
             if self._in_thread is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(1, "aiosync-apply")
-                self._in_thread = self._threads.submit(self._guard.apply_offered)
                 had = self._inbox.epoch, self._inbox.version
+                self._in_thread = self._threads.submit(self._guard.apply_offered)
                 self._in_thread.add_done_callback(
                     lambda _: call_soon(self._loop, self._end_thread, pause, had)
                 )

@@ -273,6 +273,10 @@ class UpdateReader:
             flat = self._mapped[key] = FlatBuffer(payload.obj)
         return flat
 
+    def knows(self, digest: bytes) -> bool:
+        """Return True if updates of the manifest with this digest can be read."""
+        return digest in self._layouts
+
     @property
     def named_version(self) -> int:
         """Version that the link's word names, if it is new and can be read; else 0."""
@@ -297,6 +301,7 @@ class UpdateReader:
         layout = self._layouts.get(slot.digest)
         if layout is None or layout.nbytes != slot.nbytes:
             slots.leave(slot, keep=False)
+            slots.unread = slot.want
             # Its manifest is on its way, and a message about this version follows it.
             return None
         flat = self._mapped.get(slot.key)

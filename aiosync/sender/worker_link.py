@@ -252,7 +252,7 @@ class WorkerLink:
                     each.release()
 
     def _write_now(self, snapshot: Snapshot) -> bool:
-        if snapshot.filling is not None or snapshot.kept is not None or self._keeps_word(snapshot):
+        if snapshot.filling is not None or snapshot.kept is not None or self._announces(snapshot):
             return False
         streaming = self._streaming
         if streaming and snapshot.nbytes > min(_NOWAIT_NBYTES, streaming.chunk_nbytes):
@@ -289,7 +289,7 @@ class WorkerLink:
             await snapshot.fetched()
         elif not early:
             await snapshot.filled()
-        if self._keeps_word(snapshot):
+        if self._announces(snapshot):
             await self._announce(snapshot)
         with contextlib.closing(self._steps(snapshot, epoch)) as steps:
             for step in steps:
@@ -298,7 +298,7 @@ class WorkerLink:
                 else:
                     await self.transport.send(*step)
 
-    def _keeps_word(self, snapshot: Snapshot) -> bool:
+    def _announces(self, snapshot: Snapshot) -> bool:
         """Return True if reads would find a word whose manifest or segment they may lack."""
         publisher, slot = self.publisher, snapshot.slot
         if publisher is None or publisher.promised is None:

@@ -68,7 +68,12 @@ class Worker:
         except StaleVersion as exc:
             self.repeated.append((self.epoch, version))
             answer = self.ledger.repeat(
-                self.epoch, version, exc, by_word=self.words, transforming=False
+                self.epoch,
+                version,
+                exc,
+                named=self.words,
+                by_word=self.words,
+                transforming=False,
             )
             self._say(answer)
             self._come(version)
@@ -332,6 +337,17 @@ def test_a_transform_is_no_answer_yet() -> None:
     ledger = Ledger()
     ledger.arrive(7, 1)
     stale = StaleVersion("it came before")
-    answer = ledger.repeat(7, 1, stale, by_word=False, transforming=True)
+    link = {"named": False, "by_word": False, "transforming": True}
+    answer = ledger.repeat(7, 1, stale, **link)
     assert answer == Answer(7, 1, RECEIVED)
-    assert ledger.repeat(7, 1, stale, by_word=False, transforming=True) == answer
+    assert ledger.repeat(7, 1, stale, **link) == answer
+
+
+def test_only_a_version_that_a_word_names_is_owed() -> None:
+    ledger = Ledger()
+    ledger.arrive(7, 1)
+    ledger.report(7, 1, RECEIVED)
+    for named in (False, True):
+        link = {"named": named, "by_word": True, "transforming": False}
+        assert ledger.repeat(7, 1, StaleVersion("it came before"), **link).status is RECEIVED
+        assert ledger.owed == int(named)

@@ -242,11 +242,14 @@ class SlotReader:
         words: The words of the page, the first of which names a slot; ``None`` before the page
             arrived.
         segments: The announced segments that are in use, by the last byte of their id.
+        unread: The last word that :meth:`open` saw, if the message that announces its segment, or
+            its manifest, was not read yet; else 0.
         outlives_link: True if the receiver closes this object, and not the link.
     """
 
     def __init__(self, descriptors: deque[int]) -> None:
         self.words: memoryview | None = None
+        self.unread: int = 0
         self.outlives_link: bool = False
         self._descriptors = descriptors
         self.segments: dict[int, _SegmentView] = {}
@@ -322,10 +325,9 @@ class SlotReader:
         return self.words is not None and self.words[WANT] != self._seen
 
     @property
-    def next_word(self) -> int:
-        """The word, if it is the first one since a slot was applied or refused; else 0."""
-        want = self._seen if self.words is None else self.words[WANT]
-        return want if (want >> 16) - (self._seen >> 16) == 1 else 0
+    def next_unread(self) -> int:
+        """:attr:`unread`, if it is the first word since a slot was applied or refused; else 0."""
+        return self.unread if (self.unread >> 16) - (self._seen >> 16) == 1 else 0
 
     @property
     def named(self) -> tuple[int, bytes]:
@@ -366,6 +368,7 @@ class SlotReader:
             OSError: There is no room for a mapping.
         """
         words, held, tries, until = self.words, self._held, 0, 0.0
+        self.unread = 0
         if words is None or words[WANT] == self._seen:
             return None
         while True:
@@ -374,6 +377,7 @@ class SlotReader:
             with FORKING:
                 view = self.segments.get(want >> 8 & 255)
                 if view is None:
+                    self.unread = want
                     return None
                 held_here = held is not None and held.view is view and held.index == index
                 locked = view.lock(index)
