@@ -93,7 +93,7 @@ class Ledger:
     """
 
     def __init__(self, awaits_hook: Callable[[], bool] = lambda: False) -> None:
-        self.inbox = Inbox()
+        self.inbox: Inbox = Inbox()
         self.refused: Refusal | None = None
         self.owed: int = 0
         self.passed_on: tuple[int | None, int] = (None, 0)

@@ -83,14 +83,14 @@ class Applier:
         report: Callable[[bool], object],
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.model = model
+        self.model: WorkerModel = model
         self.manual: bool = manual
         self.results: deque[tuple[Staged, Staged | None]] = deque()
         self.waiting: Staged | None = None
         self.askers: int = 0
         self.flipped = flipped
         self.take: Callable[[], object] = weakly(self.apply)
-        self.turns = Turns(
+        self.turns: Turns = Turns(
             guard, ledger.inbox, take=self.take, waits=lambda: model.waits, ended=self._end_turn
         )
         self._guard = guard

@@ -171,7 +171,7 @@ class WeightReceiver:
         self._error_traceback: TracebackType | None = None
         self.reconnects: int = 0
         self.progress: int = 0
-        self.waits = VersionWaits(
+        self.waits: VersionWaits = VersionWaits(
             self.applier,
             guard,
             self.ledger,

@@ -57,7 +57,7 @@ class VersionWaits:
         check: Callable[[], None],
         fetch: Callable[[], None],
     ) -> None:
-        self.changed = Notifier()
+        self.changed: Notifier = Notifier()
         self.reported: tuple[int | None, int] = (None, 0)
         self._applier = applier
         self._guard = guard
