@@ -43,7 +43,7 @@ __all__ = ["Answer", "Ledger", "Refusal"]
 
 
 class Answer(NamedTuple):
-    """What the trainer is told of one version, in its epoch."""
+    """An answer to the trainer about one version, in its epoch."""
 
     epoch: int
     version: int

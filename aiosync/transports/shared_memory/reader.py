@@ -69,7 +69,7 @@ class _SegmentView:
         self._fd = fd
         self._file = _file_of(fd)
         self._lock_fd = reopen(fd, os.O_RDONLY)
-        # Nobody reads or writes through this open file: its position is a mark of it. To look at
+        # No code reads or writes through this open file: its position is a mark of it. To look at
         # the mark takes a quarter of the time of os.fstat().
         self._mark = os.lseek(self._lock_fd, secrets.randbits(62), os.SEEK_SET)
         self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
