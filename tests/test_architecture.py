@@ -21,7 +21,7 @@ ROOT = Path(aiosync.__file__).parent
 # other. `aiosync` is the package's own __init__, which re-exports the async API.
 LAYERS: list[set[str]] = [
     {"_exports", "_repr", "_version", "errors"},
-    {"events", "spans", "types"},
+    {"device_memory", "events", "spans", "types"},
     {"_log", "_tasks"},
     {"wire"},
     {"_meter", "protocol"},
@@ -55,6 +55,7 @@ UNPICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 FORBIDDEN = {
     "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "errors": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
+    "device_memory": LOOPS | TENSOR_LIBRARIES | OPTIONAL | UNPICKLERS,
     "events": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "spans": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
     "types": LOOPS | TENSOR_LIBRARIES | OPTIONAL,

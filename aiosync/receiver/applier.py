@@ -447,7 +447,8 @@ class Applier:
         if here and staged.error is not None:
             # A refusal is reported at once, as the next callback of this loop may be a send.
             self._report(False)
-        elif not here or self._guard.at_read:  # the caller reports otherwise
+        elif self._guard.at_read or not (here or self.turns.is_in_thread):
+            # The caller, or the end of the thread, reports otherwise.
             call_soon(self._loop, self._report, False)
 
     # -- links and the end ---------------------------------------------------------------------

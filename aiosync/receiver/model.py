@@ -129,7 +129,9 @@ class WorkerModel:
             elif not self._warned:
                 self._warned = warn_if_frozen(target.target)
             # A fork by another thread must not give the child a model with parts of two versions.
-            with FORKING if isinstance(target, Target) else contextlib.nullcontext():
+            # No child can use a model on an accelerator, whose copies may take long.
+            on_cpu = isinstance(target, Target) and not target.waits
+            with FORKING if on_cpu else contextlib.nullcontext():
                 target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
         except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
             if is_interrupt(exc):
@@ -183,12 +185,12 @@ class WorkerModel:
         same = model is self._target_of
         adopt = functools.partial(self._adopt, model, waiting, chosen)
         if same or not self._guard.exclusively(adopt, timeout=0.0):
-            if not same:
+            if not (same or self._dropped):
                 self._check_fits(model, waiting)
             with self._choosing:
                 self._guard_forwards(model)
                 # follow() does the rest when it finds that resolve() returns another model.
-                self._dropped = model is None and not same
+                self._dropped = (model is None or self._dropped) and not same
                 chosen()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
@@ -203,6 +205,8 @@ class WorkerModel:
         if model is None:
             self._let_go(chosen)
             return
+        if self._dropped:
+            self._let_go()
         self._check_fits(model, waiting)
         target, current = self._target_for(model), self.current
         try:
@@ -244,9 +248,10 @@ class WorkerModel:
 
     def _guard_forwards(self, model: Any) -> None:
         guarded = self._methods is not None and why_unguarded(model) is None
-        self._wrap(model if guarded else None)
+        self._wrap(None)  # to walk over the model below is no read of it
         if guarded:
             self._guard.install(model, watch=self.watch)
+            self._wrap(model)
         else:
             self._guard.uninstall()
 
@@ -282,17 +287,19 @@ class WorkerModel:
         Args:
             keep: Gives the memory of an update to this process, as the trainer may write there.
         """
-        current = self.current
+        current, gone = self.current, self._copies.model_is_gone
         try:
+            self._wrap(None)  # to walk over the model below is no read of it
+            detach = _nothing if gone else self.detach
             if current is not None and not self.copy:
                 # The memory goes back to the trainer, who writes the next version into it. A
                 # forward that does not end must not see that: the memory below it stays, with the
                 # same values.
-                if self._guard.exclusively(self.detach, timeout=0.0):
+                if self._guard.exclusively(detach, timeout=0.0):
                     current.give_back()
                 else:
                     with FORKING:  # a thread may be applying: one after the other
-                        self.detach()
+                        detach()
                     keep(current)
                     # The list keeps the update alive until the open reads have ended.
                     self._guard.submit([current].clear)
@@ -300,6 +307,10 @@ class WorkerModel:
             self.current = self.target = self._target_of = None
             self._wrap(None)
             self._guard.uninstall()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _misfit(version: int, error: BaseException) -> ApplyError:

@@ -22,6 +22,7 @@ from aiosync.receiver.scheme_hooks import run_hook
 from aiosync.receiver.update_reader import Buffers, Staged
 from aiosync.tensors import FlatBuffer, Layout, Leaf
 from aiosync.tensors.copying import copy_bytes, copy_tensors
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.wire import NO_LIMITS
 
@@ -107,7 +108,11 @@ class Transformer:
         if self._transform is None:
             nbytes = staged.layout.nbytes
             flat = self._buffers.take(nbytes)
-            copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
+            if isinstance(staged.flat, DeviceBuffer):
+                views = flat.views(staged.layout), staged.flat.views(staged.layout)
+                copy_tensors(zip(*views, strict=True))
+            else:
+                copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
             return staged.layout, flat
         # The transform does not get the tensors inside extra states and other values.
         inside = inner_names(staged.values) if staged.values else frozenset[str]()

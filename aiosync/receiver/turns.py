@@ -8,6 +8,7 @@ its receiver. Must not import transports.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -50,6 +51,7 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
+        self._thread = 0  # its ident
         self._is_last = False
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
@@ -60,7 +62,7 @@ class Turns:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(1, "aiosync-apply")
                 had = self._inbox.epoch, self._inbox.version
-                self._in_thread = self._threads.submit(self._guard.apply_offered)
+                self._in_thread = self._threads.submit(self._apply_offered)
                 self._in_thread.add_done_callback(
                     lambda _: call_soon(self._loop, self._end_thread, pause, had)
                 )
@@ -71,6 +73,18 @@ class Turns:
             self.interrupt_loop(exc)
             done = False
         self._end_turn(done, pause, changed=False)
+
+    def _apply_offered(self) -> bool:
+        self._thread = threading.get_ident()
+        try:
+            return self._guard.apply_offered()
+        finally:
+            self._thread = 0
+
+    @property
+    def is_in_thread(self) -> bool:
+        """True on the thread that applies; ``ended`` is called once the guard is free again."""
+        return self._thread == threading.get_ident()
 
     def _end_thread(self, pause: float, had: tuple[int, int]) -> None:
         """Take over the thread's result: applied, or left to an open read."""

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken
+from aiosync.device_memory import DeviceMemory
+from aiosync.errors import ConfigError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors.accelerator import accelerator
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.transports.base import Received, Transport
 from aiosync.transports.shared_memory import NamedSlot, SlotReader
 from aiosync.wire import Leave, ManifestMessage, Message, Refuse, RunningChecksum, Update
@@ -268,10 +271,14 @@ class UpdateReader:
         """Return a link's own memory as a flat buffer; the same object for the same memory."""
         flat = self._mapped.get(key)
         if flat is None or flat.nbytes < payload.nbytes:
-            for old in [old for old in self._mapped if old[0] != key[0]]:
-                del self._mapped[old]  # the sender replaced that memory
+            self._forget_others(key)
             flat = self._mapped[key] = FlatBuffer(payload.obj)
         return flat
+
+    def _forget_others(self, key: tuple[Any, ...]) -> None:
+        """Forget memory of which the first part of the key differs: the sender has replaced it."""
+        for old in [old for old in self._mapped if old[0] != key[0]]:
+            del self._mapped[old]
 
     def knows(self, digest: bytes) -> bool:
         """Return True if updates of the manifest with this digest can be read."""
@@ -306,7 +313,8 @@ class UpdateReader:
             return None
         flat = self._mapped.get(slot.key)
         if flat is None:
-            flat = self._mapped[slot.key] = FlatBuffer(slot.memory, share=slot.share)
+            self._forget_others(slot.key)
+            flat = self._mapped[slot.key] = _memory_of(slot)
 
         def give_back() -> None:
             kept = not flat.exclusive()
@@ -338,6 +346,21 @@ class UpdateReader:
 
 def _nothing() -> None:
     """Do nothing, as memory of a link goes with its last view."""
+
+
+def _memory_of(slot: NamedSlot) -> FlatBuffer:
+    block = slot.block
+    if block is None:
+        return FlatBuffer(slot.memory, share=slot.share)
+    about, fd = block.about, block.fd
+
+    def find() -> DeviceMemory:
+        driver = accelerator().find(about.kind, about.uuid)
+        if about.nbytes % driver.granularity:
+            raise ConfigError(f"the trainer announced a block of {about.nbytes} bytes")
+        return DeviceMemory.open(driver, fd, about.nbytes)
+
+    return DeviceBuffer(about.nbytes, find)
 
 
 def _fill(flat: FlatBuffer, received: Received) -> None:

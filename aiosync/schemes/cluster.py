@@ -203,7 +203,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         control = TCPTransport(sock, limits=scheme.limits, name=name)
         return self._linked(scheme, control, listened=self.life.role == "sender")
 
-    def arena(self) -> Arena | None:
+    def arena(self, scheme: _Scheme) -> Arena | None:
         """See :meth:`Fabric.arena`."""
         if self._same_host is None:
             return None

@@ -84,7 +84,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         """Make a link over a connection that the user gave."""
         return scheme.create_transport(end)
 
-    def arena(self) -> Arena | None:
+    def arena(self, scheme: _Scheme) -> Arena | None:
         """Return shared memory for the sender's snapshots; ``None`` if links carry bytes."""
         return None
 
@@ -99,6 +99,10 @@ class Fabric(abc.ABC, Generic[_Scheme]):
     def how(self, scheme: _Scheme) -> How:
         """Return how ``send()`` copies, see :meth:`SnapshotCopier.take`."""
         return "copy"
+
+    def copies(self, scheme: _Scheme) -> bool:
+        """Return True if a worker copies updates, whatever ``apply_copy`` says."""
+        return False
 
     def subscribes(self, scheme: _Scheme) -> bool:
         """Return True if a worker gets every update, and not only those that it asks for."""

@@ -6,9 +6,10 @@ Workers find the trainer through a Unix socket. Must not import torch, nor anoth
 from __future__ import annotations
 
 import abc
+import logging
 import socket
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
@@ -17,17 +18,28 @@ from aiosync.rendezvous.listener import Listener
 from aiosync.rendezvous.same_host import NobodyListens, bind_here, connect, peer_pid
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
+from aiosync.schemes.options import SharedMemOptions
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
 from aiosync.sender.registry import watch_process
+from aiosync.strategy import WeightStrategy
+from aiosync.tensors import Dtypes
 from aiosync.transports.base import Transport
 from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import Arena, SharedMemTransport
+from aiosync.types import Require
 
 __all__ = ["MultiProcessWeightSyncScheme", "SharedMemWeightSyncScheme"]
 
+_EXPERIMENTAL = (
+    "memory='device' is experimental: the tests imitate the GPU's driver, and no GPU has seen it"
+)
 
-class _LocalFabric(Fabric[WeightSyncScheme]):
+
+_Scheme = TypeVar("_Scheme", bound=WeightSyncScheme, contravariant=True)
+
+
+class _LocalFabric(Fabric[_Scheme]):
     """Fabric within one host: workers find the trainer through a Unix socket."""
 
     # An attempt over a Unix socket costs little.
@@ -37,11 +49,11 @@ class _LocalFabric(Fabric[WeightSyncScheme]):
     def link(self, end: Any, name: str) -> Transport:
         """Make a link over a connected socket or one end of a pipe."""
 
-    def bind(self, scheme: WeightSyncScheme, sources: Sources) -> None:
+    def bind(self, scheme: _Scheme, sources: Sources) -> None:
         """See :meth:`Fabric.bind`."""
         self.life.listeners = [Listener(bind_here(self.meeting))]
 
-    def listen(self, scheme: WeightSyncScheme, sender: WeightSender, *, given: bool) -> None:
+    def listen(self, scheme: _Scheme, sender: WeightSender, *, given: bool) -> None:
         """See :meth:`Fabric.listen`."""
 
         def on_connection(sock: socket.socket) -> None:
@@ -57,12 +69,12 @@ class _LocalFabric(Fabric[WeightSyncScheme]):
         for listener in self.life.listeners:
             listener.accept(on_connection, sender.workers.not_let_in)
 
-    async def dial(self, scheme: WeightSyncScheme, left: Left, again: bool) -> Transport:
+    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
         """See :meth:`Fabric.dial`."""
         sock, _pid = connect(self.meeting, listener_pid=self.sender_pid)
         return self.link(sock, "the trainer")
 
-    def nobody(self, scheme: WeightSyncScheme, within: str) -> str:
+    def nobody(self, scheme: _Scheme, within: str) -> str:
         """See :meth:`Fabric.nobody`."""
         return (
             f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
@@ -74,9 +86,15 @@ class _LocalFabric(Fabric[WeightSyncScheme]):
         return isinstance(error, (NobodyListens, Refused))
 
 
-class _SharedMemFabric(_LocalFabric):
-    def arena(self) -> Arena:
-        return Arena()
+class _SharedMemFabric(_LocalFabric["SharedMemWeightSyncScheme"]):
+    def arena(self, scheme: SharedMemWeightSyncScheme) -> Arena:
+        on_device = scheme.memory == "device"
+        if on_device:
+            self.life.log("experimental", _EXPERIMENTAL, level=logging.WARNING)
+        return Arena(on_device=on_device)
+
+    def copies(self, scheme: SharedMemWeightSyncScheme) -> bool:
+        return scheme.memory == "device"
 
     def link(self, end: Any, name: str) -> Transport:
         sender = self.life.sender
@@ -84,7 +102,7 @@ class _SharedMemFabric(_LocalFabric):
         return SharedMemTransport(end, arena=arena, name=name)
 
 
-class _PipeFabric(_LocalFabric):
+class _PipeFabric(_LocalFabric[WeightSyncScheme]):
     def link(self, end: Any, name: str) -> Transport:
         return MPTransport(end, name=name)
 
@@ -92,7 +110,7 @@ class _PipeFabric(_LocalFabric):
 class _LocalScheme(WeightSyncScheme):
     """Common part of the schemes within one host."""
 
-    _fabric: _LocalFabric
+    _fabric: _LocalFabric[Any]
 
     def create_transport(self, pipe_or_context: Connection | socket.socket | Any) -> Transport:
         """Make a link over one end of a two-way pipe. Takes ownership of it; needs a running loop.
@@ -108,7 +126,7 @@ class _LocalScheme(WeightSyncScheme):
         return self._fabric.link(pipe_or_context, "the peer")
 
 
-class SharedMemWeightSyncScheme(_LocalScheme):
+class SharedMemWeightSyncScheme(SharedMemOptions, _LocalScheme):
     """Scheme that sends weights to worker processes of one host through shared memory.
 
     The sender copies each update once into a slot that no process reads, and names it to the
@@ -122,9 +140,62 @@ class SharedMemWeightSyncScheme(_LocalScheme):
     Workers find the trainer through a socket that only the same user can reach, by pickling this
     object into them; or give connections: ``init_on_sender(pipes=[...])`` and
     ``init_on_receiver(pipe=...)``.
+
+    Args:
+        strategy: As for :class:`WeightSyncScheme`, like all the others but ``memory``.
+        sync: As for every scheme.
+        per_worker_weights: As for every scheme.
+        apply: As for every scheme.
+        apply_copy: Copy updates into the parameters' memory.
+        buffers: As for every scheme.
+        guard: As for every scheme.
+        strict: As for every scheme.
+        require: As for every scheme.
+        timeout: As for every scheme.
+        wire_dtype: As for every scheme.
+        first_version: As for every scheme.
+        memory: ``"device"`` puts the slots into memory of the GPU that has the models of trainer
+            and workers, which then always copy. Experimental; see ``docs/topics/gpu.md``. The same
+            on both sides.
+
+    Raises:
+        ConfigError: An option has an illegal value.
     """
 
     _fabric_type = _SharedMemFabric
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        *,
+        apply: Literal["auto", "manual"] = "auto",
+        apply_copy: bool = False,
+        buffers: Literal["all", "persistent"] = "all",
+        guard: Literal["forward", "reading"] = "forward",
+        strict: bool = True,
+        require: Require = "all",
+        timeout: float | None = 120.0,
+        wire_dtype: Dtypes | None = None,
+        first_version: int = 1,
+        memory: Literal["host", "device"] = "host",
+    ) -> None:
+        super().__init__(
+            strategy,
+            sync,
+            per_worker_weights,
+            apply=apply,
+            apply_copy=apply_copy,
+            buffers=buffers,
+            guard=guard,
+            strict=strict,
+            require=require,
+            timeout=timeout,
+            wire_dtype=wire_dtype,
+            first_version=first_version,
+        )
+        self.memory = memory
 
 
 class MultiProcessWeightSyncScheme(_LocalScheme):

@@ -30,6 +30,7 @@ __all__ = [
     "RPCOptions",
     "RayOptions",
     "SchemeOptions",
+    "SharedMemOptions",
     "StreamOptions",
     "TCPOptions",
     "refuse",
@@ -249,6 +250,14 @@ class SchemeOptions:
         """Check and keep the options of a constructor, in this order."""
         for name, value in options.items():
             setattr(self, name, value)
+
+
+class SharedMemOptions(SchemeOptions):
+    """Options of :class:`aiosync.SharedMemWeightSyncScheme`."""
+
+    memory: Option[Literal["host", "device"]] = Option(
+        one_of("host", "device"), "Where the slots are: in memory of the host, or of the GPU."
+    )
 
 
 class StreamOptions(SchemeOptions):

@@ -72,7 +72,7 @@ class Trainer:
         sources = self._given.sources
         self._children = multiprocessing.active_children()
         copier = SnapshotCopier(
-            fabric.arena(),
+            fabric.arena(scheme),
             scheme.strategy.extract_as,
             # A mapping may have been changed since it was checked.
             check_dtypes(scheme.wire_dtype, "wire_dtype"),

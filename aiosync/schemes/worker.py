@@ -272,7 +272,7 @@ class Worker:
             transport,
             resolve=self._given.target,
             apply=scheme.apply,
-            copy=scheme.apply_copy or self._given.loader is not None,
+            copy=scheme.apply_copy or fabric.copies(scheme) or self._given.loader is not None,
             strict=scheme.strict and self.terms.strict,
             buffers=scheme.buffers,
             guard=self._guard,

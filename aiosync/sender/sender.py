@@ -74,10 +74,8 @@ class WeightSender:
         first_version: Number of the first version.
 
     Attributes:
-        require: As given; may change.
+        require, copier, meter: As given; ``require`` may change.
         workers: Registry of the workers, connected or not.
-        copier: As given.
-        meter: As given.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class WeightSender:
             on_crash=self._on_crash,
             streaming=streaming,
         )
-        # The flattener of a forgotten worker refers to the last weights that it got: drop it.
+        # The flattener of a forgotten worker refers to the last weights that it got.
         self.workers.on_forget = lambda idx: copier.flatteners.pop(idx, None)
         copier.ring = self._ring
         self._how: How = how
@@ -132,8 +130,7 @@ class WeightSender:
     @property
     def lag(self) -> int:
         """Number of versions that the slowest worker is behind."""
-        links = self.workers.links.values()
-        return max((self.version - link.applied for link in links), default=0)
+        return max((self.version - each.applied for each in self.workers.links.values()), default=0)
 
     def stats(self) -> SyncStats:
         """Return the counts and the state of the workers. May be called on any thread."""
@@ -328,7 +325,7 @@ class WeightSender:
         workers = self.workers
         if workers.closed or workers.crash is not None:
             workers.check()
-        addressed = self.workers.address(planned, worker_ids)
+        addressed = workers.address(planned, worker_ids)
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
@@ -374,8 +371,8 @@ class WeightSender:
     ) -> SendReport | Send:
         """Hand snapshots to the workers and to the history of later ones; take them over.
 
-        The caller calls :meth:`tell` afterwards. Returns the report if naming the update was
-        enough, and it may be given ``at_once``: no worker has ended without the loop's notice.
+        The caller calls :meth:`tell` afterwards. Returns the report if naming was enough, and it
+        may be given ``at_once``: no worker has ended without the loop's notice.
         """
         workers, meter, about = self.workers, self.meter, None
         targets, lost = addressed
@@ -415,7 +412,7 @@ class WeightSender:
                 acked=seen,
             )
             self._offer(send, snapshots)
-        # The workers are busy with the update from here on: the rest costs the sender no time.
+        # The workers are busy with the update from here on: the rest costs no time.
         for key, snapshot in snapshots.items():
             if worker_ids is None:
                 workers.history.add(key, snapshot)

@@ -29,8 +29,9 @@ from aiosync.tensors import (
     Prepared,
     copy_bytes,
 )
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.transports.data_plane import PayloadState, Progress, outlast
-from aiosync.transports.shared_memory import MAX_SLOTS, Arena, Slot
+from aiosync.transports.shared_memory import DEVICE_SLOTS, MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
@@ -127,7 +128,7 @@ class Snapshot:
             self.buffer: FlatBuffer = memory
             return
         if memory.buffer is None:
-            memory.buffer = FlatBuffer(memory.view, pinnable=True)
+            memory.buffer = _buffer_of(memory)
         self.slot, self.buffer = memory, memory.buffer
         memory.has_memory = memory.in_use = True
 
@@ -201,6 +202,13 @@ class Snapshot:
                 free()
             else:
                 self.filling.add_done_callback(lambda _: free())
+
+
+def _buffer_of(slot: Slot) -> FlatBuffer:
+    block = slot.device
+    if block is None:
+        return FlatBuffer(slot.view, pinnable=True)
+    return DeviceBuffer(block.nbytes, lambda: block)
 
 
 def _nothing() -> None:
@@ -453,8 +461,10 @@ class SnapshotCopier:
         """Return True if another slot may be made; ``at_once``, without a wait for a free one."""
         if self._growing is not None:
             return False
-        if arena.segment is None or arena.segment.slot_nbytes < nbytes:
+        if arena.segment is None or not arena.segment.fits(nbytes, arena.driver):
             return True
+        if arena.on_device:
+            return arena.num_slots < DEVICE_SLOTS
         large = nbytes * (arena.num_links + 2) > _SMALL_NBYTES
         if at_once and large and arena.num_slots > 1:
             return False
@@ -471,7 +481,7 @@ class SnapshotCopier:
         Raises:
             ConfigError: Workers hold slots that they were not given.
         """
-        arena = self.arena
+        arena = self._arena_for(prepared)
         if arena is None:
             return self._private(prepared)
         nbytes = prepared.layout.nbytes
@@ -491,7 +501,7 @@ class SnapshotCopier:
                 self._growing.add_done_callback(self._grown)
                 slot = await asyncio.shield(self._growing)
                 break
-            if arena.num_slots == MAX_SLOTS:
+            if arena.num_slots == MAX_SLOTS or (late and arena.on_device):
                 return self._private(prepared)
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
@@ -499,6 +509,19 @@ class SnapshotCopier:
             # The kernel announces no lock that was given back, so this has to poll.
             await asyncio.sleep(_PAUSE_SECONDS)
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
+
+    def _arena_for(self, prepared: Prepared) -> Arena | None:
+        """Return the arena that is to have a copy; ``None`` if it travels with a message.
+
+        Raises:
+            ConfigError: The weights are on no device whose memory is to have it.
+        """
+        arena = self.arena
+        if arena is not None and arena.on_device:
+            arena.driver = prepared.driver()
+            # Workers read what is no tensor from the message, and with it the whole update.
+            return None if prepared.values else arena
+        return arena
 
     def _grown(self, _: object) -> None:
         self._growing = None
@@ -533,7 +556,7 @@ class SnapshotCopier:
             The snapshot; ``None`` if nothing was copied, also because an optimizer of another
             thread is still in a step after ``timeout`` seconds.
         """
-        arena, slot = self.arena, None
+        arena, slot = self._arena_for(prepared), None
         nbytes = prepared.layout.nbytes
         if (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)) and not always:
             return None

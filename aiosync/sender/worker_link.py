@@ -303,7 +303,7 @@ class WorkerLink:
         publisher, slot = self.publisher, snapshot.slot
         if publisher is None or publisher.promised is None:
             return False
-        is_new = slot is not None and slot.segment.segment_id not in publisher.announced
+        is_new = slot is not None and slot.place not in publisher.announced
         return is_new or publisher.promised != snapshot.layout.digest
 
     async def _announce(self, snapshot: Snapshot) -> None:
@@ -437,7 +437,7 @@ class WorkerLink:
         return (
             publisher is not None
             and publisher.promised == digest
-            and (slot is None or slot.segment.segment_id in publisher.announced)
+            and (slot is None or slot.place in publisher.announced)
             and not (self._writing or self.outbox.error)
             # The link may have ended, which the loop is about to notice.
             and not (self._channel and self._channel.ended)

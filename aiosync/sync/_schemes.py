@@ -37,16 +37,9 @@ import aiosync.schemes as aio
 from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.receiver.reads import on_behalf_of_reader
+from aiosync.schemes import options as option_sets
 from aiosync.schemes.internal import bind_early, life_of, publish_with
 from aiosync.schemes.lifecycle import Life
-from aiosync.schemes.options import (
-    DistributedOptions,
-    Option,
-    RayOptions,
-    RPCOptions,
-    StreamOptions,
-    TCPOptions,
-)
 from aiosync.schemes.properties import SchemeState
 from aiosync.schemes.results import has_failed
 from aiosync.schemes.trainer import addressed_workers
@@ -188,7 +181,7 @@ class attribute(property, Generic[_T]):
     """
 
     def __init__(self, original: Any) -> None:
-        of_option = isinstance(original, Option)
+        of_option = isinstance(original, option_sets.Option)
         name = original.name if of_option else original.fget.__name__
 
         def read(facade: Any) -> Any:
@@ -716,15 +709,21 @@ def _mirror_options(cls: type) -> None:
     """Turn the options that a class inherits into those of the async scheme."""
     for name in dir(cls):
         option = inspect.getattr_static(cls, name)
-        if isinstance(option, Option):
+        if isinstance(option, option_sets.Option):
             setattr(cls, name, attribute(option))
 
 
 _mirror_options(WeightSyncScheme)
 
 
-class SharedMemWeightSyncScheme(WeightSyncScheme, twin_of=aio.SharedMemWeightSyncScheme):
-    """Blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`."""
+class SharedMemWeightSyncScheme(
+    option_sets.SharedMemOptions, WeightSyncScheme, twin_of=aio.SharedMemWeightSyncScheme
+):
+    """Blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`; same arguments."""
+
+    @constructor(aio.SharedMemWeightSyncScheme)
+    def __init__(self) -> None:
+        """Make the async scheme."""
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme, twin_of=aio.MultiProcessWeightSyncScheme):
@@ -738,14 +737,14 @@ class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
     apply_pending: Final = direct(aio.NoWeightSyncScheme.apply_pending)
 
 
-class _StreamTwin(StreamOptions, WeightSyncScheme):
+class _StreamTwin(option_sets.StreamOptions, WeightSyncScheme):
     """Common part of the twins of the schemes over streams."""
 
     address: Final = attribute[str](aio.TCPWeightSyncScheme.address)
     reconnects: Final = attribute[int](aio.TCPWeightSyncScheme.reconnects)
 
 
-class TCPWeightSyncScheme(TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncScheme):
+class TCPWeightSyncScheme(option_sets.TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncScheme):
     """Blocking twin of :class:`aiosync.TCPWeightSyncScheme`; same arguments."""
 
     refused: Final = attribute[dict[str, int]](aio.TCPWeightSyncScheme.refused)
@@ -756,7 +755,7 @@ class TCPWeightSyncScheme(TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncSche
 
 
 class DistributedWeightSyncScheme(
-    DistributedOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
+    option_sets.DistributedOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
 ):
     """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
 
@@ -765,7 +764,7 @@ class DistributedWeightSyncScheme(
         """Make the async scheme."""
 
 
-class RPCWeightSyncScheme(RPCOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
+class RPCWeightSyncScheme(option_sets.RPCOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RPCWeightSyncScheme`; same arguments."""
 
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
@@ -777,7 +776,7 @@ class RPCWeightSyncScheme(RPCOptions, _StreamTwin, twin_of=aio.RPCWeightSyncSche
         """Make the async scheme."""
 
 
-class RayWeightSyncScheme(RayOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
+class RayWeightSyncScheme(option_sets.RayOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
     """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
 
     connection_info_name: Final = attribute[str](aio.RayWeightSyncScheme.connection_info_name)

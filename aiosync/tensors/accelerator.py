@@ -6,6 +6,7 @@ This module must never import asyncio or a transport.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from aiosync.device_memory import CudaDriver, DeviceMemory, Driver, DriverError
 from aiosync.errors import ConfigError
 
 __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
@@ -68,6 +70,23 @@ class Accelerator(Protocol):
     def pin(self, flat: HostMemory, device: torch.device) -> None:
         """Let the device reach a flat buffer directly, if it can: then the buffer is ``pinned``."""
 
+    def driver(self, device: torch.device) -> Driver:
+        """Return the driver of a device whose memory other processes can map.
+
+        Raises:
+            ConfigError: The device cannot share memory.
+        """
+
+    def find(self, kind: str, uuid: bytes) -> Driver:
+        """Return the driver of this kind of the device with this UUID.
+
+        Raises:
+            ConfigError: This process has no such device.
+        """
+
+    def tensor(self, memory: DeviceMemory) -> torch.Tensor:
+        """Return a block of device memory as a 1-D uint8 tensor, which keeps the block."""
+
 
 class _Torch:
     """The accelerators that torch knows, on their current streams."""
@@ -113,6 +132,46 @@ class _Torch:
                 return
         flat.pinned = weakref.finalize(flat.block, _unpin, flat.address, device, os.getpid())
         flat.pinned.atexit = False
+
+    def driver(self, device: torch.device) -> Driver:
+        if device.type != "cuda" or torch.version.hip is not None:
+            raise ConfigError(f"memory='device' needs an NVIDIA GPU, and the weights are {device}")
+        return _cuda_driver(torch.cuda.current_device() if device.index is None else device.index)
+
+    def find(self, kind: str, uuid: bytes) -> Driver:
+        if kind == CudaDriver.kind and torch.version.hip is None:
+            for index in range(torch.cuda.device_count()):
+                driver = _cuda_driver(index)
+                if driver.uuid == uuid:
+                    return driver
+        raise ConfigError(
+            f"the weights are in memory of the {kind} device {uuid.hex()}, which this process does "
+            "not see: run the worker on the trainer's GPU, or use memory='host'"
+        )
+
+    def tensor(self, memory: DeviceMemory) -> torch.Tensor:
+        return torch.as_tensor(_Block(memory), device=torch.device("cuda", memory.driver.index))
+
+
+class _Block:
+    """A block of device memory, as torch takes it over from other libraries."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
+
+
+@functools.cache
+def _cuda_driver(index: int) -> CudaDriver:
+    try:
+        return CudaDriver(index, torch.cuda.empty_cache)
+    except DriverError as exc:
+        raise ConfigError(f"memory='device' does not work here: {exc}; use memory='host'") from exc
 
 
 def _unpin(address: int, device: torch.device, pid: int) -> None:

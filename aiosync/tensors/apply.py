@@ -25,6 +25,7 @@ from aiosync.errors import ConfigError, ManifestMismatch
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.buffer import FlatBuffer, Layout, in_flat_memory
 from aiosync.tensors.copying import copy_tensors, is_plain_cpu
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.flatten import Signature
 from aiosync.tensors.matching import BufferChoice, Matching, Spot, Strict
@@ -53,11 +54,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BufferChoice", "LoadTarget", "Loader", "Strict", "Target"]
 
-Mode: TypeAlias = Literal["flip", "copy", "replace"]
+Mode: TypeAlias = Literal["flip", "copy", "copy there", "replace"]
 """The way in which tensors get their new values.
 
 ``"flip"``: parameters become views of the buffer, where possible; the rest is copied in place.
-``"copy"``: everything is copied in place. ``"replace"``: new objects with memory of their own take
+``"copy"``: everything is copied in place, with ``"copy there"`` from the memory of the device that
+has the target. ``"replace"``: new objects with memory of their own take
 the places of the old ones.
 """
 
@@ -90,8 +92,9 @@ class Plan:
             without it memory of their own.
         puts: Spots whose tensors are replaced by others; the flag means the same.
         copies: Tensors that are copied in place: these are ``copied``, and ``addresses`` are
-            theirs. If they are few and small, they are ``quick`` to copy. From a flat buffer those
-            ``on_devices`` are copied together, by device, and those ``on_host`` as everywhere.
+            theirs. If they are few and small, they are ``quick`` to copy. ``devices`` has the
+            accelerators among them. From a flat buffer of the host those ``on_devices`` are copied
+            together, by device, and those ``on_host`` as everywhere.
         keeps_views: Tensors on the CPU get new memory if something else views theirs.
         viewed: Finds these tensors; ``None`` if there can be none.
         once: The target is another one afterwards, for which there is no plan yet.
@@ -156,13 +159,17 @@ class Plan:
         self.puts: list[tuple[Spot, int, bool]] = []
         self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
+        has = accelerator().has
+        self.devices: set[torch.device] = {each.device for each, _ in self.copies if has(each)}
         self.on_devices: list[tuple[DeviceCopies, dict[int, torch.Tensor]]] = []
-        self.on_host: list[tuple[torch.Tensor, int]] = []
-        self._sort_copies(layout)
+        self.on_host: list[tuple[torch.Tensor, int]] = self.copies
+        if self.devices and mode != "copy there":
+            self._sort_copies(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
         self.copied: list[torch.Tensor] = [tensor for tensor, _ in self.copies]
         self.quick: bool = (
-            all(tensor.is_cpu and tensor.numel() < _SMALL_NUMEL for tensor in self.copied)
+            mode != "copy there"
+            and all(tensor.is_cpu and tensor.numel() < _SMALL_NUMEL for tensor in self.copied)
             and sum(tensor.nbytes for tensor in self.copied) <= _QUICK_NBYTES
         )
         self.keeps_views: bool = mode == "flip" and self.tree is not None
@@ -374,6 +381,20 @@ class Target:
             _flip(plan.moved, plan.pick(flat.views(layout)))
             return
         mode: Mode = "copy" if copy else "flip"
+        if isinstance(flat, DeviceBuffer):
+            if not copy:
+                raise ConfigError(
+                    "weights in device memory are copied, and this worker was told to point at "
+                    "them: construct its scheme with memory='device', too"
+                )
+            mode = "copy there"
+            devices = self._resolve(layout, values, mode).devices
+            if devices != {flat.device}:
+                where = ", ".join(map(str, devices)) or "the CPU"
+                raise ConfigError(
+                    f"the weights are on {flat.device}, and this worker's model is on {where}: use "
+                    "memory='host'"
+                )
         self.apply_tensors(layout, flat.views(layout), values, mode, flat)
 
     def apply_tensors(
@@ -421,7 +442,7 @@ class Target:
         """True if applying waits for an accelerator, as far as is known; cheap."""
         plan, target = self._plan, self.target
         if plan is not None:
-            return bool(plan.on_devices)
+            return bool(plan.devices)
         tensors = target.parameters() if isinstance(target, nn.Module) else ()
         return any(map(accelerator().has, tensors))
 
@@ -438,7 +459,7 @@ class Target:
         return (
             plan is not None
             and self._key == ("flip", *self._facts(layout, values))
-            and not (values or plan.values or plan.equal or plan.on_devices)
+            and not (values or plan.values or plan.equal or plan.devices)
             and plan.is_valid(self.target)
             and sum(tensor.nbytes for tensor in plan.copied) <= _QUICK_NBYTES
         )
@@ -680,4 +701,12 @@ class LoadTarget:
             Exception: Whatever the function raised. The function has to undo its changes itself.
         """
         self.check(layout, values)
-        self.load(flat.named_views(layout))
+        if not isinstance(flat, DeviceBuffer):
+            self.load(flat.named_views(layout))
+            return
+        api = accelerator()
+        api.synchronize(flat.device)
+        try:
+            self.load(flat.named_views(layout))
+        finally:
+            api.synchronize(flat.device)  # the trainer writes to this memory afterwards

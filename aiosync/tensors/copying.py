@@ -157,6 +157,8 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     devices = {each.device for pair in pairs for each in pair if api.has(each)}
     for device in devices:
         api.synchronize(device)
+    if devices:
+        pairs = _copy_there(pairs)
     blocks: list[_Pair] = []
     batches: list[_Batch] = []
     targets: list[torch.Tensor] = []
@@ -191,6 +193,25 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
         _take(_copy_batch, iter(batches))
     for device in devices:
         api.synchronize(device)
+
+
+def _copy_there(pairs: list[TensorPair]) -> list[TensorPair]:
+    """Begin the copies from an accelerator to itself, all in one call; return the other pairs."""
+    api, rest = accelerator(), list[TensorPair]()
+    there: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for pair in pairs:
+        target, source = pair
+        if not (api.has(target) and api.has(source) and target.device == source.device):
+            rest.append(pair)
+        elif source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
+            rest.append(pair)
+        else:
+            targets, sources = there.setdefault(target.device, ([], []))
+            targets.append(target)
+            sources.append(source)
+    for targets, sources in there.values():
+        api.copy(targets, sources)
+    return rest
 
 
 @torch.no_grad()

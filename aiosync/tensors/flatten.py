@@ -17,6 +17,7 @@ import torch
 
 from aiosync._log import log
 from aiosync.errors import ConfigError
+from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.buffer import Layout
 from aiosync.tensors.copying import (
     LARGE_NBYTES,
@@ -26,6 +27,7 @@ from aiosync.tensors.copying import (
     copy_tensors,
     is_plain_cpu,
 )
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import DeviceCopies, copies_by_device
 from aiosync.tensors.mapping import DtypeRule, Dtypes, Pattern
 from aiosync.tensors.values import EXTRA_STATE, inner_names
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aiosync.device_memory import Driver
     from aiosync.tensors.buffer import FlatBuffer
     from aiosync.types import Limits
 
@@ -137,7 +140,23 @@ class Prepared:
     @property
     def waits(self) -> bool:
         """True if copying waits for an accelerator, whatever the size."""
-        return bool(self.plan.on_devices)
+        return bool(self.plan.devices)
+
+    def driver(self) -> Driver:
+        """Return the driver of the device whose memory is to have a copy.
+
+        Raises:
+            ConfigError: There is not exactly one device, or it cannot share memory.
+        """
+        devices = self.plan.devices
+        if len(devices) != 1:
+            where = ", ".join(map(str, devices)) or "the CPU"
+            raise ConfigError(
+                f"memory='device' sends weights of one GPU, and these are on {where}: use "
+                "memory='host'"
+            )
+        [device] = devices
+        return accelerator().driver(device)
 
     def copy_into(self, flat: FlatBuffer, *, pool: CopyPool | None = None) -> None:
         """Copy every tensor to its place in a flat buffer.
@@ -157,6 +176,9 @@ class Prepared:
             raise ConfigError(
                 f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
             )
+        if isinstance(flat, DeviceBuffer):
+            copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
+            return
         if flat.padded_for != layout.digest:
             for start, end in layout.padding():
                 flat.array[start:end] = 0
@@ -192,15 +214,22 @@ class _Plan:
         self.in_all_places: Sequence[torch.Tensor] = tensors  # those of the last source
         self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
-        self.on_devices: list[DeviceCopies] = [
-            copies for copies, _ in copies_by_device(layout, enumerate(self.tensors))
-        ]
-        there = {leaf for copies in self.on_devices for leaf in copies.leaves}
-        self.on_host: list[int] = [at for at in range(len(self.tensors)) if at not in there]
+        has = accelerator().has
+        self.on_host: list[int] = [at for at, each in enumerate(self.tensors) if not has(each)]
+        self.devices: set[torch.device] = {each.device for each in self.tensors if has(each)}
+        self._on_devices: list[DeviceCopies] | None = None
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
         self.addresses: list[int] = []  # addresses of the last tensors that were copied
+
+    @property
+    def on_devices(self) -> list[DeviceCopies]:
+        """The copies from devices to the host; made at the first use, as they take memory there."""
+        if self._on_devices is None:
+            found = copies_by_device(self.layout, enumerate(self.tensors)) if self.devices else ()
+            self._on_devices = [copies for copies, _ in found]
+        return self._on_devices
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
         """Return what this plan copies: the first of each group of tied tensors, and the values."""

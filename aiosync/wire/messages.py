@@ -39,6 +39,7 @@ __all__ = [
     "Ack",
     "Challenge",
     "Current",
+    "DeviceSlot",
     "ExtValue",
     "Fetch",
     "Hello",
@@ -211,11 +212,33 @@ class Segment:
         segment_id: Id that the sender chose; unique on the link.
         slot_nbytes: Bytes of one slot, its header included.
         num_slots: Least number of slots in the segment, 1 to 65535.
+        on_device: True if the segment only has the headers of slots whose payloads are in device
+            memory; a :class:`DeviceSlot` announces each.
     """
 
     segment_id: int
     slot_nbytes: int
     num_slots: int
+    on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSlot:
+    """Announcement of a slot's device memory, whose descriptor travels beside the message.
+
+    Attributes:
+        segment_id: Id of an announced segment, which has the slot's header.
+        index: Index of the slot.
+        kind: Name of the driver's interface, for example ``"cuda"``.
+        uuid: UUID of the device, 16 bytes.
+        nbytes: Bytes of the device memory.
+    """
+
+    segment_id: int
+    index: int
+    kind: str
+    uuid: bytes
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +378,7 @@ Message: TypeAlias = (
     | Update
     | Ack
     | Segment
+    | DeviceSlot
     | PageMessage
     | Take
     | Promise
@@ -444,7 +468,12 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
     ManifestMessage: (6, {"manifest": (bytes, 0, _INT)}),
     Segment: (
         7,
-        {"segment_id": _COUNT, "slot_nbytes": _COUNT, "num_slots": (int, 1, 65535)},
+        {
+            "segment_id": _COUNT,
+            "slot_nbytes": _COUNT,
+            "num_slots": (int, 1, 65535),
+            "on_device": _BOOL,
+        },
     ),
     PageMessage: (8, {}),
     Take: (9, {"epoch": _EPOCH, "version": _COUNT}),
@@ -459,6 +488,16 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
         {"kind": (str, 1, _NAME), "key": (str, 0, _NAME), "value": (bytes, 0, 2048)},
     ),
     Leave: (17, {}),
+    DeviceSlot: (
+        18,
+        {
+            "segment_id": _COUNT,
+            "index": (int, 0, 255),
+            "kind": (str, 1, _NAME),
+            "uuid": (bytes, 16, 16),
+            "nbytes": _COUNT,
+        },
+    ),
 }
 _TYPES: dict[int, type] = {number: cls for cls, (number, _) in _FIELDS.items()}
 _DEFAULTS: dict[type, dict[str, Any]] = {

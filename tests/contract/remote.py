@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from aiosync.tensors.accelerator import use_accelerator
 from tests.contract import bench
 from tests.schemes import _harness as harness
+from tests.support.accelerator import Deferred
 
 held: dict[int, bench.Worker] = {}
 """Workers of this process by key; used in the processes of workers only."""
@@ -76,7 +78,7 @@ class Hired(Remote):
     """A worker in a process of its own."""
 
     def __init__(self, scheme: Any, init: dict[str, Any]) -> None:
-        worker = harness.start(None, None)
+        self._worker = worker = harness.start(None, None)
         super().__init__(scheme, init, partial(worker.call, _acting), partial(_end, worker))
         self.pid, self.stop, self.cont = worker.pid, worker.stop, worker.cont
 
@@ -88,3 +90,15 @@ async def _acting(state: harness.State, *args: Any) -> Any:
 def _end(worker: harness.Worker) -> None:
     worker.kill()
     worker.end()
+
+
+class Pretending(Hired):
+    """A worker in a process of its own, whose models are on a fake accelerator."""
+
+    async def connect(self) -> None:
+        await self._worker.call(_pretend)
+        await super().connect()
+
+
+async def _pretend(state: harness.State) -> None:
+    use_accelerator(Deferred())

@@ -40,8 +40,8 @@ def _torchrl() -> None:
     run_torchrl()
 
 
-def _slots() -> None:
-    from tests.gpu.slots import run
+def _device_memory() -> None:
+    from tests.gpu.device_memory import run
 
     run()
 
@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "times": (_times, 90),
     "driver": (_driver, 50),
     "bandwidth": (_bandwidth, 55),
-    "slots": (_slots, 50),
+    "device_memory": (_device_memory, 60),
     "torchrl": (_torchrl, 50),
 }
 """The function that prints a section, and the seconds after which it is ended, by name."""

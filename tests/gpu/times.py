@@ -25,6 +25,7 @@ MODELS = {"1,000 x 4 KiB": (1000, 1024), "16 MiB": (16, 2**18), "512 MiB": (16, 
 """Number of float32 tensors, and of elements in each, by name."""
 SCHEMES = {
     "shared memory": aiosync.SharedMemWeightSyncScheme,
+    "GPU memory": lambda: aiosync.SharedMemWeightSyncScheme(memory="device"),
     "pipe": aiosync.MultiProcessWeightSyncScheme,
     "TCP": lambda: aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0"),
 }

@@ -102,3 +102,23 @@ async def test_another_model_has_the_weights_at_the_next_read(name: str, device:
     async with pair(name, net(1.0, 100), net(0.0, 100)) as (_, receiver):
         receiver.model = target = net(0.0, 100)
         assert values(receiver, target) == {1.0}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_model_of_another_shape_after_none(name: str, device: Deferred) -> None:
+    """Also while a thread still copies an update into the model before."""
+    source, target = net(1.0, 100), net(0.0, 100)
+    async with pair(name, source, target) as (sender, receiver):
+        device.skips = 2
+        busy = device.is_busy = threading.Event()
+        sending = asyncio.create_task(sender.send())
+        await turns_while(sending, 0.1)
+        receiver.model = None
+        receiver.model = other = net(0.0, 7)
+        busy.set()
+        device.is_busy = None
+        with contextlib.suppress(aiosync.PartialSyncError):  # the new model refuses it
+            await sending
+        sender.model = net(2.0, 7)
+        await sender.send()
+        assert values(receiver, other) == {2.0}

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import pickle
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.one_loop, pytest.ma
 
 SCHEMES = {
     "shm": aiosync.SharedMemWeightSyncScheme,
+    "device": partial(aiosync.SharedMemWeightSyncScheme, memory="device"),
     "pipe": aiosync.MultiProcessWeightSyncScheme,
     "tcp": aiosync.TCPWeightSyncScheme,
 }
@@ -131,7 +133,7 @@ async def test_a_cuda_graph_sees_new_weights(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("sides", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"device"}))
 async def test_models_on_either_side_stay_on_their_devices(
     scheme: str, sides: tuple[str, str]
 ) -> None:
@@ -144,3 +146,13 @@ async def test_models_on_either_side_stay_on_their_devices(
             await receiver.wait_for_version(sender.version, timeout=20)
             assert values(receiver, target) == {value}
             assert {each.device.type for each in target.state_dict().values()} == {sides[1]}
+
+
+async def test_slots_in_device_memory_are_for_workers_on_that_device() -> None:
+    """No weight passes the host, and a worker on the CPU is refused."""
+    with pytest.raises(aiosync.AiosyncError, match="this worker's model is on the CPU"):
+        async with pair("device", Net(0.0, 1000), Net(0.0, 1000).cpu()):
+            pass
+    with pytest.raises(aiosync.ConfigError, match="and these are on the CPU"):
+        async with pair("device", Net(0.0, 1000).cpu(), Net(0.0, 1000)):
+            pass

@@ -7,6 +7,7 @@ on this accelerator.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from collections import deque
@@ -15,8 +16,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from aiosync.device_memory import DeviceMemory
+from aiosync.errors import ConfigError
 from aiosync.tensors import FlatBuffer
 from aiosync.tensors.accelerator import accelerator, use_accelerator
+from tests.support.fake_driver import FakeDriver
 
 
 class Deferred:
@@ -29,6 +33,7 @@ class Deferred:
         num_transfers: Number of transfers to or from it.
         is_busy: An event before which no wait ends; ``None`` if waits end at once.
         skips: Number of the next waits that do not wait for ``is_busy``.
+        fake_driver: Driver of its memory.
     """
 
     def __init__(self) -> None:
@@ -37,6 +42,7 @@ class Deferred:
         self.num_transfers: int = 0
         self.is_busy: threading.Event | None = None
         self.skips: int = 0
+        self.fake_driver: FakeDriver = FakeDriver()
         self._begun: deque[Callable[[], object]] = deque()
         self._lock = threading.RLock()
 
@@ -87,6 +93,20 @@ class Deferred:
         assert flat.pinnable
         if flat.pinned is None:
             flat.pinned = weakref.finalize(flat.block, lambda *_: None, 0, device, 0)
+
+    def driver(self, device: torch.device) -> FakeDriver:
+        return self.fake_driver
+
+    def find(self, kind: str, uuid: bytes) -> FakeDriver:
+        if (kind, uuid) != (FakeDriver.kind, self.fake_driver.uuid):
+            raise ConfigError("this process has no such device")
+        return self.fake_driver
+
+    def tensor(self, memory: DeviceMemory) -> torch.Tensor:
+        block = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+        # The tensor keeps the array, and the array keeps the memory.
+        block.memory = memory
+        return torch.frombuffer(block, dtype=torch.uint8)
 
     def _begin(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = target.detach(), source.detach()

@@ -9,6 +9,7 @@ and so does everything that is not a version in a slot. Must not import torch or
 from aiosync.transports.shared_memory.publisher import SlotPublisher
 from aiosync.transports.shared_memory.reader import NamedSlot, SlotReader
 from aiosync.transports.shared_memory.slots import (
+    DEVICE_SLOTS,
     MAX_SLOTS,
     Arena,
     Slot,
@@ -16,6 +17,7 @@ from aiosync.transports.shared_memory.slots import (
 from aiosync.transports.shared_memory.transport import SharedMemTransport
 
 __all__ = [
+    "DEVICE_SLOTS",
     "MAX_SLOTS",
     "Arena",
     "NamedSlot",

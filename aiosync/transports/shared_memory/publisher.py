@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aiosync.errors import TransportBroken, TransportClosed
 from aiosync.transports.shared_memory.slots import BELL, HOLDS, WANT, Arena, Slot, make_page
-from aiosync.wire import Message, PageMessage, Segment
+from aiosync.wire import DeviceSlot, Message, PageMessage, Segment
 
 __all__ = ["SlotPublisher"]
 
@@ -35,7 +35,7 @@ class SlotPublisher:
         arena: Owner of the slots.
 
     Attributes:
-        announced: Ids of the segments that the peer can read.
+        announced: The segments, and the places of slots in device memory, that the peer can read.
         promised: Digest of the manifest whose versions the peer promised to take without a message
             about each one; ``None`` while it promises nothing.
         version: Version that the word names; 0 for none.
@@ -44,7 +44,7 @@ class SlotPublisher:
     def __init__(
         self, link: PublishingLink, attach: Callable[[int | None], None], arena: Arena
     ) -> None:
-        self.announced: set[int] = set()
+        self.announced: set[int | tuple[int, int]] = set()
         self.promised: bytes | None = None
         self.version: int = 0
         # The link; None once it has ended.
@@ -69,9 +69,9 @@ class SlotPublisher:
             TransportClosed: The link has ended.
             TransportBroken: There is no memory or descriptor left for a page.
         """
-        segment = slot.segment
-        if segment.segment_id in self.announced:
+        if slot.place in self.announced:
             return
+        segment, device = slot.segment, slot.device
         link = self._link
         if link is None:
             raise TransportClosed("the link has ended")
@@ -88,9 +88,16 @@ class SlotPublisher:
                 self._attach(self._page_fd)
                 yield PageMessage(), ()
                 self._close_page_fd()
-            self._attach(segment.read_only_fd)
-            yield Segment(segment.segment_id, segment.slot_nbytes, 1), ()
-            self.announced.add(segment.segment_id)
+            if segment.segment_id not in self.announced:
+                self._attach(segment.read_only_fd)
+                about = segment.segment_id, segment.slot_nbytes, 1, device is not None
+                yield Segment(*about), ()
+                self.announced.add(segment.segment_id)
+            if device is not None:
+                of, nbytes = device.driver, device.nbytes
+                self._attach(device.fd)
+                yield DeviceSlot(segment.segment_id, slot.index, of.kind, of.uuid, nbytes), ()
+                self.announced.add(slot.place)
         finally:
             self._attach(None)
 

@@ -37,9 +37,9 @@ from aiosync.transports.shared_memory.slots import (
     map_page,
     reopen,
 )
-from aiosync.wire import PageMessage, Segment, is_traceparent
+from aiosync.wire import DeviceSlot, PageMessage, Segment, is_traceparent
 
-__all__ = ["NamedSlot", "SlotReader"]
+__all__ = ["NamedSlot", "SharedBlock", "SlotReader"]
 
 # Each segment takes a descriptor or two as long as this process uses one of its slots.
 _MAX_SEGMENTS = 64
@@ -54,18 +54,38 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedBlock:
+    """A slot's device memory, as the peer announced it.
+
+    Attributes:
+        fd: Descriptor of the memory; the segment's view closes it.
+        about: The announcement.
+    """
+
+    fd: int
+    about: DeviceSlot
+
+
 class _SegmentView:
     """The private mappings of a peer's segment. Owns the descriptor.
+
+    Args:
+        fd: The descriptor.
+        about: The announcement of the segment.
 
     Raises:
         OSError: There is no ``/proc``, or no descriptor left.
     """
 
-    def __init__(self, fd: int, segment_id: int, slot_nbytes: int) -> None:
-        self.segment_id = segment_id
+    def __init__(self, fd: int, about: Segment) -> None:
+        self.segment_id = about.segment_id
+        self.on_device = about.on_device
+        # An accelerator may read slots elsewhere than in the private mapping, which alone is kept.
+        self.is_read_directly = about.on_device
         # Indices of all slots that are locked; after an interrupt perhaps of more.
         self.locked: set[int] = set()
-        self._slot_nbytes = slot_nbytes
+        self._slot_nbytes = about.slot_nbytes
         self._fd = fd
         self._file = _file_of(fd)
         self._lock_fd = reopen(fd, os.O_RDONLY)
@@ -73,6 +93,7 @@ class _SegmentView:
         # the mark takes a quarter of the time of os.fstat().
         self._mark = os.lseek(self._lock_fd, secrets.randbits(62), os.SEEK_SET)
         self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
+        self.blocks: dict[int, SharedBlock] = {}
 
     def map(self, index: int) -> tuple[mmap.mmap, memoryview]:
         """Return the mapping of one slot with its header. Writes stay private to this process.
@@ -106,6 +127,7 @@ class _SegmentView:
         """
         fd = self._source()
         fcntl.fcntl(self._lock_fd, SET_LOCK, PINNED[index])
+        self.is_read_directly = True
         nbytes, offset = self._slot_nbytes, index * self._slot_nbytes
         mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
         return memoryview(mapping)
@@ -183,6 +205,9 @@ class _SegmentView:
             # If foreign code has closed a descriptor, another file may have its number.
             if _file_of(fd) == self._file:
                 os.close(fd)
+        for block in self.blocks.values():
+            os.close(block.fd)
+        self.blocks.clear()
         self._fd = self._lock_fd = -1
         self.locked.clear()
         self.maps.clear()
@@ -200,6 +225,7 @@ class NamedSlot:
         sent_at: Time at which the slot was sealed, in nanoseconds since the Unix epoch.
         ids: Ids of the sender's trace and span, 24 bytes; zeros for none.
         memory: Memory of the slot behind its header; the payload is at its beginning.
+        block: The device memory that has the payload instead; ``None`` for none.
         key: Key of the mapping with that memory.
         view: The segment that the slot is in.
         index: Index of the slot in its segment.
@@ -212,6 +238,7 @@ class NamedSlot:
     sent_at: int
     ids: bytes
     memory: memoryview
+    block: SharedBlock | None
     key: tuple[int, int, int]
     view: _SegmentView
     index: int
@@ -242,8 +269,8 @@ class SlotReader:
         words: The words of the page, the first of which names a slot; ``None`` before the page
             arrived.
         segments: The announced segments that are in use, by the last byte of their id.
-        unread: The last word that :meth:`open` saw, if the message that announces its segment, or
-            its manifest, was not read yet; else 0.
+        unread: The last word that :meth:`open` saw, if the message that announces its segment, its
+            device memory or its manifest was not read yet; else 0.
         outlives_link: True if the receiver closes this object, and not the link.
     """
 
@@ -257,6 +284,7 @@ class SlotReader:
         # The last word that was handled: its slot was applied or refused.
         self._seen = 0
         self._closed = False
+        self._page: memoryview | None = None  # the words, once this is closed
         keep_across_fork(self)
         close_in_child(self)
 
@@ -277,12 +305,12 @@ class SlotReader:
             view.close()
         self.segments.clear()
 
-    def announce(self, message: Segment | PageMessage) -> None:
-        """Take over the descriptor of a new segment, or of the page.
+    def announce(self, message: Segment | DeviceSlot | PageMessage) -> None:
+        """Take over the descriptor of a new segment, of a slot's device memory, or of the page.
 
         Raises:
-            RemoteProtocolError: No descriptor arrived, the page or the segment was announced
-                before, or too many segments are in use.
+            RemoteProtocolError: No descriptor arrived, the same was announced before, the device
+                memory is for no slot, or too many segments are in use.
             TransportBroken: The memory cannot be mapped: there is no room, no descriptor left, or
                 no ``/proc``.
         """
@@ -296,11 +324,16 @@ class SlotReader:
                 if self.words is not None:
                     raise RemoteProtocolError("the peer announced a second page")
                 self.words = map_page(fd)
+            elif isinstance(message, DeviceSlot):
+                of = self.segments.get(message.segment_id & 255)
+                if of is None or of.segment_id != message.segment_id or message.index in of.blocks:
+                    raise RemoteProtocolError("the peer announced device memory for no slot")
+                of.blocks[message.index] = SharedBlock(fd, message)
+                fd = -1
             elif message.segment_id & 255 in self.segments:
                 raise RemoteProtocolError("the peer announced a segment twice")
             else:
-                view = _SegmentView(fd, message.segment_id, message.slot_nbytes)
-                self.segments[message.segment_id & 255] = view
+                self.segments[message.segment_id & 255] = _SegmentView(fd, message)
                 fd = -1
         except (OSError, ValueError) as exc:
             raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
@@ -376,7 +409,7 @@ class SlotReader:
             index = want & 255
             with FORKING:
                 view = self.segments.get(want >> 8 & 255)
-                if view is None:
+                if view is None or (view.on_device and index not in view.blocks):
                     self.unread = want
                     return None
                 held_here = held is not None and held.view is view and held.index == index
@@ -399,12 +432,13 @@ class SlotReader:
             # given back.
             mapping.madvise(mmap.MADV_DONTNEED)
         version, nbytes, digest, sent_at, ids = HEADER.unpack_from(mapped, 0)
-        memory = mapped[HEADER_NBYTES:]
-        if not version or nbytes > len(memory):
+        memory, block = mapped[HEADER_NBYTES:], view.blocks.get(index)
+        if not version or nbytes > (len(memory) if block is None else block.about.nbytes):
             view.unlock(index)
             raise RemoteProtocolError("the peer named a slot that holds nothing")
         key = (view.segment_id, index, id(mapping))
-        return NamedSlot(want, version, digest, nbytes, sent_at, ids, memory, key, view, index)
+        about = version, digest, nbytes, sent_at, ids
+        return NamedSlot(want, *about, memory, block, key, view, index)
 
     def hold(self, slot: NamedSlot) -> None:
         """Register that the model has the version in this slot, and write it to the page."""
@@ -438,6 +472,8 @@ class SlotReader:
             slot.view.unlock(slot.index)
             if self._held is slot:
                 self._held = None
+        if self._closed:
+            self.close()  # it waited for this copy
 
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""
@@ -452,18 +488,22 @@ class SlotReader:
     def close(self) -> None:
         """Give every slot back to the sender, and close the segments.
 
-        Views keep their memory, even those of a slot that another thread has just locked.
+        Views keep their memory, even those of a slot that another thread has just locked. Nothing
+        keeps what an accelerator reads directly: while another thread waits for such a copy, this
+        leaves the rest to :meth:`leave`.
         """
-        words = self.words
         self._closed = True
-        self.words = self._held = None
+        self._page, self.words, self._held = self.words or self._page, None, None
         with FORKING:
+            if any(view.is_read_directly and view.locked for view in self.segments.values()):
+                return
             self.before_fork()
             for view in self.segments.values():
                 view.close()
             self.segments.clear()
-        if words is not None:
-            words[BELL] = GONE
+        page, self._page = self._page, None
+        if page is not None:
+            page[BELL] = GONE
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:

@@ -6,7 +6,8 @@ link has a page of three words. ``want`` names the slot that the worker is to co
 the sender writes it. ``holds`` is the version that the worker computes with, and ``bell`` asks for
 a message about each new word; only the worker writes these two. No call frees a slot:
 :meth:`Arena.take_slot` takes a slot that has no snapshot of the sender, that no link's word names,
-and that no reader has locked. Must not import asyncio, torch or anything above ``transports``.
+that no reader has locked. If payloads are in memory of a device, a segment only has the headers. It
+must not import asyncio, torch or anything above ``transports``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from aiosync.device_memory import DeviceMemory, Driver
 from aiosync.errors import ConfigError, TransportClosed
 from aiosync.transports._forks import close_in_child
 from aiosync.transports._process_end import has_ended
 
 __all__ = [
     "BELL",
+    "DEVICE_SLOTS",
     "GONE",
     "HEADER",
     "HEADER_NBYTES",
@@ -69,6 +72,9 @@ GONE = 2
 
 MAX_SLOTS = 256
 """Greatest number of slots of a segment, as a word has one byte for the index of a slot."""
+
+DEVICE_SLOTS = 2
+"""Greatest number of slots of a segment in device memory, which is scarce."""
 
 SET_LOCK: int = fcntl.F_OFD_SETLK
 """Command of ``fcntl()`` that sets one of the following locks; it never waits.
@@ -151,10 +157,12 @@ class Segment:
             segment in use.
         slot_nbytes: Bytes of the payload of one slot. The slot has its header as well, and is
             rounded up to whole pages.
+        driver: Driver of the device that has the payloads; ``None`` if they are in the segment.
 
     Attributes:
         segment_id: Id of the segment for peers.
-        slot_nbytes: Bytes of one slot, with its header.
+        slot_nbytes: Bytes of one slot in the segment, with its header.
+        driver: As given.
         slots: The slots, by their index; some may have no memory.
         read_only_fd: A descriptor that peers may map but not write to.
         lock_fd: The descriptor whose open file description has the locks: no mapping and no peer
@@ -165,10 +173,12 @@ class Segment:
             left.
     """
 
-    def __init__(self, segment_id: int, slot_nbytes: int) -> None:
+    def __init__(self, segment_id: int, slot_nbytes: int, driver: Driver | None = None) -> None:
         self.segment_id: int = segment_id
-        page = mmap.ALLOCATIONGRANULARITY
-        self.slot_nbytes: int = -(-(slot_nbytes + HEADER_NBYTES) // page) * page
+        self.driver: Driver | None = driver
+        page, here = mmap.ALLOCATIONGRANULARITY, slot_nbytes if driver is None else 0
+        self.slot_nbytes: int = -(-(here + HEADER_NBYTES) // page) * page
+        self._on_device = slot_nbytes
         self.slots: list[Slot] = []
         self._fd = -1
         self.read_only_fd: int = -1
@@ -186,13 +196,20 @@ class Segment:
         """The slots that have memory."""
         return [slot for slot in self.slots if slot.has_memory]
 
+    def fits(self, nbytes: int, driver: Driver | None) -> bool:
+        """Return True if a payload of so many bytes fits a slot, in memory of this driver."""
+        if driver is not self.driver:
+            return False
+        has = self.slot_nbytes - HEADER_NBYTES if driver is None else self._on_device
+        return nbytes <= has
+
     def grow(self) -> Slot:
         """Give one more slot memory, and return that slot.
 
         ``has_memory`` of the slot is not set yet, so that no other call acquires it.
 
         Raises:
-            ConfigError: The system has no memory left for it.
+            ConfigError: The system, or the device, has no memory left for it.
         """
         index, nbytes = len(self.slots), self.slot_nbytes
         index = next((slot.index for slot in self.slots if not slot.has_memory), index)
@@ -201,7 +218,10 @@ class Segment:
             os.posix_fallocate(self._fd, index * nbytes, nbytes)
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
-                self.slots.append(Slot(self, index, mapping))
+                device = None
+                if self.driver is not None:
+                    device = DeviceMemory.allocate(self.driver, self._on_device)
+                self.slots.append(Slot(self, index, mapping, device))
         except OSError as exc:
             raise ConfigError(
                 f"cannot allocate shared memory for another slot of {nbytes} bytes: {exc}"
@@ -239,7 +259,8 @@ class Segment:
         self._fd = self.read_only_fd = self.lock_fd = -1
         while self.slots:
             slot = self.slots.pop()
-            slot.view, slot.buffer = memoryview(b""), None
+            # Device memory goes with its last view, so that no copy under way loses it.
+            slot.view, slot.buffer, slot.device = memoryview(b""), None, None
             # If a tensor still views the mapping, it is closed with that tensor.
             with contextlib.suppress(BufferError):
                 slot.mapping.close()
@@ -251,7 +272,10 @@ class Slot:
     Attributes:
         segment: The segment that the slot is in.
         index: Index of the slot in its segment.
+        place: What has to be announced to peers before they can read the slot: the segment; or, for
+            device memory, the slot in it.
         mapping: Mapping of the slot, its header included.
+        device: Device memory for the payload; ``None`` if the payload is behind the header.
         view: Memory for the payload, writable by this process while the slot is locked.
         buffer: An object that the owner of the slot made of the view, kept so that it is made once.
         in_use: True if a snapshot of the sender is in the slot. The caller that acquired the slot
@@ -265,10 +289,15 @@ class Slot:
             to use it.
     """
 
-    def __init__(self, segment: Segment, index: int, mapping: mmap.mmap) -> None:
+    def __init__(
+        self, segment: Segment, index: int, mapping: mmap.mmap, device: DeviceMemory | None
+    ) -> None:
         self.segment = segment
         self.index = index
+        number = segment.segment_id
+        self.place: int | tuple[int, int] = number if device is None else (number, index)
         self.mapping = mapping
+        self.device = device
         self.view: memoryview = memoryview(mapping)[HEADER_NBYTES:]
         self.buffer: Any = None
         self.in_use: bool = False
@@ -357,12 +386,19 @@ class Abandoned:
 class Arena:
     """The slots of one sender, as many as its readers make necessary.
 
+    Args:
+        on_device: Payloads are in device memory, in at most :data:`DEVICE_SLOTS` slots.
+
     Attributes:
+        on_device: As given.
+        driver: Driver of the device for the next slot; whoever acquires the slot sets it.
         segment: The segment in which slots are acquired; ``None`` before the first slot.
         num_links: Number of links that can name slots to a peer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
+        self.on_device: bool = on_device
+        self.driver: Driver | None = None
         self.segment: Segment | None = None
         self.num_links: int = 0
         # Segments that were replaced by a larger one. Snapshots and links may still refer to them.
@@ -405,7 +441,7 @@ class Arena:
                     self._retired.remove(retired)
                     retired.close()
         segment = self.segment
-        if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
+        if segment is None or not segment.fits(nbytes, self.driver):
             return None
         self._num_acquired = now = self._num_acquired + 1
         # The slot before the last one is tried first, as workers are likely to have left it; each
@@ -423,6 +459,7 @@ class Arena:
         else:
             return None
         # Each send checks one slot in turn, and gives its memory back if it is unused.
+        growing |= self.on_device
         old = segment.slots[now % len(segment.slots)]
         unused = old.used_at < now - _UNUSED_SENDS and old.has_memory and not old.is_needed
         if unused and not growing and old.lock():
@@ -443,8 +480,8 @@ class Arena:
                 for a smaller one; or a worker has locked the new slot.
         """
         segment = self.segment
-        if segment is None or segment.slot_nbytes < nbytes + HEADER_NBYTES:
-            larger = Segment(next(self._segment_ids), nbytes)
+        if segment is None or not segment.fits(nbytes, self.driver):
+            larger = Segment(next(self._segment_ids), nbytes, self.driver)
             try:
                 slot = larger.grow()
             except ConfigError:

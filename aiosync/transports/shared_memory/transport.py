@@ -20,7 +20,7 @@ from aiosync.transports.shared_memory.publisher import SlotPublisher
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import Arena
 from aiosync.types import Cancellation, Capabilities, Limits
-from aiosync.wire import PageMessage, Segment
+from aiosync.wire import DeviceSlot, PageMessage, Segment
 
 __all__ = ["SharedMemTransport"]
 
@@ -133,7 +133,7 @@ class SharedMemTransport(FramedTransport):
 
     def deliver(self, received: Received) -> bool:
         """See :meth:`FramedTransport.deliver`. Segments and pages go to the reader of slots."""
-        if isinstance(received.message, Segment | PageMessage):
+        if isinstance(received.message, Segment | DeviceSlot | PageMessage):
             self.slots.announce(received.message)
             return True
         return super().deliver(received)

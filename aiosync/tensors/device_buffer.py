@@ -1,0 +1,65 @@
+"""A slot in a device's memory, as the tensors of a layout.
+
+This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from aiosync.tensors.accelerator import accelerator
+from aiosync.tensors.buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiosync.device_memory import DeviceMemory
+
+__all__ = ["DeviceBuffer"]
+
+
+class DeviceBuffer(FlatBuffer):
+    """A flat buffer whose bytes are on a device, and not on the CPU.
+
+    Whoever writes to it or reads it waits for the device before and after: no other process knows
+    of work that is queued.
+
+    Args:
+        nbytes: Size in bytes.
+        find: Returns the block of device memory; called once, when the first views are made. What
+            it raises, :meth:`views` raises.
+    """
+
+    def __init__(self, nbytes: int, find: Callable[[], DeviceMemory]) -> None:
+        super().__init__(0)
+        self.nbytes = nbytes
+        self._find = find
+        self._all: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes as a 1-D uint8 tensor on the device. Always the same object."""
+        if self._all is None:
+            self._all = accelerator().tensor(self._find())
+        return self._all
+
+    @property
+    def device(self) -> torch.device:
+        """The device that has the bytes."""
+        return self.tensor().device
+
+    def memoryview(self) -> memoryview:
+        """Return a copy of the bytes in memory of the host; waits for the device."""
+        host, api = FlatBuffer(self.nbytes), accelerator()
+        api.transfer(host.tensor(), self.tensor()[: self.nbytes])
+        api.synchronize(self.device)
+        return host.memoryview()
+
+    def exclusive(self) -> bool:
+        """Return True: views are valid only as long as the reader of the slot says."""
+        return True
+
+    def _make(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        return self.tensor()[offset : offset + nbytes].view(dtype).view(tuple(shape))
