@@ -541,6 +541,36 @@ def rings_lost(worker: tuple[str, ...]) -> list[tuple[str, ...]]:
     return lost
 
 
+# Copies on a device begin in one step and end some time later. A worker reads a slot, then the
+# trainer writes another version into that slot, and then the worker reads that version.
+COPIES = (
+    *("read begins", "read ends", "unlock"),
+    *("lock", "write begins", "write ends", "store"),
+    *("next begins", "next ends"),
+)
+WAITS = frozenset({"for the read", "for the write"})
+
+
+def mixed_copies(waits: frozenset[str] = WAITS) -> list[tuple[str, ...]]:
+    """Return the orders of these steps in which a copy reads a slot while it is written."""
+    mixed = []
+    fixed = ["read begins", "unlock", "lock", "write begins", "store", "next begins"]
+    for order in itertools.permutations(COPIES):
+        at = {step: place for place, step in enumerate(order)}
+        legal = (
+            sorted(fixed, key=at.__getitem__) == fixed
+            and at["read begins"] < at["read ends"]
+            and at["write begins"] < at["write ends"]
+            and at["next begins"] < at["next ends"]
+            and ("for the read" not in waits or at["read ends"] < at["unlock"])
+            and ("for the write" not in waits or at["write ends"] < at["store"])
+        )
+        written = at["write begins"], at["write ends"]
+        if legal and (at["read ends"] > written[0] or at["next begins"] < written[1]):
+            mixed.append(order)
+    return mixed
+
+
 def main() -> int:
     """Walk all scenes; return 1 if a promise breaks, or holds without a rule."""
     bad = list(RULES ^ WITHOUT.keys())
@@ -557,6 +587,8 @@ def main() -> int:
     # look again misses one.
     if rings_lost(WORKER) or not rings_lost(WORKER[:-1]):
         bad.append("look later")
+    if mixed_copies() or not all(mixed_copies(WAITS - {each}) for each in WAITS):
+        bad.append("waits for copies on a device")
     print(f"not shown: {bad}" if bad else f"each of the {len(RULES)} rules is needed")
     return bool(bad)
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.publishing_model import RULES, SCENES, WITHOUT, WORKER, explore, rings_lost, start
+from tests.bench.publishing_model import (
+    RULES,
+    SCENES,
+    WAITS,
+    WITHOUT,
+    WORKER,
+    explore,
+    mixed_copies,
+    rings_lost,
+    start,
+)
 
 pytestmark = pytest.mark.apart
 
@@ -24,3 +34,12 @@ def test_a_promise_breaks_without_the_rule(rule: str) -> None:
 def test_who_looks_once_more_misses_no_ring() -> None:
     assert not rings_lost(WORKER)
     assert rings_lost(WORKER[:-1])
+
+
+def test_copies_that_end_later_do_not_mix() -> None:
+    assert not mixed_copies()
+
+
+@pytest.mark.parametrize("wait", sorted(WAITS))
+def test_copies_mix_without_a_wait(wait: str) -> None:
+    assert mixed_copies(WAITS - {wait})
