@@ -92,9 +92,10 @@ class Plan:
             without it memory of their own.
         puts: Spots whose tensors are replaced by others; the flag means the same.
         copies: Tensors that are copied in place: these are ``copied``, and ``addresses`` are
-            theirs. If they are few and small, they are ``quick`` to copy. ``devices`` has the
-            accelerators among them. From a flat buffer of the host those ``on_devices`` are copied
-            together, by device, and those ``on_host`` as everywhere.
+            theirs. If they are few and small, they are ``quick`` to copy. From a flat buffer of the
+            host those ``on_devices`` are copied together, by device, and those ``on_host`` as
+            everywhere.
+        devices: The accelerators of the tensors that get weights.
         keeps_views: Tensors on the CPU get new memory if something else views theirs.
         viewed: Finds these tensors; ``None`` if there can be none.
         once: The target is another one afterwards, for which there is no plan yet.
@@ -160,7 +161,8 @@ class Plan:
         self.copies: list[tuple[torch.Tensor, int]] = []
         self._sort(layout, mode)
         has = accelerator().has
-        self.devices: set[torch.device] = {each.device for each, _ in self.copies if has(each)}
+        assigned = [spot.tensor for spot in self.assigned]
+        self.devices: set[torch.device] = {each.device for each in assigned if has(each)}
         self.on_devices: list[tuple[DeviceCopies, dict[int, torch.Tensor]]] = []
         self.on_host: list[tuple[torch.Tensor, int]] = self.copies
         if self.devices and mode != "copy there":
@@ -388,8 +390,11 @@ class Target:
                     "them: construct its scheme with memory='device', too"
                 )
             mode = "copy there"
-            devices = self._resolve(layout, values, mode).devices
-            if devices != {flat.device}:
+            plan = self._resolve(layout, values, mode)
+            devices = plan.devices
+            # Tensors on the meta device get memory where the weights are.
+            new = any(spot.tensor.is_meta for spot, *_ in plan.puts)
+            if devices != {flat.device} and (devices or not new):
                 where = ", ".join(map(str, devices)) or "the CPU"
                 raise ConfigError(
                     f"the weights are on {flat.device}, and this worker's model is on {where}: use "
@@ -558,6 +563,8 @@ class Target:
                 for copies, tensors in plan.on_devices:
                     copies.scatter(flat, tensors)
             torch.autograd.graph.increment_version(plan.copied)
+        if isinstance(flat, DeviceBuffer):
+            accelerator().synchronize(flat.device)  # new tensors were copied on the device, too
         if moved:
             _flip(moved, memory)
         if viewed:

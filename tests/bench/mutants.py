@@ -549,7 +549,7 @@ MUTANTS = [
     Mutant(
         "a worker on another device copies from a slot",
         "tensors/apply.py",
-        "            if devices != {flat.device}:",
+        "            if devices != {flat.device} and (devices or not new):",
         "            if False:",
         "tests/schemes/test_device_memory.py -k 'worker_on_the_cpu'",
     ),
