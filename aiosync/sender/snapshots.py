@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from aiosync._log import log
 from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
@@ -446,6 +448,9 @@ class SnapshotCopier:
     # -- memory --------------------------------------------------------------------------------
 
     def _private(self, prepared: Prepared) -> Snapshot:
+        if self.arena is not None and self.arena.on_device:
+            text = "an update goes through the host: it has values, or no device slot is free"
+            log(logging.DEBUG, "send", text, model=None)
         buffer = self._idle.pop() if self._idle else None
         if buffer is None or buffer.nbytes != prepared.layout.nbytes:
             self._idle.clear()
