@@ -13,7 +13,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort
 
 from aiosync.device_memory.memory import DriverError
 
-__all__ = ["CudaDriver"]
+__all__ = ["CudaDriver", "uuid_of"]
 
 _LIBRARY = "libcuda.so.1"
 # Attributes of a device: virtual memory, and its export to POSIX descriptors.
@@ -68,14 +68,11 @@ class CudaDriver:
     def __init__(self, index: int, empty_cache: Callable[[], object]) -> None:
         if "microsoft" in os.uname().release.lower():
             raise DriverError("Windows' WSL2 does not share device memory between processes")
-        try:
-            self._library = ctypes.CDLL(_LIBRARY)
-        except OSError as exc:
-            raise DriverError(f"there is no NVIDIA driver: {exc}") from exc
+        self.uuid: bytes = uuid_of(index)
+        self._library = _library()
         self.index: int = index
         self._empty_cache = empty_cache
-        self._call("cuInit", c_int(0))
-        device, name, uuid = c_int(), ctypes.create_string_buffer(256), (c_ubyte * 16)()
+        device, name = c_int(), ctypes.create_string_buffer(256)
         self._call("cuDeviceGet", byref(device), c_int(index))
         self._call("cuDeviceGetName", name, c_int(len(name)), device)
         if b" MIG " in name.value:
@@ -85,8 +82,6 @@ class CudaDriver:
             self._call("cuDeviceGetAttribute", byref(has), c_int(number), device)
             if not has.value:
                 raise DriverError(f"the GPU, or its driver, has no {what} for device memory")
-        self._call("cuDeviceGetUuid_v2", uuid, device)
-        self.uuid: bytes = bytes(uuid)
         self._context = c_void_p()
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
         self._location = _Location(_DEVICE, index)
@@ -158,7 +153,6 @@ class CudaDriver:
 
     def unmap(self, address: int, nbytes: int) -> None:
         """See :meth:`Driver.unmap`."""
-        self._there("cuCtxSynchronize")  # a copy that an interrupt cut short may still run
         self._there("cuMemUnmap", c_uint64(address), c_size_t(nbytes))
 
     def make_room(self) -> int:
@@ -177,8 +171,36 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _call(self, name: str, *args: object) -> None:
-        status = getattr(self._library, name)(*args)
-        if status:
-            text = c_char_p()
-            self._library.cuGetErrorName(status, byref(text))
-            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()}")
+        _call(self._library, name, *args)
+
+
+def uuid_of(index: int) -> bytes:
+    """Return the UUID of a GPU, by its index of those that are visible to this process.
+
+    Raises:
+        DriverError: There is no such GPU, or no driver that tells.
+    """
+    library, device, uuid = _library(), c_int(), (c_ubyte * 16)()
+    _call(library, "cuDeviceGet", byref(device), c_int(index))
+    _call(library, "cuDeviceGetUuid_v2", uuid, device)
+    return bytes(uuid)
+
+
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as exc:
+        raise DriverError(f"there is no NVIDIA driver: {exc}") from exc
+    _call(library, "cuInit", c_int(0))
+    return library
+
+
+def _call(library: ctypes.CDLL, name: str, *args: object) -> None:
+    function = getattr(library, name, None)
+    if function is None:
+        raise DriverError(f"{name}: this driver is too old")
+    status = function(*args)
+    if status:
+        text = c_char_p()
+        library.cuGetErrorName(status, byref(text))
+        raise DriverError(f"{name}: {(text.value or b'unknown error').decode()}")

@@ -69,8 +69,8 @@ class Driver(Protocol):
 class DeviceMemory:
     """A mapped block of a device's memory.
 
-    It is given back once nothing refers to this object: whoever views the memory keeps it. A forked
-    child must not touch the block, and gives nothing back.
+    It is given back once nothing refers to this object: whoever views the memory keeps it, and has
+    waited for the device by then. A forked child must not touch the block.
 
     Args:
         driver: The device's driver.
@@ -100,13 +100,19 @@ class DeviceMemory:
                 self.address: int = driver.reserve(nbytes)
                 undo.callback(driver.free, self.address, nbytes)
                 driver.map(self.address, nbytes, handle, writable=shared)
-                undo.pop_all()
+                undo.callback(driver.unmap, self.address, nbytes)
             finally:
                 driver.release(handle)
-        give_back = weakref.finalize(
-            self, _give_back, driver, self.address, nbytes, self.fd, os.getpid()
+            undo.pop_all()
+        self._give_back = weakref.finalize(
+            self, _give_back, driver, self.address, nbytes, self.fd, _file_of(self.fd), os.getpid()
         )
-        give_back.atexit = False
+        self._give_back.atexit = False
+
+    def forget(self) -> None:
+        """Close the descriptor in a forked child, where views may keep this object."""
+        self._give_back.detach()
+        _close(self.fd, _file_of(self.fd))
 
     @classmethod
     def allocate(cls, driver: Driver, nbytes: int) -> Self:
@@ -115,17 +121,18 @@ class DeviceMemory:
         Raises:
             ConfigError: The device has no memory left for it, or cannot share it.
         """
-        nbytes = -(-nbytes // driver.granularity) * driver.granularity
+        nbytes = -(-max(nbytes, 1) // driver.granularity) * driver.granularity
+        free: int | None = None
         try:
-            return cls(driver, nbytes, driver.create(nbytes), shared=True)
-        except DriverError:
+            with contextlib.suppress(DriverError):
+                return cls(driver, nbytes, driver.create(nbytes), shared=True)
             free = driver.make_room()
-        try:
             return cls(driver, nbytes, driver.create(nbytes), shared=True)
         except DriverError as exc:
+            left = "" if free is None else f", and {free} are free"
             raise ConfigError(
-                f"the device gives no memory for a slot ({exc}): {nbytes} bytes are wanted, and "
-                f"{free} are free. Free some, or use memory='host'"
+                f"the device gives no memory for a slot ({exc}): {nbytes} bytes are wanted{left}. "
+                "Free some, or use memory='host'"
             ) from exc
 
     @classmethod
@@ -148,9 +155,31 @@ class DeviceMemory:
             ) from exc
 
 
-def _give_back(driver: Driver, address: int, nbytes: int, fd: int, pid: int) -> None:
-    if fd >= 0:
-        os.close(fd)
+def _give_back(
+    driver: Driver,
+    address: int,
+    nbytes: int,
+    fd: int,
+    file: tuple[int, int] | None,
+    pid: int,
+) -> None:
+    _close(fd, file)
     if os.getpid() == pid:  # a forked child must never call the driver
-        driver.unmap(address, nbytes)
-        driver.free(address, nbytes)
+        try:
+            driver.unmap(address, nbytes)
+        finally:
+            driver.free(address, nbytes)
+
+
+def _close(fd: int, file: tuple[int, int] | None) -> None:
+    # If foreign code has closed a descriptor, another file may have its number.
+    if fd >= 0 and file is not None and _file_of(fd) == file:
+        os.close(fd)
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -315,9 +315,10 @@ class Applier:
         if not silent or (taken and error is not None):
             self._tell(staged, unused)
         self._taking = self._before = None
-        if self._closed and taken and not model.copy and isinstance(target, Target):
-            # The loop has closed the model meanwhile, and will not detach it.
-            target.detach_(staged.flat)
+        if self._closed and taken:
+            # The loop has closed the model meanwhile, and will neither detach nor forget it.
+            if not model.copy and isinstance(target, Target):
+                target.detach_(staged.flat)
             model.current = None
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -383,6 +384,8 @@ class Applier:
         """
         slots, slot = self._updates.slots, staged.slot
         if slots is None or slot is None or staged.slots is not slots:  # it is of an earlier link
+            if unused is staged:
+                staged.give_back()  # the end of that link waits for this
             return True
         if staged.taken:
             slots.hold(slot)

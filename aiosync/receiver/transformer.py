@@ -70,7 +70,9 @@ class Transformer:
     def close(self) -> None:
         """Forget every buffer, and let the thread end."""
         self._closed = True
-        self.updates.waiting = None
+        waiting, self.updates.waiting = self.updates.waiting, None
+        if waiting is not None and waiting.slot is not None:
+            waiting.give_back()
         self._buffers = Buffers()
         self._thread.close(patience=_CLOSE_SECONDS)
 
@@ -105,6 +107,13 @@ class Transformer:
 
     def _work(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         """Return the result of the transform, in memory of its own."""
+        try:
+            return self._result_of(staged)
+        finally:
+            if self._closed and staged.slot is not None:
+                staged.give_back()  # the task that waits for this may be cancelled
+
+    def _result_of(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         if self._transform is None:
             nbytes = staged.layout.nbytes
             flat = self._buffers.take(nbytes)

@@ -90,12 +90,14 @@ class Turns:
         """Take over the thread's result: applied, or left to an open read."""
         ended, self._in_thread = self._in_thread, None
         assert ended is not None
+        done = False
         try:
             done = ended.result()
         except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
-            done = False
-        self._end_turn(done, pause, changed=(self._inbox.epoch, self._inbox.version) != had)
+        finally:
+            changed = (self._inbox.epoch, self._inbox.version) != had
+            self._end_turn(done, pause, changed=changed)
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
         if not done and self._timer is None and not self._is_last:

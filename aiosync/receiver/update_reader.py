@@ -352,13 +352,15 @@ def _memory_of(slot: NamedSlot) -> FlatBuffer:
     block = slot.block
     if block is None:
         return FlatBuffer(slot.memory, share=slot.share)
-    about, fd = block.about, block.fd
+    about = block.about
 
     def find() -> DeviceMemory:
         driver = accelerator().find(about.kind, about.uuid)
+        if not block.is_open:
+            raise ConfigError("the descriptor of the trainer's device memory was closed here")
         if about.nbytes % driver.granularity:
             raise ConfigError(f"the trainer announced a block of {about.nbytes} bytes")
-        return DeviceMemory.open(driver, fd, about.nbytes)
+        return DeviceMemory.open(driver, block.fd, about.nbytes)
 
     return DeviceBuffer(about.nbytes, find)
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiosync._log import log
+from aiosync.device_memory import Driver
 from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
@@ -462,11 +463,11 @@ class SnapshotCopier:
         if self.arena is None and not self._closed and len(self._idle) < 2:
             self._idle.append(buffer)
 
-    def _may_grow(self, arena: Arena, nbytes: int, *, at_once: bool) -> bool:
+    def _may_grow(self, arena: Arena, nbytes: int, driver: Driver | None, *, at_once: bool) -> bool:
         """Return True if another slot may be made; ``at_once``, without a wait for a free one."""
         if self._growing is not None:
             return False
-        if arena.segment is None or not arena.segment.fits(nbytes, arena.driver):
+        if arena.segment is None or not arena.segment.fits(nbytes, driver):
             return True
         if arena.on_device:
             return arena.num_slots < DEVICE_SLOTS
@@ -486,7 +487,7 @@ class SnapshotCopier:
         Raises:
             ConfigError: Workers hold slots that they were not given.
         """
-        arena = self._arena_for(prepared)
+        arena, driver = self._arena_for(prepared)
         if arena is None:
             return self._private(prepared)
         nbytes = prepared.layout.nbytes
@@ -494,14 +495,14 @@ class SnapshotCopier:
         if self._growing is not None:
             await asyncio.wait({self._growing})
         until = time.monotonic() + _LEAVING_SECONDS
-        while (slot := arena.take_slot(nbytes)) is None:
+        while (slot := arena.take_slot(nbytes, driver)) is None:
             late = time.monotonic() >= until
-            if self._may_grow(arena, nbytes, at_once=not late):
+            if self._may_grow(arena, nbytes, driver, at_once=not late):
                 if nbytes <= _INLINE_NBYTES:
-                    slot = arena.grow(nbytes)
+                    slot = arena.grow(nbytes, driver)
                     break
                 # Until the slot is there, no other call makes one or gives one's memory back.
-                self._growing = self._start(functools.partial(arena.grow, nbytes))
+                self._growing = self._start(functools.partial(arena.grow, nbytes, driver))
                 # If this call is cancelled, the next one that grows the arena gets the same slot.
                 self._growing.add_done_callback(self._grown)
                 slot = await asyncio.shield(self._growing)
@@ -515,18 +516,19 @@ class SnapshotCopier:
             await asyncio.sleep(_PAUSE_SECONDS)
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
-    def _arena_for(self, prepared: Prepared) -> Arena | None:
-        """Return the arena that is to have a copy; ``None`` if it travels with a message.
+    def _arena_for(self, prepared: Prepared) -> tuple[Arena | None, Driver | None]:
+        """Return the arena that is to have a copy, and the driver if that is on a device.
+
+        There is no arena for a copy that travels with a message.
 
         Raises:
             ConfigError: The weights are on no device whose memory is to have it.
         """
         arena = self.arena
-        if arena is not None and arena.on_device:
-            arena.driver = prepared.driver()
-            # Workers read what is no tensor from the message, and with it the whole update.
-            return None if prepared.values else arena
-        return arena
+        if arena is None or not arena.on_device:
+            return arena, None
+        # Workers read what is no tensor from the message, and with it the whole update.
+        return (None, None) if prepared.values else (arena, prepared.driver())
 
     def _grown(self, _: object) -> None:
         self._growing = None
@@ -561,14 +563,14 @@ class SnapshotCopier:
             The snapshot; ``None`` if nothing was copied, also because an optimizer of another
             thread is still in a step after ``timeout`` seconds.
         """
-        arena, slot = self._arena_for(prepared), None
+        (arena, driver), slot = self._arena_for(prepared), None
         nbytes = prepared.layout.nbytes
         if (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)) and not always:
             return None
         if arena is not None:
-            slot = arena.take_slot(nbytes, growing=self._growing is not None)
-            if slot is None and self._may_grow(arena, nbytes, at_once=not always):
-                slot = arena.grow(nbytes)
+            slot = arena.take_slot(nbytes, driver, growing=self._growing is not None)
+            if slot is None and self._may_grow(arena, nbytes, driver, at_once=not always):
+                slot = arena.grow(nbytes, driver)
             if slot is None and not always:
                 return None
         if slot is None:

@@ -486,7 +486,9 @@ class WorkerLink:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Ack):
-            outcomes = self.outbox.on_ack(message)
+            outcomes, publisher = self.outbox.on_ack(message), self.publisher
+            if publisher is not None and publisher.version < self.outbox.applied:
+                publisher.overtaken()
             # RECEIVED has no outcomes, but some calls wait for no more than that.
             self._registry.on_outcomes(self, outcomes)
             if self.outbox.queue.groups:

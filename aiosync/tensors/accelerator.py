@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from aiosync.device_memory import CudaDriver, DeviceMemory, Driver, DriverError
+from aiosync.device_memory import CudaDriver, DeviceMemory, Driver, DriverError, uuid_of
 from aiosync.errors import ConfigError
 
 __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
@@ -141,9 +141,9 @@ class _Torch:
     def find(self, kind: str, uuid: bytes) -> Driver:
         if kind == CudaDriver.kind and torch.version.hip is None:
             for index in range(torch.cuda.device_count()):
-                driver = _cuda_driver(index)
-                if driver.uuid == uuid:
-                    return driver
+                with contextlib.suppress(DriverError):
+                    if uuid_of(index) == uuid:
+                        return _cuda_driver(index)
         raise ConfigError(
             f"the weights are in memory of the {kind} device {uuid.hex()}, which this process does "
             "not see: run the worker on the trainer's GPU, or use memory='host'"

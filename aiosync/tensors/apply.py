@@ -374,6 +374,7 @@ class Target:
         if (
             plan is not None
             and plan.pick is not None
+            and not isinstance(flat, DeviceBuffer)
             and plan.digest == layout.digest
             and not (copy or values)
             and not torch.is_inference_mode_enabled()

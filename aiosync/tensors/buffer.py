@@ -387,8 +387,10 @@ def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, d
     target = buffer.memoryview()
     for start, stop in layout.padding():
         target[start:stop] = bytes(stop - start)
+    # Memory on a device is copied by each call.
+    memory = {id(part): part.buffer.memoryview() for part in parts}
     for (part, old, _), new in zip(leaves, layout.manifest.leaves, strict=True):
         if new.nbytes:
-            source = part.buffer.memoryview()[old.offset : old.offset + old.nbytes]
+            source = memory[id(part)][old.offset : old.offset + old.nbytes]
             copy_bytes(target[new.offset : new.offset + new.nbytes], source)
     return layout, buffer, values

@@ -157,8 +157,14 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     devices = {each.device for pair in pairs for each in pair if api.has(each)}
     for device in devices:
         api.synchronize(device)
-    if devices:
-        pairs = _copy_there(pairs)
+    try:
+        _copy(_copy_there(pairs) if devices else pairs, pool)
+    finally:  # after an interrupt, too, nothing reads the sources any more
+        for device in devices:
+            api.synchronize(device)
+
+
+def _copy(pairs: list[TensorPair], pool: CopyPool | None) -> None:
     blocks: list[_Pair] = []
     batches: list[_Batch] = []
     targets: list[torch.Tensor] = []
@@ -191,8 +197,6 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
     else:
         copy_blocks(blocks)
         _take(_copy_batch, iter(batches))
-    for device in devices:
-        api.synchronize(device)
 
 
 def _copy_there(pairs: list[TensorPair]) -> list[TensorPair]:

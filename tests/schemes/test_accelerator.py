@@ -122,3 +122,32 @@ async def test_a_model_of_another_shape_after_none(name: str, device: Deferred) 
         sender.model = net(2.0, 7)
         await sender.send()
         assert values(receiver, other) == {2.0}
+
+
+class Odd(BaseException):
+    """An error that is no Exception."""
+
+
+class Picky(nn.Module):
+    """A model that refuses its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        self.refuses = False
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        if self.refuses:
+            raise Odd("odd")
+
+
+async def test_an_odd_error_in_the_thread_reaches_the_trainer(device: Deferred) -> None:
+    source, target = Picky(), Picky()
+    async with pair("pipe", source, target) as (sender, _):
+        target.refuses = True
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        with pytest.raises(aiosync.PartialSyncError, match="Odd: odd"):
+            await sender.send(timeout=10)

@@ -60,6 +60,10 @@ def fill(model: nn.Module, value: float) -> None:
             each.fill_(value)
 
 
+def values_of(tensor: torch.Tensor) -> set[float]:
+    return {float(x) for x in tensor.detach().aminmax()}
+
+
 def values(model: nn.Module) -> set[float]:
     return {float(x) for p in model.parameters() for x in p.detach().aminmax()}
 
@@ -189,6 +193,30 @@ async def test_a_call_of_the_trainer_that_fails(call: str, device: Deferred) -> 
         assert values(target) == {1.0}
 
 
+@pytest.mark.parametrize("call", ["make_room", "release"])
+async def test_a_call_that_rarely_fails(call: str, device: Deferred) -> None:
+    device.fake_driver.room = 0 if call == "make_room" else None
+    device.fake_driver.left[call] = 0
+    with pytest.raises(aiosync.ConfigError, match=f"{call}: FAKE_ERROR"):
+        async with pair(net(1.0), net(0.0)):
+            pass
+    while device.fake_driver.handles:  # the driver has them, as they could not be given back
+        os.close(device.fake_driver.handles.popitem()[1])
+
+
+async def test_an_update_of_values_alone(device: Deferred) -> None:
+    sender = aiosync.SharedMemWeightSyncScheme(memory="device", guard="reading", timeout=30)
+    sender.init_on_sender(model_id="policy", weights={"note": "hi", "w": torch.ones(3)})
+    receiver, kept = pickle.loads(pickle.dumps(sender)), {"note": "", "w": torch.zeros(3)}
+    receiver.init_on_receiver(model_id="policy", weights=kept, worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        assert kept["note"] == "hi" and values_of(kept["w"]) == {1.0}
+        # The next one fits a slot, and is copied there, too.
+        await sender.send({"w": torch.full((3,), 2.0), "note": "ho"})
+        assert kept["note"] == "ho" and values_of(kept["w"]) == {2.0}
+
+
 @pytest.mark.parametrize("call", ["import_fd", "reserve", "map"])
 async def test_a_call_of_a_worker_that_fails(call: str, device: Deferred) -> None:
     device.fake_driver.left[call] = 0 if call == "import_fd" else 1
@@ -278,12 +306,13 @@ def pretend(state: harness.State, uuid: bytes | None = None) -> None:
     use_accelerator(fake)
 
 
-async def join(state: harness.State, scheme: Any) -> None:
+async def join(state: harness.State, scheme: Any, transforms: bool = False) -> None:
     state.scheme, state.model = scheme, net(0.0)
     seen = state.kept["seen"] = list[tuple[float, set[float]]]()
     hooks = aiosync.SchemeHooks(applied=lambda _, version: seen.append((version, values(model))))
     model = state.model
-    scheme.init_on_receiver(model_id="policy", model=model, hooks=hooks)
+    given: dict[str, Any] = {"transform": lambda weights: weights} if transforms else {}
+    scheme.init_on_receiver(model_id="policy", model=model, hooks=hooks, **given)
     await scheme.connect(timeout=30)
 
 
@@ -292,12 +321,33 @@ def block(state: harness.State, skips: int) -> None:
     state.kept["busy"] = blocked(accelerator(), skips)  # type: ignore[arg-type]
 
 
+def is_blocked(state: harness.State) -> bool:
+    return accelerator().skips == 0  # type: ignore[attr-defined]
+
+
 def go_on(state: harness.State) -> None:
     state.kept["busy"].set()
 
 
 def abort(state: harness.State) -> None:
     state.scheme.abort()
+
+
+def has_nothing(state: harness.State) -> bool:
+    """Return True if no descriptor of shared memory and no device memory is left here."""
+    gc.collect()
+    names = list[str]()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very list
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    left = [name for name in names if "memfd" in name]
+    return not left and not accelerator().fake_driver.mapped  # type: ignore[attr-defined]
+
+
+async def until_worker(worker: Any, condition: Any) -> None:
+    async with asyncio.timeout(harness.PATIENCE):
+        while not await worker.call(condition):
+            await asyncio.sleep(0.01)
 
 
 async def seen_until(state: harness.State, version: int) -> list[tuple[float, set[float]]]:
@@ -388,6 +438,7 @@ async def test_a_slot_stays_when_the_link_ends_in_the_middle_of_a_copy(device: D
         fill(source, 2.0)
         sending = asyncio.create_task(sender.send())
         await other.call(seen_until, 2)
+        await until_worker(worker, is_blocked)
         await worker.call(abort)
         with contextlib.suppress(aiosync.PartialSyncError):
             await sending
@@ -399,6 +450,53 @@ async def test_a_slot_stays_when_the_link_ends_in_the_middle_of_a_copy(device: D
         await worker.call(go_on)
         seen = await worker.call(seen_until, 2)
         assert [had for _, had in seen] == [{float(version)} for version, _ in seen]
+        # Then the worker gives the slot and all descriptors back.
+        await until_worker(worker, has_nothing)
+        before = device.num_transfers
+        for value in (7.0, 8.0, 9.0):
+            fill(source, value)
+            await sender.send()
+        assert await other.call(look) == {9.0}
+        assert device.num_transfers == before
+
+
+async def test_a_worker_that_leaves_in_the_middle_of_a_transform(device: Deferred) -> None:
+    source = net(1.0)
+    async with trainer(source, 2) as sender, process() as worker, process() as other:
+        twins = [pickle.loads(pickle.dumps(sender)) for _ in range(2)]
+        joining = [worker.call(join, twins[0], True), other.call(join, twins[1])]
+        await asyncio.gather(sender.connect(), *joining)
+        await worker.call(block, 1)
+        sending = asyncio.create_task(sender.send())
+        await until_worker(worker, is_blocked)
+        await worker.call(abort)
+        with pytest.raises(aiosync.PartialSyncError):
+            await sending
+        await worker.call(go_on)
+        await asyncio.sleep(0.2)
+        await sender.send()
+        before = device.num_transfers
+        for _ in range(3):
+            await sender.send()
+        assert device.num_transfers == before
+
+
+async def test_two_slots_are_enough_after_a_send_to_one_worker(device: Deferred) -> None:
+    source = net(1.0)
+    async with trainer(source, 2) as sender, process() as one, process() as two:
+        twins = [pickle.loads(pickle.dumps(sender)) for _ in range(2)]
+        joining = [w.call(join, t) for w, t in zip((one, two), twins, strict=True)]
+        await asyncio.gather(sender.connect(), *joining)
+        await sender.send()
+        await sender.send(worker_ids=[0])
+        for _ in range(3):
+            await sender.send()
+        before = device.num_transfers
+        for value in (5.0, 6.0, 7.0, 8.0):
+            fill(source, value)
+            await sender.send()
+            assert await one.call(look) == await two.call(look) == {value}
+        assert device.num_transfers == before
 
 
 async def test_a_worker_on_another_device(device: Deferred) -> None:

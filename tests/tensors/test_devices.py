@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from aiosync.device_memory import DeviceMemory
+from aiosync.errors import ConfigError
 from aiosync.tensors import FlatBuffer, Flattener, Target
+from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import BLOCK_NBYTES
 from aiosync.tensors.mapping import check_dtypes
 from tests.support.accelerator import Deferred, deferred
@@ -195,3 +198,17 @@ def test_memory_of_others_that_cannot_be_mapped_again_goes_through_pinned_blocks
             each.zero_()
         apply(prepared.layout, private, {}, copy=True)
         assert all(torch.equal(target[name], source[name]) for name in target)
+
+
+def test_parameters_on_the_cpu_never_point_at_device_memory(device: Deferred) -> None:
+    source, target = {"w": torch.ones(5)}, nn.Module()
+    target.w = nn.Parameter(torch.zeros(5))
+    prepared, to = Flattener().prepare(source), Target(target)
+    flat = FlatBuffer(prepared.layout.nbytes)
+    prepared.copy_into(flat)
+    device.has = lambda tensor: False  # type: ignore[method-assign]
+    for _ in range(2):
+        to.apply_(prepared.layout, flat, {}, copy=False)
+    memory = DeviceMemory.allocate(device.fake_driver, flat.nbytes)
+    with pytest.raises(ConfigError, match="told to point at them"):
+        to.apply_(prepared.layout, DeviceBuffer(memory.nbytes, lambda: memory), {}, copy=False)

@@ -129,6 +129,16 @@ class SlotPublisher:
                 each.namers.discard(self)
         self._slots = (slot,)
 
+    def overtaken(self) -> None:
+        """Free the slots in device memory: the worker has a newer version, which came by message.
+
+        There are only two, and the worker has taken or refused what its word names.
+        """
+        for slot in self._slots:
+            if slot.device is not None:
+                slot.namers.discard(self)
+        self._slots = tuple(slot for slot in self._slots if slot.device is None)
+
     @property
     def holds(self) -> int:
         """Version that the peer computes with, of those that the word named; 0 for none.

@@ -61,10 +61,22 @@ class SharedBlock:
     Attributes:
         fd: Descriptor of the memory; the segment's view closes it.
         about: The announcement.
+        file: Device and inode of the descriptor's file.
     """
 
     fd: int
     about: DeviceSlot
+    file: tuple[int, int] | None
+
+    @property
+    def is_open(self) -> bool:
+        """True unless this process, perhaps by foreign code, has closed the descriptor."""
+        return self.file is not None and _file_of(self.fd) == self.file
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.is_open:  # else another file may have its number
+            os.close(self.fd)
 
 
 class _SegmentView:
@@ -206,7 +218,7 @@ class _SegmentView:
             if _file_of(fd) == self._file:
                 os.close(fd)
         for block in self.blocks.values():
-            os.close(block.fd)
+            block.close()
         self.blocks.clear()
         self._fd = self._lock_fd = -1
         self.locked.clear()
@@ -328,7 +340,7 @@ class SlotReader:
                 of = self.segments.get(message.segment_id & 255)
                 if of is None or of.segment_id != message.segment_id or message.index in of.blocks:
                     raise RemoteProtocolError("the peer announced device memory for no slot")
-                of.blocks[message.index] = SharedBlock(fd, message)
+                of.blocks[message.index] = SharedBlock(fd, message, _file_of(fd))
                 fd = -1
             elif message.segment_id & 255 in self.segments:
                 raise RemoteProtocolError("the peer announced a segment twice")
@@ -457,6 +469,11 @@ class SlotReader:
             slot: The slot.
             keep: True if this process goes on using the memory; its content is kept.
         """
+        self._leave(slot, keep=keep)
+        if self._closed:
+            self.close()  # it waited for this copy
+
+    def _leave(self, slot: NamedSlot, *, keep: bool) -> None:
         with FORKING:
             # The word may have named the same slot for a newer version, which the model holds now.
             held = self._held
@@ -472,8 +489,6 @@ class SlotReader:
             slot.view.unlock(slot.index)
             if self._held is slot:
                 self._held = None
-        if self._closed:
-            self.close()  # it waited for this copy
 
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from aiosync.device_memory import DeviceMemory, Driver
 from aiosync.errors import ConfigError, TransportClosed
-from aiosync.transports._forks import close_in_child
+from aiosync.transports._forks import OPENING, close_in_child
 from aiosync.transports._process_end import has_ended
 
 __all__ = [
@@ -218,10 +218,11 @@ class Segment:
             os.posix_fallocate(self._fd, index * nbytes, nbytes)
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
-                device = None
-                if self.driver is not None:
-                    device = DeviceMemory.allocate(self.driver, self._on_device)
-                self.slots.append(Slot(self, index, mapping, device))
+                with OPENING:  # a child of a fork knows of every descriptor
+                    device = None
+                    if self.driver is not None:
+                        device = DeviceMemory.allocate(self.driver, self._on_device)
+                    self.slots.append(Slot(self, index, mapping, device))
         except OSError as exc:
             raise ConfigError(
                 f"cannot allocate shared memory for another slot of {nbytes} bytes: {exc}"
@@ -391,14 +392,12 @@ class Arena:
 
     Attributes:
         on_device: As given.
-        driver: Driver of the device for the next slot; whoever acquires the slot sets it.
         segment: The segment in which slots are acquired; ``None`` before the first slot.
         num_links: Number of links that can name slots to a peer.
     """
 
     def __init__(self, *, on_device: bool = False) -> None:
         self.on_device: bool = on_device
-        self.driver: Driver | None = None
         self.segment: Segment | None = None
         self.num_links: int = 0
         # Segments that were replaced by a larger one. Snapshots and links may still refer to them.
@@ -411,6 +410,9 @@ class Arena:
 
     def close_after_fork(self) -> None:
         """Close the copies of the descriptors in a forked child."""
+        for slot in [each for segment in self._segments for each in segment.slots]:
+            if slot.device is not None:
+                slot.device.forget()
         self.close()
 
     @property
@@ -418,11 +420,14 @@ class Arena:
         """Number of slots with memory in the current segment."""
         return len(self.segment.taken) if self.segment else 0
 
-    def take_slot(self, nbytes: int, *, growing: bool = False) -> Slot | None:
+    def take_slot(
+        self, nbytes: int, driver: Driver | None = None, *, growing: bool = False
+    ) -> Slot | None:
         """Acquire a slot that no process reads. The caller sets its ``in_use``.
 
         Args:
             nbytes: Bytes of the payload.
+            driver: Driver of the device that is to have it; ``None`` for memory of the host.
             growing: True if another thread is in :meth:`grow`; no slot gives its memory back then.
 
         Returns:
@@ -441,7 +446,7 @@ class Arena:
                     self._retired.remove(retired)
                     retired.close()
         segment = self.segment
-        if segment is None or not segment.fits(nbytes, self.driver):
+        if segment is None or not segment.fits(nbytes, driver):
             return None
         self._num_acquired = now = self._num_acquired + 1
         # The slot before the last one is tried first, as workers are likely to have left it; each
@@ -466,7 +471,7 @@ class Arena:
             segment.shrink(old)
         return slot
 
-    def grow(self, nbytes: int) -> Slot:
+    def grow(self, nbytes: int, driver: Driver | None = None) -> Slot:
         """Acquire a new slot. The caller sets its ``in_use`` and ``has_memory``.
 
         Any thread may call this, one call at a time: clearing the pages of a large slot takes
@@ -474,17 +479,18 @@ class Arena:
 
         Args:
             nbytes: Bytes of the payload.
+            driver: Driver of the device that is to have it; ``None`` for memory of the host.
 
         Raises:
             ConfigError: The system has no memory left for a slot of this size, although it may have
                 for a smaller one; or a worker has locked the new slot.
         """
         segment = self.segment
-        if segment is None or not segment.fits(nbytes, self.driver):
-            larger = Segment(next(self._segment_ids), nbytes, self.driver)
+        if segment is None or not segment.fits(nbytes, driver):
+            larger = Segment(next(self._segment_ids), nbytes, driver)
             try:
                 slot = larger.grow()
-            except ConfigError:
+            except BaseException:  # goes on to the caller
                 larger.close()
                 raise
             self._retired += [] if segment is None else [segment]
