@@ -91,10 +91,10 @@ class _SegmentView:
     """
 
     def __init__(self, fd: int, about: Segment) -> None:
-        self.segment_id = about.segment_id
-        self.on_device = about.on_device
+        self.segment_id: int = about.segment_id
+        self.on_device: bool = about.on_device
         # An accelerator may read slots elsewhere than in the private mapping, which alone is kept.
-        self.is_read_directly = about.on_device
+        self.is_read_directly: bool = about.on_device
         # Indices of all slots that are locked; after an interrupt perhaps of more.
         self.locked: set[int] = set()
         self._slot_nbytes = about.slot_nbytes
