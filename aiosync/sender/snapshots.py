@@ -527,8 +527,8 @@ class SnapshotCopier:
         arena = self.arena
         if arena is None or not arena.on_device:
             return arena, None
-        # Workers read what is no tensor from the message, and with it the whole update.
-        return (None, None) if prepared.values else (arena, prepared.driver())
+        # The rest travels with a message.
+        return (arena, prepared.driver()) if prepared.fits_device else (None, None)
 
     def _grown(self, _: object) -> None:
         self._growing = None

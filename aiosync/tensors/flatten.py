@@ -142,6 +142,11 @@ class Prepared:
         """True if copying waits for an accelerator, whatever the size."""
         return bool(self.plan.devices)
 
+    @property
+    def fits_device(self) -> bool:
+        """True if all of it may be in a device's memory: extra state is read on the CPU."""
+        return not (self.values or self.plan.has_extra_state)
+
     def driver(self) -> Driver:
         """Return the driver of the device whose memory is to have a copy.
 
@@ -218,6 +223,8 @@ class _Plan:
         self.on_host: list[int] = [at for at, each in enumerate(self.tensors) if not has(each)]
         self.devices: set[torch.device] = {each.device for each in self.tensors if has(each)}
         self._on_devices: list[DeviceCopies] | None = None
+        names = (leaf.name for leaf in layout.manifest.leaves)
+        self.has_extra_state: bool = any(EXTRA_STATE in name.split(".") for name in names)
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None

@@ -217,6 +217,30 @@ async def test_an_update_of_values_alone(device: Deferred) -> None:
         assert kept["note"] == "ho" and values_of(kept["w"]) == {2.0}
 
 
+class Counted(nn.Module):
+    """A model whose extra state is a tensor on the CPU."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w, self.state = nn.Parameter(torch.full((5,), value)), torch.tensor(value)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+async def test_an_update_with_extra_state_goes_through_the_host(device: Deferred) -> None:
+    source, target = Counted(1.0), Counted(0.0)
+    async with pair(source, target) as (sender, _):
+        for value in (2.0, 3.0):
+            source.state = torch.tensor(value)
+            await sender.send()
+            assert float(target.state) == value
+    assert not device.fake_driver.mapped and device.num_transfers
+
+
 @pytest.mark.parametrize("call", ["import_fd", "reserve", "map"])
 async def test_a_call_of_a_worker_that_fails(call: str, device: Deferred) -> None:
     device.fake_driver.left[call] = 0 if call == "import_fd" else 1
