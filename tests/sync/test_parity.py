@@ -37,7 +37,7 @@ def _options(cls: str = "SharedMemWeightSyncScheme") -> set[str]:
     """Return the public attributes of an instance of a class."""
     # WeightSyncScheme is abstract, so another class gives the options of the base class.
     if cls == "WeightSyncScheme":
-        cls = "SharedMemWeightSyncScheme"
+        cls = "MultiProcessWeightSyncScheme"  # it has no options of its own
     return {name for name in vars(getattr(aiosync, cls)()) if name[0] != "_"}
 
 
