@@ -74,8 +74,10 @@ class WeightSender:
         first_version: Number of the first version.
 
     Attributes:
-        require, copier, meter: As given; ``require`` may change.
+        require: As given; may change.
         workers: Registry of the workers, connected or not.
+        copier: As given.
+        meter: As given.
     """
 
     def __init__(
