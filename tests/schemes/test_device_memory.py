@@ -169,7 +169,7 @@ async def test_a_device_that_is_full(device: Deferred) -> None:
     with pytest.raises(aiosync.ConfigError, match="851968 bytes are wanted, and 100 are free"):
         async with pair(source, target):
             pass
-    # What torch keeps for later is given back first.
+    # Memory that torch caches is given back first.
     driver.cached = 2**30
     async with pair(source, target):
         assert values(target) == {1.0}
