@@ -89,7 +89,7 @@ class Applier:
         self.waiting: Staged | None = None
         self.askers: int = 0
         self.flipped = flipped
-        self.take: Callable[[], object] = weakly(self.apply)
+        self.take: Callable[[], object] = weakly(self, Applier.apply)
         self.turns: Turns = Turns(
             guard, ledger.inbox, take=self.take, waits=lambda: model.waits, ended=self._end_turn
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -63,6 +64,7 @@ _interpreter: Callable[[], Any] = getattr(
 _CALL = nn.Module._call_impl.__code__
 _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
 _Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
@@ -91,18 +93,18 @@ def _outside_transform() -> Iterator[None]:
         yield
 
 
-def weakly(method: Callable[[], object]) -> Callable[[], object]:
-    """Return a function that calls a bound method while its object is alive.
+def weakly(owner: _T, method: Callable[[_T], object]) -> Callable[[], object]:
+    """Return a function that calls a method of ``owner`` while that object is alive.
 
     A model keeps its guard alive: an object that the guard called directly would live as long as
     the model does.
     """
-    found = weakref.WeakMethod(method)
+    found = weakref.ref(owner)
 
     def call() -> None:
         alive = found()
         if alive is not None:
-            alive()
+            method(alive)
 
     return call
 
@@ -220,34 +222,23 @@ class Guard:
         """
         thread = threading.get_ident()
         while True:
-            pause = 0.0
             with self._lock:
-                reads, words = self._open.get(thread), self.words
-                if reads:
-                    reads = self._drop_ended(thread)
-                elif words is not None and self._open:
-                    self._sweep()
-                waits = self._pending or self._claims
-                if not reads and (waits or self._applying is not None):
-                    pause = self._pause_before(thread, forward=not _is_block(read))
-                is_news = self._pending or (words is not None and words[0] != self.seen)
-                is_news = is_news and not _in_functional_call()
-                if pause > 0:
-                    waiter = self._new_waiter()
-                elif is_news and not self._open and self._applying is None:
-                    waiter = None
-                    self._begin(sys._getframe(), at_read=True)
+                words = self.words
+                if (
+                    self._open
+                    or self._pending
+                    or self._claims
+                    or (words is not None and words[0] != self.seen)
+                    or self._applying is not None
+                    or self.check is not None
+                    or self.before_next_read is not None
+                ):
+                    first = self._prepare(thread, read, computes)
                 else:
-                    if self.check is not None and computes and not reads:
-                        self.check()
-                    if not (waits or self._open):
-                        self._waits_since = 0.0
-                    if self.before_next_read is not None:
-                        call, self.before_next_read = self.before_next_read, None
-                        call()
-                    if words is not None and not reads and self._open:
-                        self._on_overlap()
-                    self._open.setdefault(thread, []).append(read)
+                    # Nearly every read finds nothing to do, and no other read.
+                    self._waits_since, first = 0.0, None
+                    self._open[thread] = [read]
+                if first is None:
                     if computes:
                         if not self.has_computed:
                             self._note_compute()
@@ -258,12 +249,46 @@ class Guard:
                         if task is None:
                             self._last_read.held = self.held
                         else:
-                            self._note_task(task)
+                            # Quick if the same task reads the same version again.
+                            last, held = self._last_task
+                            if held is not self.held or last() is not task:
+                                self._note_task(task)
                     return
-            if waiter is None:
-                self._run()
-            else:
-                waiter.acquire(timeout=pause)
+            first()
+
+    def _prepare(self, thread: int, read: _Read, computes: bool) -> Callable[[], object] | None:
+        """Begin a read beside others, or for which an update may wait. Runs under the lock.
+
+        Returns:
+            The function that applies an update, or waits, and has to run first, without the lock;
+            ``None`` if the read has begun.
+        """
+        reads, words = self._open.get(thread), self.words
+        if reads:
+            reads = self._drop_ended(thread)
+        elif words is not None and self._open:
+            self._sweep()
+        waits = self._pending or self._claims
+        if not reads and (waits or self._applying is not None):
+            pause = self._pause_before(thread, forward=not _is_block(read))
+            if pause > 0:
+                return functools.partial(self._new_waiter().acquire, timeout=pause)
+        is_news = self._pending or (words is not None and words[0] != self.seen)
+        if is_news and not self._open and self._applying is None and not _in_functional_call():
+            # The frame of enter(), which runs the apply, tells whether that was interrupted.
+            self._begin(sys._getframe(1), at_read=True)
+            return self._run
+        if self.check is not None and computes and not reads:
+            self.check()
+        if not (waits or self._open):
+            self._waits_since = 0.0
+        if self.before_next_read is not None:
+            call, self.before_next_read = self.before_next_read, None
+            call()
+        if words is not None and not reads and self._open:
+            self._on_overlap()
+        self._open.setdefault(thread, []).append(read)
+        return None
 
     @never_traced
     def leave(
@@ -305,11 +330,9 @@ class Guard:
                 self.on_compute()
 
     def _note_task(self, task: asyncio.Task[Any]) -> None:
-        """Keep the version that a read of this task uses; quick if the same task reads it again."""
-        last, held = self._last_task
-        if held is not self.held or last() is not task:
-            self._last_of[task] = self.held
-            self._last_task = weakref.ref(task), self.held
+        """Keep the version that a read of this task uses."""
+        self._last_of[task] = self.held
+        self._last_task = weakref.ref(task), self.held
 
     def last_read(self) -> tuple[int, int] | None:
         """Return epoch and version of the last read of this task, or else of this thread.

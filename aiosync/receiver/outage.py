@@ -66,7 +66,7 @@ class Outage:
         self._timer: asyncio.TimerHandle | None = None
         self._guard = guard
         if on_lost == "raise" or max_staleness is not None:
-            guard.check = weakly(self.check)
+            guard.check = weakly(self, Outage.check)
 
     def check(self) -> None:
         """Raise :class:`~aiosync.PeerClosed` if the model may not compute any more."""

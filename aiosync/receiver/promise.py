@@ -62,7 +62,7 @@ class ReadPromise:
         self._num_rung = 0  # number of versions in a row that no read took
         self._loop = asyncio.get_running_loop()
         self._offer = offer
-        guard.on_compute = weakly(self._note_compute)
+        guard.on_compute = weakly(self, ReadPromise._note_compute)
 
     def begin_link(self) -> None:
         """Forget the promise of the last link."""
@@ -95,7 +95,7 @@ class ReadPromise:
             take: Takes that version, under the guard; keeps no object alive.
         """
         self.digest, self._num_rung, self._guard.has_computed = digest, 0, False
-        self._guard.watch_word(words, take, weakly(self.end_at_overlap))
+        self._guard.watch_word(words, take, weakly(self, ReadPromise.end_at_overlap))
         self._say(Promise(digest))
 
     def withdraw(self) -> None:

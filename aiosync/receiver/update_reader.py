@@ -323,8 +323,17 @@ class UpdateReader:
                 self._mapped.pop(slot.key, None)
             slots.leave(slot, keep=kept)
 
-        more: Any = {"slot": slot, "slots": slots, "sent_at": slot.sent_at}
-        return Staged(epoch, slot.version, layout, flat, _NO_VALUES, give_back, **more)
+        return Staged(
+            epoch,
+            slot.version,
+            layout,
+            flat,
+            _NO_VALUES,
+            give_back,
+            slot=slot,
+            slots=slots,
+            sent_at=slot.sent_at,
+        )
 
     def keep(self, staged: Staged | None) -> None:
         """Give an update in a slot memory of this process, as the sender may soon write there."""

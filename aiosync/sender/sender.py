@@ -603,8 +603,8 @@ class WeightSender:
 
     def is_quiet(self) -> bool:
         """Return True if some workers read slots, and none of them sent a message or ended."""
-        workers = self.workers
-        if not self.reads_slots:
+        workers, arena = self.workers, self.copier.arena
+        if arena is None or not arena.num_links:
             return False
         if workers.readers is None:
             workers.readers = select.poll()

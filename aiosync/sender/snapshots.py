@@ -89,22 +89,13 @@ class Snapshot:
         trace: The traceparent of the span of its send, if that has one.
     """
 
-    __slots__ = (
-        "_free",
-        "_refs",
-        "buffer",
-        "checksums",
-        "filling",
-        "kept",
-        "layout",
-        "live",
-        "nbytes",
-        "slot",
-        "state",
-        "trace",
-        "values",
-        "version",
-    )
+    filling: asyncio.Future[None] | None = None
+    live: LiveBytes | None = None
+    kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
+    slot: Slot | None = None
+    state: PayloadState | None = None
+    trace: str | None = None
+    _refs = 0
 
     def __init__(
         self,
@@ -118,15 +109,9 @@ class Snapshot:
         self._refs = 1
         self.layout: Layout = layout
         self.nbytes: int = layout.nbytes
-        self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
         self.version: int = version
-        self.filling: asyncio.Future[None] | None = None
-        self.live: LiveBytes | None = None
-        self.kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
         self.checksums: list[bytes] = []
-        self.state: PayloadState | None = None
-        self.trace: str | None = None
-        self.slot: Slot | None = None
+        self.values: dict[str, Any] = copy.deepcopy(dict(values)) if values else {}
         if isinstance(memory, FlatBuffer):
             self.buffer: FlatBuffer = memory
             return
@@ -137,7 +122,7 @@ class Snapshot:
 
     def __del__(self) -> None:
         # A signal's handler raised before any code could keep or release the snapshot.
-        if getattr(self, "_refs", 0) > 0:
+        if self._refs > 0:
             self._refs = 1
             self.release()
 
@@ -563,10 +548,12 @@ class SnapshotCopier:
             The snapshot; ``None`` if nothing was copied, also because an optimizer of another
             thread is still in a step after ``timeout`` seconds.
         """
-        (arena, driver), slot = self._arena_for(prepared), None
-        nbytes = prepared.layout.nbytes
-        if (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)) and not always:
+        nbytes, slot = prepared.layout.nbytes, None
+        if not always and (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)):
             return None
+        arena, driver = self.arena, None
+        if arena is not None and arena.on_device:
+            arena, driver = self._arena_for(prepared)
         if arena is not None:
             slot = arena.take_slot(nbytes, driver, growing=self._growing is not None)
             if slot is None and self._may_grow(arena, nbytes, driver, at_once=not always):

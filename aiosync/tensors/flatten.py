@@ -181,15 +181,16 @@ class Prepared:
             raise ConfigError(
                 f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
             )
-        if isinstance(flat, DeviceBuffer):
-            copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
-            return
         if flat.padded_for != layout.digest:
+            if isinstance(flat, DeviceBuffer):  # It is never padded.
+                copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
+                return
             for start, end in layout.padding():
                 flat.array[start:end] = 0
             flat.padded_for = layout.digest
-        for copies in plan.on_devices:
-            copies.gather(self.tensors, flat)
+        if plan.devices:
+            for copies in plan.on_devices:
+                copies.gather(self.tensors, flat)
         if not plan.on_host:
             return
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))

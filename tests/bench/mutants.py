@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "reads that overlap are not told of",
         "receiver/guard.py",
-        "                    if words is not None and not reads and self._open:",
-        "                    if False:",
+        "        if words is not None and not reads and self._open:",
+        "        if False:",
         "tests/schemes/test_publishing.py -k overlap",
     ),
     # -- versions, and updates on their way

@@ -123,7 +123,7 @@ class SlotPublisher:
         self._count += 1
         self.version = version
         # The count makes each word of a link different, and greater than the last one.
-        words[WANT] = self._count << 16 | (slot.segment.segment_id & 255) << 8 | slot.index
+        words[WANT] = self._count << 16 | slot.address
         for each in old:
             if each is not slot:
                 each.namers.discard(self)

@@ -225,7 +225,8 @@ class _SegmentView:
         self.maps.clear()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: setting the fields of a frozen one costs a microsecond for each version.
+@dataclass(slots=True, eq=False)
 class NamedSlot:
     """A locked slot that the word of a link named.
 
@@ -449,8 +450,9 @@ class SlotReader:
             view.unlock(index)
             raise RemoteProtocolError("the peer named a slot that holds nothing")
         key = (view.segment_id, index, id(mapping))
-        about = version, digest, nbytes, sent_at, ids
-        return NamedSlot(want, *about, memory, block, key, view, index)
+        return NamedSlot(
+            want, version, digest, nbytes, sent_at, ids, memory, block, key, view, index
+        )
 
     def hold(self, slot: NamedSlot) -> None:
         """Register that the model has the version in this slot, and write it to the page."""

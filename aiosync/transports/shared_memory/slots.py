@@ -178,7 +178,8 @@ class Segment:
         self.driver: Driver | None = driver
         page, here = mmap.ALLOCATIONGRANULARITY, slot_nbytes if driver is None else 0
         self.slot_nbytes: int = -(-(here + HEADER_NBYTES) // page) * page
-        self._on_device = slot_nbytes
+        # Bytes of payload that a slot has room for.
+        self._room = slot_nbytes if driver is not None else self.slot_nbytes - HEADER_NBYTES
         self.slots: list[Slot] = []
         self._fd = -1
         self.read_only_fd: int = -1
@@ -198,10 +199,7 @@ class Segment:
 
     def fits(self, nbytes: int, driver: Driver | None) -> bool:
         """Return True if a payload of so many bytes fits a slot, in memory of this driver."""
-        if driver is not self.driver:
-            return False
-        has = self.slot_nbytes - HEADER_NBYTES if driver is None else self._on_device
-        return nbytes <= has
+        return driver is self.driver and nbytes <= self._room
 
     def grow(self) -> Slot:
         """Give one more slot memory, and return that slot.
@@ -221,7 +219,7 @@ class Segment:
                 with OPENING:  # a child of a fork knows of every descriptor
                     device = None
                     if self.driver is not None:
-                        device = DeviceMemory.allocate(self.driver, self._on_device)
+                        device = DeviceMemory.allocate(self.driver, self._room)
                     self.slots.append(Slot(self, index, mapping, device))
         except OSError as exc:
             raise ConfigError(
@@ -275,6 +273,7 @@ class Slot:
         index: Index of the slot in its segment.
         place: What has to be announced to peers before they can read the slot: the segment; or, for
             device memory, the slot in it.
+        address: The slot in a word that names it: the last byte of the segment's id, and the index.
         mapping: Mapping of the slot, its header included.
         device: Device memory for the payload; ``None`` if the payload is behind the header.
         view: Memory for the payload, writable by this process while the slot is locked.
@@ -297,6 +296,7 @@ class Slot:
         self.index = index
         number = segment.segment_id
         self.place: int | tuple[int, int] = number if device is None else (number, index)
+        self.address: int = (number & 255) << 8 | index
         self.mapping = mapping
         self.device = device
         self.view: memoryview = memoryview(mapping)[HEADER_NBYTES:]
@@ -464,10 +464,9 @@ class Arena:
         else:
             return None
         # Each send checks one slot in turn, and gives its memory back if it is unused.
-        growing |= self.on_device
         old = segment.slots[now % len(segment.slots)]
         unused = old.used_at < now - _UNUSED_SENDS and old.has_memory and not old.is_needed
-        if unused and not growing and old.lock():
+        if unused and not (growing or self.on_device) and old.lock():
             segment.shrink(old)
         return slot
 
