@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "a read is not counted",
         "receiver/guard.py",
-        "self._open.setdefault(thread, []).append(read)",
-        "self._open.setdefault(thread, [])",
+        "self._open[thread] = [read]",
+        "pass",
         contract("update_waits_for_reader"),
     ),
     Mutant(
