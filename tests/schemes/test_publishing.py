@@ -202,6 +202,19 @@ async def test_workers_whose_reads_overlap_answer() -> None:
         assert receiver.version == handle.version
 
 
+async def test_the_first_send_after_reads_overlapped_waits_for_an_answer() -> None:
+    source, target = models.linear(), models.linear()
+    ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
+    async with ends as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        with harness.read_elsewhere(receiver):
+            target(torch.zeros(1, 4))
+            await asyncio.sleep(0.1)  # The worker's message arrives, and no send rings the worker.
+            handle = sender.send_nowait()
+            assert not handle.done()
+        assert (await handle).acked == {0}
+
+
 async def test_versions_that_are_taken_inside_of_inference_mode_can_be_trained() -> None:
     source, target = models.linear(), models.linear()
     ends = harness.here(SHM(timeout=harness.PATIENCE), target, sender={"model": source})
