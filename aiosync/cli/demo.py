@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from aiosync._log import LOGGER
 from aiosync.cli._common import errors_to, failing, write_text
+from aiosync.cli.demo_view import live, picture
 from aiosync.cli.progress import Progress
 
 __all__ = ["demo"]
@@ -36,12 +40,17 @@ def demo(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write a summary as JSON; - is stdout."),
     ] = None,
+    plot_to: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Write the live view as an SVG picture."),
+    ] = None,
 ) -> None:
     """Train CartPole with workers that aiosync keeps on the newest policy.
 
     One trainer process and some worker processes; the workers collect episodes without pause
     and aiosync gives them every new version of the policy. Exits with status 1 if the
-    return did not rise.
+    return did not rise. A terminal shows the run live; anything else gets a line every two
+    seconds.
 
     - `aiosync demo`
     - `aiosync demo --transport pipe --workers 4`
@@ -51,15 +60,25 @@ def demo(
     with failing("demo", errors) as status:
         from aiosync.cli import ppo
 
-        if json_to not in (None, "-"):
-            write_text("--json", json_to, "")  # a bad path has to fail before the run
+        for option, path in (("--json", json_to), ("--plot", plot_to)):
+            if path is not None and path != "-":
+                write_text(option, path, "")  # a bad path has to fail before the run
         status[0] = 1
-        console.print(
+        title = (
             f"aiosync demo: CartPole-v1, {workers} workers, {transport.value}, "
             f"{'aiosync.sync' if sync else 'aiosync'}"
         )
-        progress = Progress(workers, seconds, console.print)
-        ppo.train(progress, transport.value, workers, seed, sync)
+        if console.is_terminal and not console.options.ascii_only:
+            progress = Progress(workers, seconds, lambda line: None)
+            view: AbstractContextManager[None] = live(progress, title, Console(highlight=False))
+        else:
+            console.print(title)
+            progress = Progress(workers, seconds, console.print)
+            view = nullcontext()
+        # Workers that start slowly on a busy machine are no fault.
+        LOGGER.addFilter(lambda record: progress.started > 0 or record.levelno > logging.WARNING)
+        with view:
+            ppo.train(progress, transport.value, workers, seed, sync)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}
         rose = "rose" if summary["risen"] else "did not rise"
         console.print(
@@ -70,4 +89,6 @@ def demo(
         if json_to is not None:
             numbers = {name: None if value != value else value for name, value in summary.items()}
             write_text("--json", json_to, json.dumps(numbers, indent=2))
+        if plot_to is not None:
+            write_text("--plot", plot_to, picture(progress, title))
         raise typer.Exit(0 if summary["risen"] else 1)

@@ -54,6 +54,8 @@ class Progress:
         latencies: Seconds from the call of ``send`` to the last APPLIED ack, for each send.
         workers: For each worker its last version and lag, and its steps and episodes so far.
         version: Newest version that was sent.
+        curve: After each send the time of training and the mean return.
+        seconds: As given.
         started: Time at which every worker had the first weights, by ``time.monotonic()``.
         elapsed: Training time at the last send, in seconds.
     """
@@ -66,10 +68,12 @@ class Progress:
             {"worker_idx": idx, "version": 0, "lag": 0, "steps": 0, "episodes": 0}
             for idx in range(num_workers)
         ]
+        self.curve: list[tuple[float, float]] = []
+        self.seconds: float = seconds
         self.version: int = 0
         self.started: float = 0.0
         self.elapsed: float = 0.0
-        self._seconds, self._say, self._next_at = seconds, say, 0.0
+        self._say, self._next_at = say, 0.0
 
     def collected(self, batch: list[Episode], version: int) -> float:
         """Record a batch that the trainer took while it had ``version``.
@@ -85,18 +89,19 @@ class Progress:
             worker["lag"] = version - steps[-1].version
             worker["steps"] += len(steps)
             worker["episodes"] += 1
-        return max(0.1, 1.0 - (time.monotonic() - self.started) / self._seconds)
+        return max(0.1, 1.0 - (time.monotonic() - self.started) / self.seconds)
 
     def sent(self, report: SendReport) -> None:
         """Record a send that every worker has applied; print a line if one is due."""
         self.version = report.version
         self.latencies.append(report.elapsed)
         self.elapsed = time.monotonic() - self.started
+        self.curve.append((self.elapsed, self.mean_return()))
         if self.elapsed >= self._next_at:
             self._next_at = self.elapsed + _LOOK_SECONDS
             has = ", ".join(str(worker["version"]) for worker in self.workers)
             self._say(
-                f"{self.elapsed:.0f} of {self._seconds:.0f} s of training  return "
+                f"{self.elapsed:.0f} of {self.seconds:.0f} s of training  return "
                 f"{self.mean_return():6.1f}  version {self.version}  workers have {has}  "
                 f"send {self.latency(50) * 1e3:.2f} ms"
             )
@@ -104,7 +109,7 @@ class Progress:
     @property
     def going(self) -> bool:
         """True if the training is not solved and there is time left."""
-        return not self.solved and self.elapsed < self._seconds
+        return not self.solved and self.elapsed < self.seconds
 
     def mean_return(self, first: bool = False) -> float:
         """Return the mean return of the first or the last 20 episodes; NaN without any."""

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import termios
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,39 @@ def test_the_return_rises(transport: str, sync: bool) -> None:
         r"return +[0-9.]+  version \d+  workers have \d+, \d+  send [0-9.]+ ms", done.stderr
     )
     assert "Solved" in done.stderr or "The return rose" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.heavy)])
+def test_a_terminal_shows_the_run_live(columns: int, tmp_path: Path) -> None:
+    """The frames of the view fit the terminal, and the last one is also the picture."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (40, columns))
+    plot = tmp_path / "plot.svg"
+    args = command("demo", "--seconds", "3", "--plot", str(plot))
+    written = b""
+    with subprocess.Popen(
+        args, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    ) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # EIO, once the demo has closed the terminal
+            while data := os.read(ours, 65536):
+                written += data
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.decode())
+    # Three seconds may be too short for the return to rise.
+    assert process.returncode in (0, 1), text
+    frame = text.rpartition("╭")[2].replace("\r", "").splitlines()
+    assert {len(line) for line in frame[1:-1] if line.startswith("│")} == {columns}
+    last = "\n".join(frame)
+    assert "worker 0" in last and "worker 1" in last
+    assert re.search(r"version \d+ +\d+ +\d+", last)
+    assert re.search(r"[0-9.]+ sends a second", last) and "newest version" in last
+    assert set(last) & set("▁▂▃▄▅▆▇█")
+    assert "mean return" in frame[-1]
+    picture = plot.read_text()
+    assert picture.startswith("<svg") and "worker&#160;1" in picture
 
 
 @contextlib.contextmanager
