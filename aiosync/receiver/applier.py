@@ -283,48 +283,69 @@ class Applier:
 
     def _take(self, error: BaseException | None) -> Staged:
         """Have the model take the noted update, also again after an interrupt cut this short."""
-        staged, inbox, guard, model = self._taking, self._ledger.inbox, self._guard, self.model
+        staged, guard, model = self._taking, self._guard, self.model
         assert staged is not None
-        target = model.target  # the loop may close the model meanwhile
-        slot = staged.slot
-        began = time.perf_counter() if self._meter.observers else 0.0
-        same = staged.epoch == inbox.epoch
-        if slot is None and same and staged.version < inbox.version:
-            self._tell(staged, None)  # the version that the word named has overtaken it
+        if self._is_overtaken(staged):
+            self._tell(staged, None)
             self._taking = None
             return staged
-        if error is None and not (same and staged.version == inbox.version):
+        target = model.target  # the loop may close the model meanwhile
+        began = time.perf_counter() if self._meter.observers else 0.0
+        if error is None and not self._has(staged):
             error = model.load(staged)
         # No message asked for this version, so no answer reports a refusal: a read has to raise it.
-        looked = slot is not None and guard.words is not None and not self._ledger.owed
-        taken = staged.taken = error is None
-        if taken:
-            error = self._switch_to(staged)
-        staged.error = error
+        looked = staged.slot is not None and guard.words is not None and not self._ledger.owed
+        staged.taken = error is None
+        staged.error = error = self._switch_to(staged) if staged.taken else error
         # The model no longer needs the update before; or this one, if it was copied or refused.
-        unused = self._before if taken and not model.copy else staged
-        silent = False
-        if slot is not None:
-            silent = not self._took(staged, unused, looked and not guard.at_read)
-        elif unused is not None and unused.slot is not None:
-            # A slot is given back at once; if something views it, give_back() copies it first.
-            unused.give_back()
+        unused = self._before if staged.taken and not model.copy else staged
+        has_to_tell = self._leave(staged, unused, looked)
         # Counted before the trainer or a waiting call hears of the update.
         if error is None:
             self.note("ok", staged, began)
-        if not silent or (taken and error is not None):
+        if has_to_tell:
             self._tell(staged, unused)
         self._taking = self._before = None
-        if self._closed and taken:
-            # The loop has closed the model meanwhile, and will neither detach nor forget it.
-            if not model.copy and isinstance(target, Target):
-                target.detach_(staged.flat)
-            model.current = None
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        if error is not None and looked and guard.at_read:
-            raise not_applied(staged.version, error) from error
+        if self._closed and staged.taken:
+            self._leave_model(staged, target)
+        if error is not None:
+            self._raise_at_read(staged.version, error, looked)
         return staged
+
+    def _has(self, staged: Staged) -> bool:
+        """Return True if the model has this version, put there by a call that was interrupted."""
+        inbox = self._ledger.inbox
+        return staged.epoch == inbox.epoch and staged.version == inbox.version
+
+    def _is_overtaken(self, staged: Staged) -> bool:
+        """Return True if the model has a newer version, which the word named."""
+        inbox = self._ledger.inbox
+        return (
+            staged.slot is None and staged.epoch == inbox.epoch and staged.version < inbox.version
+        )
+
+    def _leave(self, staged: Staged, unused: Staged | None, looked: bool) -> bool:
+        """Give memory back that the model no longer needs; True if the trainer has to be told."""
+        if staged.slot is None:
+            # A slot is given back at once; if something views it, give_back() copies it first.
+            if unused is not None and unused.slot is not None:
+                unused.give_back()
+            return True
+        has_to_tell = self._took(staged, unused, looked and not self._guard.at_read)
+        return has_to_tell or (staged.taken and staged.error is not None)
+
+    def _leave_model(self, staged: Staged, target: object) -> None:
+        """Do for a model what the loop, which has closed it meanwhile, can no longer do."""
+        if not self.model.copy and isinstance(target, Target):
+            target.detach_(staged.flat)
+        self.model.current = None
+
+    def _raise_at_read(self, version: int, error: BaseException, looked: bool) -> None:
+        """Raise an interrupt; and a refusal, if the read that begins promised to see the update."""
+        if not isinstance(error, Exception):
+            raise error
+        if looked and self._guard.at_read:
+            raise not_applied(version, error) from error
 
     def _switch_to(self, staged: Staged) -> Exception | None:
         """Note that the model has an update, and call the hook; return what the hook raised."""
@@ -382,26 +403,29 @@ class Applier:
         Returns:
             True if the trainer has to be told.
         """
-        slots, slot = self._updates.slots, staged.slot
+        slots, slot, guard = self._updates.slots, staged.slot, self._guard
         if slots is None or slot is None or staged.slots is not slots:  # it is of an earlier link
             if unused is staged:
                 staged.give_back()  # the end of that link waits for this
             return True
-        if staged.taken:
-            slots.hold(slot)
-        else:
+        if not staged.taken:
             slots.refuse(slot)
-        if raises and not staged.taken and staged.error is not None:
-            self._refused_word = slot.want, staged.error
-        else:
-            self._guard.seen, self._refused_word = slot.want, None
-        if unused is not None and unused.slot is not None:
-            if unused is staged or unused.slot.key != slot.key:
-                unused.give_back()
-        if staged.taken and (len(slot.view.locked) > 1 or len(slots.segments) > 1):
+            if raises and staged.error is not None:
+                self._refused_word = slot.want, staged.error
+            else:
+                guard.seen, self._refused_word = slot.want, None
+            staged.give_back()
+            return True
+        slots.hold(slot)
+        guard.seen, self._refused_word = slot.want, None
+        if unused is staged:
+            staged.give_back()
+        elif unused is not None and unused.slot is not None and unused.slot.key != slot.key:
+            unused.give_back()
+        if len(slot.view.locked) > 1 or len(slots.segments) > 1:
             slots.leave_others()  # an interrupt may have left some locked
-        ledger, promised = self._ledger, self._promise.digest == staged.layout.digest
-        return not (staged.taken and promised) or ledger.owed > 0 or ledger.is_asked
+        ledger = self._ledger
+        return self._promise.digest != staged.layout.digest or ledger.owed > 0 or ledger.is_asked
 
     def look(self) -> Staged | None:
         """Return the update that the word names, locked; ``None`` if it is not new.
@@ -417,31 +441,45 @@ class Applier:
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
-                if slots is not self._updates.slots:  # another link replaced it meanwhile
-                    return None
-                error = exc if isinstance(exc, RemoteProtocolError) else None
-                call_soon(self._loop, self._fail, error or RemoteProtocolError(str(exc)))
-                if read_looks:
-                    raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
+                if slots is self._updates.slots:  # else another link has replaced it meanwhile
+                    self._lose_link(exc, read_looks)
                 return None
             if staged is not None or not (read_looks and slots.is_behind):
                 return staged
-            if not slots.unread:
-                continue  # the trainer has stored a word after this look
             if slots.next_unread:
                 # A message about this version follows its manifest, which is on its way. Until then
                 # the trainer counts on no read, and reads compute with the version before it.
                 guard.seen = slots.next_unread
                 return None
-            # The version before it cannot be read any more, and the trainer may count on it.
-            until = until or time.monotonic() + _MANIFEST_SECONDS
-            if asyncio._get_running_loop() is self._loop or time.monotonic() > until:
-                raise ApplyError(
-                    "the trainer has begun to send another set of weights, whose manifest has "
-                    "not been read yet: let the event loop run, and compute again"
-                )
-            time.sleep(_PAUSE_SECONDS)
+            if slots.unread:  # else the trainer has stored a word after this look
+                # The version before it cannot be read any more, and the trainer may count on it.
+                until = until or time.monotonic() + _MANIFEST_SECONDS
+                self._pause_for_manifest(until)
         return None
+
+    def _lose_link(self, exc: Exception, read_looks: bool) -> None:
+        """End the link, as the update that the word names cannot be read.
+
+        Raises:
+            ApplyError: The read that begins has to see the update.
+        """
+        error = exc if isinstance(exc, RemoteProtocolError) else RemoteProtocolError(str(exc))
+        call_soon(self._loop, self._fail, error)
+        if read_looks:
+            raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
+
+    def _pause_for_manifest(self, until: float) -> None:
+        """Wait a moment for the loop to read a manifest.
+
+        Raises:
+            ApplyError: This is the loop's thread, or the time is over.
+        """
+        if asyncio._get_running_loop() is self._loop or time.monotonic() > until:
+            raise ApplyError(
+                "the trainer has begun to send another set of weights, whose manifest has "
+                "not been read yet: let the event loop run, and compute again"
+            )
+        time.sleep(_PAUSE_SECONDS)
 
     def _tell(self, staged: Staged, unused: Staged | None) -> None:
         # Results keep the order in which the updates were applied, whichever threads applied them.

@@ -263,32 +263,35 @@ class Guard:
             The function that applies an update, or waits, and has to run first, without the lock;
             ``None`` if the read has begun.
         """
-        reads, words = self._open.get(thread), self.words
+        reads = self._open.get(thread)
         if reads:
             reads = self._drop_ended(thread)
-        elif words is not None and self._open:
+        elif self.words is not None and self._open:
             self._sweep()
-        waits = self._pending or self._claims
-        if not reads and (waits or self._applying is not None):
-            pause = self._pause_before(thread, forward=not _is_block(read))
-            if pause > 0:
-                return functools.partial(self._new_waiter().acquire, timeout=pause)
-        is_news = self._pending or (words is not None and words[0] != self.seen)
-        if is_news and not self._open and self._applying is None and not _in_functional_call():
+        pause = 0.0 if reads else self._pause_before(thread, read)
+        if pause > 0:
+            return functools.partial(self._new_waiter().acquire, timeout=pause)
+        idle = not self._open and self._applying is None
+        if idle and self.has_news and not _in_functional_call():
             # The frame of enter(), which runs the apply, tells whether that was interrupted.
             self._begin(sys._getframe(1), at_read=True)
             return self._run
-        if self.check is not None and computes and not reads:
-            self.check()
-        if not (waits or self._open):
-            self._waits_since = 0.0
+        if not reads:
+            self._check_outermost(computes)
         if self.before_next_read is not None:
             call, self.before_next_read = self.before_next_read, None
             call()
-        if words is not None and not reads and self._open:
+        if self.words is not None and not reads and self._open:
             self._on_overlap()
         self._open.setdefault(thread, []).append(read)
         return None
+
+    def _check_outermost(self, computes: bool) -> None:
+        """Raise what :attr:`check` raises, and forget the update for which no read waits."""
+        if self.check is not None and computes:
+            self.check()
+        if not (self._pending or self._claims or self._open):
+            self._waits_since = 0.0
 
     @never_traced
     def leave(
@@ -407,14 +410,16 @@ class Guard:
             epoch, runs = self._runs.pop(here, (0, []))
         return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
 
-    def _pause_before(self, thread: int, *, forward: bool) -> float:
+    def _pause_before(self, thread: int, read: _Read) -> float:
         """Return the seconds that an outermost read should wait now, and then look again; or 0."""
+        if not (self._pending or self._claims or self._applying is not None):
+            return 0.0
         self._sweep()
         if self._applying is not None and self._applying[0] != thread:
             return _LOOK_SECONDS
         if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
-        if forward and any(map(_is_block, chain.from_iterable(self._open.values()))):
+        if not _is_block(read) and any(map(_is_block, chain.from_iterable(self._open.values()))):
             # The reading() block of another thread may wait for this forward: holding the forward
             # back would hold the update back. New blocks wait, so that the open blocks end.
             return 0.0

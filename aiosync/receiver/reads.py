@@ -305,13 +305,7 @@ class Methods:
 
     def wrap(self, model: nn.Module | None) -> None:
         """Guard the methods of this model, and no longer those of the model before it."""
-        while self._wrapped:
-            owner, kind = self._wrapped.pop()
-            names = vars(kind)[_GUARDS]
-            for guards in names.values():
-                guards.pop(self._guard, None)
-            if type(owner) is kind and not any(names.values()):
-                object.__setattr__(owner, "__class__", kind.__base__)
+        self._unwrap()
         if model is None:
             return
         self.check(model)
@@ -336,6 +330,15 @@ class Methods:
                 f"a {type(model).__name__} has no forward(), so calls of its methods are reads: "
                 f"{', '.join(names)}; methods=[...] of init_on_receiver() chooses others, () none"
             )
+
+    def _unwrap(self) -> None:
+        while self._wrapped:
+            owner, kind = self._wrapped.pop()
+            names = vars(kind)[_GUARDS]
+            for guards in names.values():
+                guards.pop(self._guard, None)
+            if type(owner) is kind and not any(names.values()):
+                object.__setattr__(owner, "__class__", kind.__base__)
 
 
 # Attribute of a class that belongs to one module: the guards that each method enters.

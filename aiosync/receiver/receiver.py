@@ -225,26 +225,35 @@ class WeightReceiver:
                 await outage.give_up(self.lost)
                 self.fail(exc)
                 return
-            same = welcome.epoch == self.inbox.newest_epoch
-            begun = "another trainer answers, or the same one has begun anew"
-            told = ("reconnected", "the trainer is reached again") if same else ("restarted", begun)
-            self._log(*told)
-            if not welcome.version or (same and welcome.version <= self.inbox.newest):
-                self.outage.cut_off = None  # this link is of use without a newer version
+            self._note_welcome(welcome)
             slots = self.updates.slots
             if slots is not None and slots.is_behind and self.guard.words is not None:
                 # The trainer of the last link counts on the version that it named before the loss.
                 await self.guard.wait_free(_CLOSE_SECONDS)
                 self.applier.turns.submit()
-            self.lost = None
-            self.ledger.lose_link()
-            self.applier.keep_memory()
-            self._promise.begin_link()
-            self.transport = link
-            self.updates.use_link(link)
-            self._outgoing.use_link(link)
-            self.reconnects += 1
-            self._fetch()
+            self._use_link(link)
+
+    def _note_welcome(self, welcome: Welcome) -> None:
+        """Log which trainer answers, and whether this link is of use without a newer version."""
+        same = welcome.epoch == self.inbox.newest_epoch
+        if same:
+            self._log("reconnected", "the trainer is reached again")
+        else:
+            self._log("restarted", "another trainer answers, or the same one has begun anew")
+        if not welcome.version or (same and welcome.version <= self.inbox.newest):
+            self.outage.cut_off = None
+
+    def _use_link(self, link: Transport) -> None:
+        """Go on with the link that replaces the lost one."""
+        self.lost = None
+        self.ledger.lose_link()
+        self.applier.keep_memory()
+        self._promise.begin_link()
+        self.transport = link
+        self.updates.use_link(link)
+        self._outgoing.use_link(link)
+        self.reconnects += 1
+        self._fetch()
 
     def _on_message(self, received: Received) -> None:
         if self._closed:  # the link is about to be closed

@@ -249,12 +249,16 @@ class Worker:
             await receiver.waits.wait_for_first(welcome, timeout=left, late=late)
         none_yet = "" if welcome.version or receiver.version else ", which has no weights yet"
         life.log("joined", f"joined the trainer{none_yet}", receiver.version)
-        lacks = self._given.lacks() if scheme.apply == "auto" else None
-        # The model may come late, or its name may be wrong.
+        if scheme.apply == "auto":
+            self._warn_without_model()
+
+    def _warn_without_model(self) -> None:
+        """Warn that there is no model: it may come late, or its name may be wrong."""
+        lacks = self._given.lacks()
         if lacks is not None:
             warnings.warn(
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _make_receiver(

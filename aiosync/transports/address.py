@@ -65,13 +65,13 @@ class Address:
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"{shown} is not an address: {exc}") from exc
-        path, plain = parts.path, not (parts.query or parts.fragment)
-        if plain and parts.scheme == "tcp" and parts.hostname and path in ("", "/"):
+        if parts.query or parts.fragment:
+            pass  # An address has neither.
+        elif parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
             if port is not None:
                 return cls("tcp", host=parts.hostname, port=port)
-        elif plain and parts.scheme == "unix" and not parts.netloc and path.startswith("/"):
-            if 1 < len(os.fsencode(path)) <= _MAX_PATH_NBYTES:
-                return cls("unix", path=path)
+        elif parts.scheme == "unix" and not parts.netloc and _is_socket_path(parts.path):
+            return cls("unix", path=parts.path)
         raise ConfigError(
             f"{shown} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
             f"with a path of at most {_MAX_PATH_NBYTES} bytes"
@@ -158,3 +158,7 @@ def own_host(towards: str | None) -> str:
                 probe.connect((towards, 9))
                 return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _is_socket_path(path: str) -> bool:
+    return path.startswith("/") and 1 < len(os.fsencode(path)) <= _MAX_PATH_NBYTES

@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "a refused version counts as applied",
         "receiver/applier.py",
-        "        if taken:\n            error = self._switch_to(staged)",
-        "        if True:\n            error = self._switch_to(staged)",
+        "self._switch_to(staged) if staged.taken else error",
+        "self._switch_to(staged)",
         contract("refused_names"),
     ),
     Mutant(
@@ -229,14 +229,14 @@ MUTANTS = [
     Mutant(
         "a forward does not look at the word",
         "receiver/guard.py",
-        "is_news = self._pending or (words is not None and words[0] != self.seen)",
-        "is_news = self._pending",
+        "return self._pending or (words is not None and words[0] != self.seen)",
+        "return self._pending",
         "tests/schemes/test_publishing.py -k stopped_worker",
     ),
     Mutant(
         "reads that overlap are not told of",
         "receiver/guard.py",
-        "        if words is not None and not reads and self._open:",
+        "        if self.words is not None and not reads and self._open:",
         "        if False:",
         "tests/schemes/test_publishing.py -k overlap",
     ),

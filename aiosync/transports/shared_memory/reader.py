@@ -434,9 +434,7 @@ class SlotReader:
             tries += 1
             if tries > _QUICK_TRIES:
                 until = until or time.monotonic() + _PATIENCE_SECONDS
-                if time.monotonic() > until:
-                    raise ApplyError("the trainer was stopped while it wrote a version")
-                time.sleep(_PAUSE_SECONDS)
+                _pause(until)
         view.check_locked(index)
         mapping, mapped = view.maps.get(index) or view.map(index)
         if not held_here:
@@ -521,6 +519,17 @@ class SlotReader:
         page, self._page = self._page, None
         if page is not None:
             page[BELL] = GONE
+
+
+def _pause(until: float) -> None:
+    """Wait a moment for the sender to finish a slot.
+
+    Raises:
+        ApplyError: The time is over.
+    """
+    if time.monotonic() > until:
+        raise ApplyError("the trainer was stopped while it wrote a version")
+    time.sleep(_PAUSE_SECONDS)
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:

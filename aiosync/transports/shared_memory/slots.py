@@ -441,10 +441,7 @@ class Arena:
         if self._abandoned:
             self._look_at_abandoned()
         if self._retired:
-            for retired in [*self._retired]:
-                if not any(slot.is_needed for slot in retired.slots):
-                    self._retired.remove(retired)
-                    retired.close()
+            self._close_retired()
         segment = self.segment
         if segment is None or not segment.fits(nbytes, driver):
             return None
@@ -469,6 +466,13 @@ class Arena:
         if unused and not (growing or self.on_device) and old.lock():
             segment.shrink(old)
         return slot
+
+    def _close_retired(self) -> None:
+        """Close the replaced segments of which no slot is needed any more."""
+        for retired in [*self._retired]:
+            if not any(slot.is_needed for slot in retired.slots):
+                self._retired.remove(retired)
+                retired.close()
 
     def grow(self, nbytes: int, driver: Driver | None = None) -> Slot:
         """Acquire a new slot. The caller sets its ``in_use`` and ``has_memory``.
