@@ -26,6 +26,7 @@ MODULES = [
     "aiosync.integrations.asgi",
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.torchrl",
+    "aiosync.integrations.trl",
     "aiosync.integrations.vllm",
     "aiosync.legacy",
     "aiosync.metrics",
