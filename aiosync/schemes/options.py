@@ -1,7 +1,7 @@
 """Options of schemes, async and blocking, which are checked whenever they are set.
 
-The classes name the options of each kind of scheme, once for both. The defaults are those of the
-async constructors, which the blocking ones have, too.
+The classes name the options of each kind of scheme, once for both; those of every scheme stand in
+one class. The defaults are those of the async constructors, which the blocking ones have, too.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class SchemeOptions:
             setattr(self, name, value)
 
 
-class SharedMemOptions(SchemeOptions):
+class SharedMemOptions:
     """Options of :class:`aiosync.SharedMemWeightSyncScheme`."""
 
     memory: Option[Literal["host", "device"]] = Option(
@@ -260,7 +260,7 @@ class SharedMemOptions(SchemeOptions):
     )
 
 
-class StreamOptions(SchemeOptions):
+class StreamOptions:
     """Options of schemes over streams."""
 
     token: Fixed = Fixed()
@@ -274,7 +274,7 @@ class StreamOptions(SchemeOptions):
     limits: Option[Limits | None] = Option(_limits, "What a peer may announce.")
 
 
-class TCPOptions(StreamOptions):
+class TCPOptions:
     """Options of :class:`aiosync.TCPWeightSyncScheme`."""
 
     tls: Fixed = Fixed()
@@ -295,7 +295,7 @@ class TCPOptions(StreamOptions):
     )
 
 
-class EngineOptions(StreamOptions):
+class EngineOptions:
     """Options of schemes with a control stream and payloads beside it."""
 
     shared_memory: Option[bool] = Option(
