@@ -1,7 +1,6 @@
 """The blocking twins of the schemes. Their behaviour is the async classes' own.
 
-``send = blocking(aiosync.WeightSyncScheme.send)`` keeps the name, the defaults, the docstring and
-the types of the coroutine, and runs it on the portal. Nothing is generated. Must not import torch.
+Their methods call those of the async scheme, on the portal if they wait. Must not import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from typing import (
     ClassVar,
     Concatenate,
     Final,
-    Generic,
     ParamSpec,
     Self,
     TypeAlias,
     TypeVar,
     cast,
-    overload,
 )
 
 import aiosync.schemes as aio
@@ -47,6 +44,15 @@ from aiosync.sender.steps import STEPS
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._interfaces import InitialSyncTransport, Owner
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
+from aiosync.sync.twins import (
+    again,
+    attribute,
+    blocking,
+    direct,
+    initialising,
+    mirror_options,
+    on_loop,
+)
 from aiosync.types import SendReport
 
 __all__ = [
@@ -92,71 +98,6 @@ _INSTEAD = (
 )
 _FAILURES_KEPT = 16  # For wait_async(); if that is never called, the loop logs older ones.
 
-# -- twins of the async methods -------------------------------------------------------------------
-
-if TYPE_CHECKING:
-
-    class Twin(Generic[_P, _R]):
-        """A method of the facade, as type checkers see it; at run time it is a plain function."""
-
-        @overload
-        def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, _P], _R]: ...
-
-        @overload
-        def __get__(self, instance: object, owner: type) -> Callable[_P, _R]: ...
-
-        def __get__(self, instance: object, owner: type) -> Callable[..., _R]: ...
-
-
-def _twin(method: Callable[..., Any], way: str) -> Any:
-    """Make a method that looks like one of the async class, and calls it through the facade.
-
-    Args:
-        method: The method of the async class.
-        way: Name of the facade's method that gets the name and the arguments.
-    """
-    name = method.__name__
-
-    @functools.wraps(method)
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, way)(name, *args, **kwargs)
-
-    call.__module__ = __name__
-    vars(call)["way"] = way
-    return call
-
-
-def again(member: object, method: Callable[..., Any]) -> Any:
-    """Make the twin of an override, which is called in the way of an existing twin.
-
-    Returns:
-        ``None`` if ``member`` is no twin, or the method is not overridden.
-    """
-    way = getattr(member, "way", None)
-    return None if way is None or vars(member)["__wrapped__"] is method else _twin(method, way)
-
-
-def blocking(
-    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
-) -> Twin[_P, _R]:
-    """Make a method that runs the coroutine method of the async class and waits for its result."""
-    return cast("Twin[_P, _R]", _twin(method, "_wait_for"))
-
-
-def on_loop(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """Make a method that calls the plain method of the async class on the portal's loop."""
-    return cast("Twin[_P, _R]", _twin(method, "_call_there"))
-
-
-def initialising(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """Make a method that gives the scheme its role: ``init_on_sender`` or ``init_on_receiver``."""
-    return cast("Twin[_P, _R]", _twin(method, "_initialise"))
-
-
-def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
-    """Make a method that calls the plain method of the async class, on the caller's thread."""
-    return cast("Twin[_P, _R]", _twin(method, "_pass_on"))
-
 
 def constructor(
     cls: Callable[_P, Any],
@@ -171,41 +112,6 @@ def constructor(
         self._adopt(self._async_class(*args, **options))
 
     return lambda stub: cast("Callable[Concatenate[Any, _P], None]", construct)
-
-
-class attribute(property, Generic[_T]):
-    """An option or a property of the async scheme, under the same name.
-
-    Args:
-        original: The property or the option of the async class.
-    """
-
-    def __init__(self, original: Any) -> None:
-        of_option = isinstance(original, option_sets.Option)
-        name = original.name if of_option else original.fget.__name__
-
-        def read(facade: Any) -> Any:
-            return getattr(facade._scheme, name)
-
-        def write(facade: Any, value: Any) -> None:
-            setattr(facade._scheme, name, value)
-
-        kind = {"return": original.annotation} if of_option else original.fget.__annotations__
-        read.__annotations__ = kind
-        super().__init__(read, write if of_option or original.fset is not None else None)
-        self.__doc__ = original.__doc__
-
-    if TYPE_CHECKING:
-
-        @overload  # type: ignore[override]
-        def __get__(self, instance: None, owner: type) -> Self: ...
-
-        @overload
-        def __get__(self, instance: object, owner: type) -> _T: ...
-
-        def __get__(self, instance: object, owner: type | None = None) -> Self | _T: ...
-
-        def __set__(self, instance: Any, value: _T) -> None: ...
 
 
 # -- the scheme ------------------------------------------------------------------------------------
@@ -289,7 +195,7 @@ class WeightSyncScheme(SchemeState):
         uncalled = [name for name in _HOOKS if name in vars(cls)]
         if uncalled and twin_of is None and not cls._takes_transports:
             raise ConfigError(f"{cls.__name__}.{uncalled[0]}() would not be called: {_INSTEAD}")
-        _mirror_options(cls)
+        mirror_options(cls)
         if twin_of is not None:
             cls._async_class, _TWINS[twin_of] = twin_of, cls
             for name, member in vars(WeightSyncScheme).items():
@@ -400,9 +306,6 @@ class WeightSyncScheme(SchemeState):
         if owner is None:
             return proceed(*args, **kwargs)
         return owner.call(name, proceed, args, kwargs)
-
-    def _pass_on(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._scheme, name)(*args, **kwargs)
 
     def _call_there(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
@@ -705,15 +608,7 @@ def rpc_runs() -> bool:
     return rpc is not None and getattr(rpc, "_is_current_rpc_agent_set", lambda: False)()
 
 
-def _mirror_options(cls: type) -> None:
-    """Turn the options that a class inherits into those of the async scheme."""
-    for name in dir(cls):
-        option = inspect.getattr_static(cls, name)
-        if isinstance(option, option_sets.Option):
-            setattr(cls, name, attribute(option))
-
-
-_mirror_options(WeightSyncScheme)
+mirror_options(WeightSyncScheme)
 
 
 class SharedMemWeightSyncScheme(
