@@ -14,13 +14,13 @@ from aiosync.legacy.clusters import (
     RPCWeightSyncScheme,
 )
 from aiosync.legacy.ends import WeightReceiver, WeightSender
-from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
-from aiosync.legacy.schemes import (
+from aiosync.legacy.local import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
-    WeightSyncScheme,
 )
+from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
+from aiosync.legacy.schemes import WeightSyncScheme
 from aiosync.legacy.transports import MPTransport, SharedMemTransport, TransportBackend
 from aiosync.legacy.updaters import (
     DistributedWeightUpdater,

@@ -6,15 +6,17 @@ Must not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
-import aiosync.schemes as aio
 from aiosync import sync as facade
 from aiosync.errors import ConfigError
 from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.remote import RayActorTransport, RayTransport, RPCTransport
 from aiosync.legacy.schemes import StrategyName, WeightSyncScheme
 from aiosync.legacy.updaters.distributed import DistributedTransport
+from aiosync.schemes.options import DistributedOptions, RayOptions, RPCOptions
+from aiosync.sync._schemes import StreamTwin
+from aiosync.sync.twins import attribute, direct
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -26,17 +28,15 @@ __all__ = [
 ]
 
 
-class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
-    WeightSyncScheme, facade.RPCWeightSyncScheme
+class RPCWeightSyncScheme(
+    RPCOptions, StreamTwin, WeightSyncScheme, stands_on=facade.RPCWeightSyncScheme
 ):
     """Scheme that sends weights to remote objects of ``torch.distributed.rpc``.
 
     Without pipes, roles and calls are those of :class:`aiosync.sync.RPCWeightSyncScheme`.
     """
 
-    _async_class: ClassVar[type[aio.RPCWeightSyncScheme]] = aio.RPCWeightSyncScheme
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+    def create_transport(
         self, pipe_or_context: Any = (), *, worker_rank: int | None = None, **named: Any
     ) -> RPCTransport:
         """Make a transport to one remote object.
@@ -53,7 +53,9 @@ class RPCWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
         return RPCTransport(*pipe_or_context, **named)
 
 
-class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSyncScheme):
+class DistributedWeightSyncScheme(
+    DistributedOptions, StreamTwin, WeightSyncScheme, stands_on=facade.DistributedWeightSyncScheme
+):
     """Scheme that sends weights with ``torch.distributed``.
 
     Roles and calls are those of :class:`aiosync.sync.DistributedWeightSyncScheme`; a sender that
@@ -66,8 +68,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
         options: Keyword arguments of :class:`aiosync.sync.DistributedWeightSyncScheme`.
     """
 
-    _async_class: ClassVar[type[aio.DistributedWeightSyncScheme]] = aio.DistributedWeightSyncScheme
-
     def __init__(
         self,
         backend: Literal["gloo", "nccl"] = "gloo",
@@ -76,11 +76,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
         strategy: StrategyName = "state_dict",
         **options: Any,
     ) -> None:
-        facade.DistributedWeightSyncScheme.__init__(
-            self, backend, sync, strategy=strategy, **options
-        )
+        super().__init__(strategy, backend=backend, sync=sync, **options)
 
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+    def create_transport(
         self, pipe_or_context: Any = (), *, weights_buffer: Any = None, **named: Any
     ) -> DistributedTransport:
         """Make a transport to one worker.
@@ -97,8 +95,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme, facade.DistributedWeightSync
         return DistributedTransport(*pipe_or_context, **{"sync": self.sync, **named})
 
 
-class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() suits both
-    WeightSyncScheme, facade.RayWeightSyncScheme
+class RayWeightSyncScheme(
+    RayOptions, StreamTwin, WeightSyncScheme, stands_on=facade.RayWeightSyncScheme
 ):
     """Scheme that sends weights to Ray actors.
 
@@ -109,14 +107,14 @@ class RayWeightSyncScheme(  # type: ignore[misc]  # the base's init_on_sender() 
     those of :class:`aiosync.sync.RayWeightSyncScheme`.
     """
 
-    _async_class: ClassVar[type[aio.RayWeightSyncScheme]] = aio.RayWeightSyncScheme
+    connection_info_name: Final = attribute[str](facade.RayWeightSyncScheme.connection_info_name)
     _ends: ClassVar[Sequence[str]] = ("remote_collectors", "pipes")
     _renamed: ClassVar[Mapping[str, str]] = {
         "source_model": "model",
         "num_collectors": "num_workers",
     }
 
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
+    def create_transport(
         self,
         pipe_or_context: Any = None,
         *,
@@ -169,16 +167,14 @@ class RayModuleTransformReceiver(WeightReceiver):
     """
 
 
-class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this generation's
-    RayWeightSyncScheme, facade.RayModuleTransformScheme
-):
+class RayModuleTransformScheme(RayWeightSyncScheme, stands_on=facade.RayModuleTransformScheme):
     """Scheme that sends weights to Ray actors that wrap a module.
 
     :meth:`init_on_sender` takes the actors as ``actor_refs``, ``actors`` or ``remote_collectors``.
     Otherwise roles and calls are those of :class:`aiosync.sync.RayModuleTransformScheme`.
     """
 
-    _async_class: ClassVar[type[aio.RayModuleTransformScheme]] = aio.RayModuleTransformScheme
+    _set_transform: Final = direct(facade.RayModuleTransformScheme._set_transform)
     _ends = ("actor_refs", "actors", "remote_collectors", "pipes")
 
     def __init__(self, strategy: StrategyName = "tensordict", **options: Any) -> None:
@@ -187,7 +183,7 @@ class RayModuleTransformScheme(  # type: ignore[misc]  # create_sender() is this
     def _transport_to(self, actor: Any) -> RayActorTransport:
         return RayActorTransport(actor, self.strategy)
 
-    def create_sender(self) -> RayModuleTransformSender:  # type: ignore[misc, override]  # see the class
+    def create_sender(self) -> RayModuleTransformSender:
         """Make a sender for this scheme."""
         return RayModuleTransformSender(self)
 

@@ -1,41 +1,43 @@
 """The schemes of the older generation: factories of transports, used by senders and receivers.
 
-Each is a subclass of the scheme of the same name in :mod:`aiosync.sync` and inherits its methods,
-which make links of the newer generation and use no transports. Must not import torch.
+Each stands on a scheme of :mod:`aiosync.sync`, ``_scheme``. With transports it only takes the
+weights, the model and the options from there; without any it passes the calls on to that scheme,
+which makes links of the newer generation. Must not import torch.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 import aiosync.schemes as aio
 from aiosync import sync as facade
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync._repr import in_every_state
+from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
 from aiosync.legacy.background import BackgroundReceiver
 from aiosync.legacy.ends import WeightReceiver, WeightSender
 from aiosync.legacy.transports import (
     Answered,
     Backend,
     MPTransport,
-    SharedMemTransport,
     is_backend,
 )
+from aiosync.schemes.internal import life_of
 from aiosync.schemes.lifecycle import check_may_connect
-from aiosync.strategy import get_strategy
-from aiosync.sync._schemes import AsyncClass
+from aiosync.schemes.options import SchemeOptions
+from aiosync.spans import LastRead
+from aiosync.strategy import WeightStrategy, get_strategy
+from aiosync.sync._schemes import Ready, core_of, twin_of
+from aiosync.sync.twins import attribute, direct, mirror_options
 
 if TYPE_CHECKING:
-    from tensordict import TensorDictBase
+    from aiosync.schemes.sources import Given
 
-__all__ = [
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "WeightSyncScheme",
-]
+__all__ = ["StrategyName", "WeightSyncScheme", "given_by", "is_of_torchrl"]
 
 StrategyName = Literal["tensordict", "state_dict"]
 
@@ -48,23 +50,38 @@ _WITHOUT_PIPES = {
 }
 """Options that only links of the newer generation have, and their defaults."""
 
+_OF_THIS_PROCESS = ("_background", "_cached", "_pid", "_receiver", "_sender")
+"""Attributes of a scheme that its copies do not have."""
+
+_adapters: dict[type[facade.WeightSyncScheme], type[WeightSyncScheme]] = {}
+"""The schemes of this generation, by the class on whose objects theirs stand."""
+
 _SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
 
-def _given(name: str, kwargs: dict[str, Any], context: Any) -> Any:
+def given_by(name: str, kwargs: dict[str, Any], context: Any) -> Any:
     """Return an argument, or else the attribute of this name of an old-style context."""
     # TorchRL's present collectors have such attributes, too, but with another meaning, and a
     # RayCollector passes its actors to every scheme.
-    of_torchrl = _is_of_torchrl(context)
+    of_torchrl = is_of_torchrl(context)
     value = None if of_torchrl and name == "remote_collectors" else kwargs.pop(name, None)
     return getattr(context, name, None) if value is None and not of_torchrl else value
 
 
-def _is_of_torchrl(context: Any) -> bool:
+def is_of_torchrl(context: Any) -> bool:
+    """Return True if the class of a context is TorchRL's, or is derived from such a class."""
     return any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__)
 
 
-class WeightSyncScheme(facade.WeightSyncScheme):
+class _ForReceiver(attribute[Any]):
+    """A model or context, which also the receiver with a transport gets when it is assigned."""
+
+    def __set__(self, scheme: Any, value: Any) -> None:
+        super().__set__(scheme, value)
+        scheme._assign_to_receiver(self.name, value)
+
+
+class WeightSyncScheme(SchemeOptions):
     """Base class of the older generation's schemes, which keep one model's weights the same.
 
     The trainer calls :meth:`init_on_sender` and uses :meth:`get_sender`; a worker calls
@@ -87,15 +104,22 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         ConfigError: An option has an illegal value (a ``ValueError``).
     """
 
-    _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
+    _stands_on: ClassVar[type[facade.WeightSyncScheme]] = facade.NoWeightSyncScheme
     _ends: ClassVar[Sequence[str]] = ("pipes",)  # arguments with items for create_transport()
     _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
     _shared_transport: Any = None
-    _takes_transports = True
     _follows = False  # True if a worker's model may change without a call of the program
 
+    def __init_subclass__(cls, stands_on: type[facade.WeightSyncScheme] | None = None) -> None:
+        """Make the objects stand on schemes of a class, as whose instances they count, too."""
+        super().__init_subclass__()
+        mirror_options(cls)
+        if stands_on is not None:
+            cls._stands_on, _adapters[stands_on] = stands_on, cls
+            stands_on.register(cls)
+
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
-        super().__init__(strategy, **options)
+        self._adopt(self._stands_on(strategy=strategy, **options))
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
@@ -104,38 +128,82 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         Raises:
             ConfigError: This generation has no scheme with that name.
         """
-        from aiosync import legacy  # imported here, because it imports this module
-
-        found = getattr(legacy, aio.scheme_class(backend).__name__, None)
+        found = _adapters.get(twin_of(aio.scheme_class(backend)))
         if found is None:
             raise ConfigError(
                 f"aiosync.legacy has no scheme for {backend!r}: aiosync.sync.WeightSyncScheme has"
             )
-        made: WeightSyncScheme = found(**options)
-        return made
+        return found(**options)
 
-    def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
-        super()._adopt(scheme)
-        # A new life has no roles: in a forked child the transports belong to the parent.
+    def _adopt(self, scheme: facade.WeightSyncScheme) -> None:
+        """Stand on a scheme from now on, without a role."""
+        self._scheme = scheme
+        self._pid = os.getpid()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._background: BackgroundReceiver | None = None
         self._cached: Any = None
 
-    @property  # type: ignore[override]  # a string in this generation
+    def _after_fork(self) -> None:
+        # The transports belong to the parent.
+        if self._pid != os.getpid():
+            self._adopt(self._scheme)
+
+    @property
+    def _given(self) -> Given:
+        return life_of(core_of(self._scheme)).given
+
+    @property
     def strategy(self) -> StrategyName:
         """Name of the strategy."""
-        return self._scheme.strategy.extract_as
+        return self._strategy.extract_as
 
     @strategy.setter
     def strategy(self, value: Any) -> None:
-        self._scheme.strategy = get_strategy(getattr(value, "extract_as", value))
+        self._strategy = get_strategy(getattr(value, "extract_as", value))
 
     strategy_str = strategy
 
+    # -- the members of the scheme below ---------------------------------------------------------
+
+    _strategy: attribute[WeightStrategy] = attribute(facade.WeightSyncScheme.strategy)
+    model_id: attribute[str | None] = attribute(facade.WeightSyncScheme.model_id)
+    worker_idx: attribute[int | None] = attribute(facade.WeightSyncScheme.worker_idx)
+    context: _ForReceiver = _ForReceiver(facade.WeightSyncScheme.context)
+    model: _ForReceiver = _ForReceiver(facade.WeightSyncScheme.model)
+    weights: _ForReceiver = _ForReceiver(facade.WeightSyncScheme.weights)
+    version: Final = attribute[int](facade.WeightSyncScheme.version)
+    epoch: Final = attribute[int](facade.WeightSyncScheme.epoch)
+    lag: Final = attribute[int](facade.WeightSyncScheme.lag)
+    staged_version: Final = attribute[int](facade.WeightSyncScheme.staged_version)
+    worker_versions: Final = attribute[dict[int, int]](facade.WeightSyncScheme.worker_versions)
+    link_lost: Final = attribute[AiosyncError | None](facade.WeightSyncScheme.link_lost)
+    last_read: Final = attribute[LastRead | None](facade.WeightSyncScheme.last_read)
+    ready: Final = attribute[Ready](facade.WeightSyncScheme.ready)
+
+    send_async: Final = direct(facade.WeightSyncScheme.send_async)
+    wait_async: Final = direct(facade.WeightSyncScheme.wait_async)
+    pull: Final = direct(facade.WeightSyncScheme.pull)
+    wait_for_version: Final = direct(facade.WeightSyncScheme.wait_for_version)
+    wait_staged: Final = direct(facade.WeightSyncScheme.wait_staged)
+    wait_lag_below: Final = direct(facade.WeightSyncScheme.wait_lag_below)
+    apply_pending: Final = direct(facade.WeightSyncScheme.apply_pending)
+    reading: Final = direct(facade.WeightSyncScheme.reading)
+    guarded: Final = direct(facade.WeightSyncScheme.guarded)
+    span: Final = direct(facade.WeightSyncScheme.span)
+    staleness: Final = direct(facade.WeightSyncScheme.staleness)
+    stats: Final = direct(facade.WeightSyncScheme.stats)
+    add_observer: Final = direct(facade.WeightSyncScheme.add_observer)
+    remove_observer: Final = direct(facade.WeightSyncScheme.remove_observer)
+
+    # Type checkers refuse the mistakes that these methods explain.
+    if not TYPE_CHECKING:
+        __aenter__ = facade.WeightSyncScheme.__aenter__
+        __aexit__ = facade.WeightSyncScheme.__aexit__
+
     # -- roles ---------------------------------------------------------------------------------
 
-    def init_on_sender(  # type: ignore[misc]  # the facade's takes no old-style context
+    def init_on_sender(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """Make this object the sender. Sends nothing and does not wait for workers.
@@ -176,13 +244,13 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """Make the sender, for :meth:`init_on_sender`; a user's scheme may override it."""
-        given = [_given(name, kwargs, context) for name in self._ends]
+        given = [given_by(name, kwargs, context) for name in self._ends]
         ends = next((each for each in given if each is not None), None)
         cached = kwargs.pop("cached_weights", None)
         kwargs = {self._renamed.get(name, name): value for name, value in kwargs.items()}
         if ends is None:
             self._check_has_links("pipes=", "_init_on_sender_impl", "_register_worker_sender")
-            super().init_on_sender(model_id, context, **kwargs)
+            self._scheme.init_on_sender(model_id, context, **kwargs)
         else:
             self._init_sender(model_id, context, list(ends), **kwargs)
         self._cached = cached
@@ -193,7 +261,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         Raises:
             ConfigError: This is a user's own scheme without links (a ``ValueError``).
         """
-        if self._async_class is aio.NoWeightSyncScheme:
+        if self._stands_on is facade.NoWeightSyncScheme:
             raise ConfigError(
                 f"{type(self).__name__} has no link to send weights over: pass {ends}, for each of "
                 f"which create_transport() makes a transport, or write {impl}(), which calls "
@@ -222,7 +290,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         for idx, end in enumerate(ends):
             self._sender.register_worker(idx, end)
         self.context = context
-        self._life.given.sources.replace(weights if model is None else model)
+        self._given.sources.replace(weights if model is None else model)
 
     def make_transport(self, end: Any) -> Any:
         """Make the transport of one end, as senders and receivers use it."""
@@ -294,12 +362,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     def _receive_as_given(self) -> WeightReceiver:
         """Return the receiver; make it with the model and context assigned to this object."""
         if self._receiver is None:
-            given, receiver = self._life.given, self.create_receiver()
+            given, receiver = self._given, self.create_receiver()
             receiver.register_model(given.model if given.weights is None else given.weights)
             receiver.context, self._receiver = given.context, receiver
         return self._receiver
 
-    def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
+    def init_on_worker(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """Make this object a receiver. Does not wait for the trainer.
@@ -319,12 +387,12 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             LocalProtocolError: This object is a receiver already (a ``RuntimeError``).
             TypeError: An argument is unknown.
         """
-        pipe = _given("pipe", kwargs, context)
+        pipe = given_by("pipe", kwargs, context)
         if pipe is not None:
             kwargs["pipe"] = pipe
         self.init_on_receiver(model_id, context, **kwargs)
 
-    def init_on_receiver(  # type: ignore[misc]  # as init_on_sender()
+    def init_on_receiver(
         self, model_id: str | None = None, context: Any = None, **kwargs: Any
     ) -> None:
         """Receive like :meth:`init_on_worker` with a ``pipe``, or like :mod:`aiosync.sync`."""
@@ -349,7 +417,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Make the receiver, for :meth:`init_on_receiver`; a user's scheme may override it."""
         if pipe is None:
             self._check_has_links("pipe=", "_init_on_receiver_impl", "_register_transport_receiver")
-            super().init_on_receiver(model_id, context, **kwargs)
+            self._scheme.init_on_receiver(model_id, context, **kwargs)
         else:
             self._init_receiver(model_id, context, pipe, **kwargs)
 
@@ -409,9 +477,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Make a receiver for this scheme; programs call :meth:`get_receiver` instead."""
         return WeightReceiver(self)
 
-    def create_transport(  # type: ignore[misc]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> Any:
+    def create_transport(self, pipe_or_context: Any) -> Any:
         """Make a transport of this generation for one worker; see :class:`TransportBackend`.
 
         Raises:
@@ -424,9 +490,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Sender and receiver of this object, as far as it has transports for them."""
         return [role for role in (self._sender, self._receiver) if role is not None]
 
-    def connect(  # type: ignore[misc]  # pipes need no connect()
-        self, *, worker_idx: int | None = None, weights: Any = None, **kwargs: Any
-    ) -> None:
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None, **kwargs: Any) -> None:
         """Connect, like :meth:`aiosync.sync.WeightSyncScheme.connect`; not needed with pipes.
 
         Transports that are an :class:`aiosync.sync.InitialSyncTransport` meet the other side here.
@@ -438,7 +502,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """
         links = self._scheme.initialized_on_sender or self._scheme.initialized_on_receiver
         if links or not self._roles:
-            super().connect(worker_idx=worker_idx, weights=weights, **kwargs)
+            self._scheme.connect(worker_idx=worker_idx, weights=weights, **kwargs)
             return
         self._after_fork()
         for role in self._roles:
@@ -471,22 +535,19 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Connect a receiver with a transport, for :meth:`connect`; may be overridden, too."""
         self.get_receiver().meet(worker_idx)
 
-    def send(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # pipes have no report
+    def send(self, *args: Any, **kwargs: Any) -> Any:
         """Send like :meth:`aiosync.sync.WeightSyncScheme.send`, or with pipes like the sender."""
         role: Any = self._sender
-        return super().send(*args, **kwargs) if role is None else role.send(*args, **kwargs)
+        return (self._scheme if role is None else role).send(*args, **kwargs)
 
-    def receive(  # type: ignore[misc]  # as send()
-        self, timeout: float | None = None
-    ) -> aio.AppliedUpdate | None:
+    def receive(self, timeout: float | None = None) -> aio.AppliedUpdate | None:
         """Receive like :meth:`aiosync.sync.WeightSyncScheme.receive`.
 
         Over a transport ``epoch`` is 0, and ``version`` counts the updates that were received.
         """
         role = None if self._scheme.initialized_on_receiver else self._receiver
         if role is None:
-            found: aio.AppliedUpdate | None = super().receive(timeout)
-            return found
+            return self._scheme.receive(timeout)
         if not role.receive(timeout):
             return None
         read = functools.partial(get_strategy(self.strategy).extract_weights, role.model)
@@ -499,7 +560,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """
         role = None if self._scheme.initialized_on_receiver else self._receiver
         if role is None:
-            super().apply_weights(weights, inplace)
+            self._scheme.apply_weights(weights, inplace)
         else:
             role.apply_weights(weights, inplace)
 
@@ -507,15 +568,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """Start a thread that receives whenever ``_wait_for_instruction()`` returns so."""
         self._background = BackgroundReceiver(self, self.worker_idx)
 
-    def _assign(self, name: str, value: Any) -> None:
-        super()._assign(name, value)
+    def _assign_to_receiver(self, name: str, value: Any) -> None:
         if self._receiver is not None and self._sender is None:
             self._receiver.assign(name, value)
 
     @property
     def initialized_on_sender(self) -> bool:
         """True if this object is a sender."""
-        return self._sender is not None or super().initialized_on_sender
+        return self._sender is not None or self._scheme.initialized_on_sender
 
     @property
     def initialized_on_receiver(self) -> bool:
@@ -525,7 +585,8 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     @property
     def synchronized_on_sender(self) -> bool:
         """True if ``connect()`` succeeded on this sender. May be assigned with transports."""
-        return super().synchronized_on_sender if self._sender is None else self._sender.connected
+        own = self._sender
+        return self._scheme.synchronized_on_sender if own is None else own.connected
 
     @synchronized_on_sender.setter
     def synchronized_on_sender(self, value: bool) -> None:
@@ -534,7 +595,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     @property
     def synchronized_on_receiver(self) -> bool:
         """True if ``connect()`` succeeded on this receiver. May be assigned with a transport."""
-        found = super().synchronized_on_receiver
+        found = self._scheme.synchronized_on_receiver
         return found or (self._receiver is not None and self._receiver.connected)
 
     @synchronized_on_receiver.setter
@@ -544,13 +605,14 @@ class WeightSyncScheme(facade.WeightSyncScheme):
     @property
     def sender_transports(self) -> dict[int, Any]:
         """Transport of each worker, by index; without any, the links of aiosync."""
-        return super().sender_transports if self._sender is None else self._sender.transports
+        own = self._sender
+        return self._scheme.sender_transports if own is None else own.transports
 
     @property
     def receiver_transport(self) -> Any:
         """Transport of this worker; without one, the link of aiosync."""
         own = None if self._receiver is None else self._receiver.transports.get(0)
-        return super().receiver_transport if own is None else own
+        return self._scheme.receiver_transport if own is None else own
 
     @property
     def shared_transport(self) -> Any:
@@ -586,7 +648,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
         """
         context = self.context if context is None else context
         strategy = get_strategy(strategy) if isinstance(strategy, str) else strategy
-        found = super().prepare_weights(weights, model_id, strategy, context)
+        found = self._scheme.prepare_weights(weights, model_id, strategy, context)
         return self._cached_of(context, model_id) if found is None else found
 
     def _cached_of(self, context: Any, model_id: str | None = None) -> Any:
@@ -601,6 +663,9 @@ class WeightSyncScheme(facade.WeightSyncScheme):
 
     # -- closing -------------------------------------------------------------------------------
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()  # without a warning about connect(), which pipes do not need
 
@@ -613,7 +678,7 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             for role in self._roles:
                 role.close()
         finally:
-            super().shutdown()
+            self._scheme.shutdown()
 
     def abort(self) -> None:
         """Close at once from synchronous code, for destructors and signal handlers."""
@@ -621,180 +686,22 @@ class WeightSyncScheme(facade.WeightSyncScheme):
             self._background.stopping.set()
         for role in self._roles:
             role.close(at_once=True)
-        super().abort()
+        self._scheme.abort()
 
-
-class MultiProcessWeightSyncScheme(WeightSyncScheme, facade.MultiProcessWeightSyncScheme):
-    """Scheme that sends weights to worker processes through the pipes that it is given.
-
-    Only ``receive()`` changes a worker's model; see :class:`aiosync.legacy.WeightSyncScheme` for
-    the rest.
-    """
-
-    _async_class: ClassVar[AsyncClass] = aio.MultiProcessWeightSyncScheme
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> MPTransport:
-        """Make a blocking link over one end of a two-way pipe, which the link owns from now on."""
-        return MPTransport(pipe_or_context)
-
-
-class SharedMemWeightSyncScheme(WeightSyncScheme, facade.SharedMemWeightSyncScheme):
-    """Scheme that sends weights to worker processes, whose models follow without calls.
-
-    Updates are applied between two forward passes of a worker's model; with ``apply="manual"`` in
-    ``receive()``. Every ``send()`` takes a snapshot, and an update lies in the worker's own memory.
-    Tensors that the program registered get the values that are sent, in place; aiosync gives these
-    tensors to no worker.
-
-    Attributes:
-        policy_weights: Weights registered by the program or by a transport of this scheme, by
-            model id.
-        auto_register: As it was given; may be changed.
-
-    Args:
-        policy_weights: Model id -> TensorDict: models that are registered from the start. Workers
-            that attach before the first send get the values at ``init_on_sender()``.
-        strategy: As for :class:`aiosync.legacy.WeightSyncScheme`.
-        auto_register: Send models that are not registered, too; otherwise sending one raises
-            ``KeyError``.
-        options: Keyword arguments of :class:`aiosync.sync.WeightSyncScheme`.
-
-    Raises:
-        ConfigError: A value of ``policy_weights`` is not a TensorDict (a ``ValueError``).
-    """
-
-    _async_class: ClassVar[AsyncClass] = aio.SharedMemWeightSyncScheme
-    _follows = True
-
-    def __init__(
-        self,
-        policy_weights: Mapping[str, TensorDictBase] | None = None,
-        strategy: StrategyName = "tensordict",
-        auto_register: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, **options)
-        registered = SharedMemTransport(policy_weights).policy_weights
-        self.policy_weights: dict[str, TensorDictBase] = registered
-        self.auto_register: bool = auto_register
-        self._pickled: object = None
-
-    def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Register a model; workers that attach before the first send get these values.
-
-        Args:
-            model_id: Name of the model.
-            weights: The first values of the model, of which a copy is sent. Later sends change
-                them in place.
-
-        Raises:
-            ConfigError: The weights are not a TensorDict (a ``ValueError``).
-            LocalProtocolError: The model is registered already (a ``RuntimeError``).
-        """
-        self._after_fork()
-        self.create_transport(None).register_weights(model_id, weights)
-        if self._sender is not None and model_id == self.model_id:
-            self._sender.offer(weights)
-
-    def init_on_sender(  # type: ignore[misc]  # the facade's has no **kwargs
-        self, model_id: str | None = None, context: Any = None, **kwargs: Any
-    ) -> None:
-        """Make this object the sender; see :meth:`aiosync.legacy.WeightSyncScheme.init_on_sender`.
-
-        With pipes, ``cached_weights``, or ``get_cached_weights(model_id)`` of a context, are the
-        first values of the model, unless it is registered.
-        """
-        super().init_on_sender(model_id, context, **kwargs)
-        first = self.policy_weights.get(self.model_id or "policy")
-        if first is None:
-            first = self._cached_of(context)
-        if first is not None and self._sender is not None:
-            self._sender.offer(first)
-
-    def register_sent(self, weights: Any) -> None:
-        """Update the registered weights; see :class:`SharedMemTransport`."""
-        name = self.model_id or "policy"
-        registered = name in self.policy_weights or not self.auto_register
-        if registered and weights is not None:
-            self.create_transport(None).update_registered(name, weights)
-
-    def _transport_of(self, end: Any) -> Any:
-        # Unlike a SharedMemTransport, it acknowledges weights only when the model has them.
-        return MPTransport(end)
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> SharedMemTransport:
-        """Make a blocking link over one end of a two-way pipe, which the link owns from now on.
-
-        Args:
-            pipe_or_context: The end; ``None`` for none, or for
-                ``SharedMemTransport.register_pipe()`` later.
-        """
-        transport = SharedMemTransport(None, self.auto_register)
-        transport.policy_weights = self.policy_weights
-        if pipe_or_context is not None:
-            transport.register_pipe(pipe_or_context)
-        return transport
+    # -- copies --------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # The weights are copied, because multiprocessing shares the memory of pickled tensors. It
-        # passes on their descriptors when it starts the process: the copies must live until then.
-        own = {name: weights.detach().clone() for name, weights in self.policy_weights.items()}
-        self._pickled = own
-        return {**super().__getstate__(), "policy_weights": own, "_pickled": None}
+        own = {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
+        return {**own, "_scheme": copy.copy(self._scheme)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._adopt(state["_scheme"])
+
+    @in_every_state
+    def __repr__(self) -> str:
+        return repr(self._scheme)
 
 
-class _NoTransport:
-    """Transport of this generation that does nothing."""
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send nothing."""
-
-    send_weights = send_weights_async
-
-    def receive_weights(self, timeout: float | None = 1.0) -> None:
-        """Return ``None`` at once."""
-
-    def check_connection(self) -> bool:
-        """Return True."""
-        return True
-
-
-class NoWeightSyncScheme(WeightSyncScheme, facade.NoWeightSyncScheme):
-    """Scheme that does nothing: it does not use the pipes that it is given."""
-
-    _async_class: ClassVar[AsyncClass] = aio.NoWeightSyncScheme
-
-    def _init_on_sender_impl(
-        self, model_id: str | None = None, context: Any = None, **kwargs: Any
-    ) -> None:
-        # Other keywords are ignored, because they are options of schemes with links.
-        pipes = _given("pipes", kwargs, context)
-        if pipes is None and _is_of_torchrl(context):  # its workers begin with its policy
-            facade.NoWeightSyncScheme.init_on_sender(self, model_id, context, **kwargs)
-        else:
-            self._init_sender(model_id, context, pipes or [None])
-
-    def init_on_worker(  # type: ignore[misc]  # the facade's takes no old-style context
-        self, model_id: str | None = None, context: Any = None, **kwargs: Any
-    ) -> None:
-        """Receive without a pipe; see :meth:`aiosync.legacy.WeightSyncScheme.init_on_worker`."""
-        self.init_on_receiver(model_id, context, **{"pipe": False, **kwargs})
-
-    def _init_on_receiver_impl(
-        self, model_id: str | None, context: Any = None, *, pipe: Any = None, **kwargs: Any
-    ) -> None:
-        if pipe is None:  # TorchRL's workers call init_on_receiver(), without a pipe
-            facade.NoWeightSyncScheme.init_on_receiver(self, model_id, context, **kwargs)
-        else:
-            self._init_receiver(model_id, context, None, model=kwargs.get("model"))
-
-    def create_transport(  # type: ignore[misc, override]  # a blocking one in this generation
-        self, pipe_or_context: Any
-    ) -> _NoTransport:
-        """Make a transport that does nothing."""
-        del pipe_or_context
-        return _NoTransport()
+mirror_options(WeightSyncScheme)
+facade.WeightSyncScheme.register(WeightSyncScheme)

@@ -5,6 +5,7 @@ Their methods call those of the async scheme, on the portal if they wait. Must n
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import copy
@@ -24,6 +25,7 @@ from typing import (
     Concatenate,
     Final,
     ParamSpec,
+    Protocol,
     Self,
     TypeAlias,
     TypeVar,
@@ -56,6 +58,7 @@ from aiosync.sync.twins import (
 from aiosync.types import SendReport
 
 __all__ = [
+    "Adapter",
     "AsyncClass",
     "DistributedWeightSyncScheme",
     "InitialSyncTransport",
@@ -67,10 +70,12 @@ __all__ = [
     "RayWeightSyncScheme",
     "Ready",
     "SharedMemWeightSyncScheme",
+    "StreamTwin",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
     "core_of",
     "entered",
+    "facade_of",
     "is_copy",
     "rpc_runs",
     "run_on_loop",
@@ -156,7 +161,7 @@ class Ready(aio.Ready):
         __await__: None  # type: ignore[assignment]  # it raises what wait() does inside of a loop
 
 
-class WeightSyncScheme(SchemeState):
+class WeightSyncScheme(SchemeState, abc.ABC):
     """Blocking twin of :class:`aiosync.WeightSyncScheme`; same arguments, no ``await``.
 
     The event loop runs in one background thread of the process, which all schemes share; it is
@@ -187,13 +192,12 @@ class WeightSyncScheme(SchemeState):
 
     # The class is abstract, as this one is: calling it raises.
     _async_class: ClassVar[AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
-    _takes_transports: ClassVar[bool] = False  # True if it takes TorchRL's kind.
 
     def __init_subclass__(cls, twin_of: AsyncClass | None = None) -> None:
         """Give the class the methods of the async one, also those that override the base's."""
         super().__init_subclass__()
         uncalled = [name for name in _HOOKS if name in vars(cls)]
-        if uncalled and twin_of is None and not cls._takes_transports:
+        if uncalled and twin_of is None:
             raise ConfigError(f"{cls.__name__}.{uncalled[0]}() would not be called: {_INSTEAD}")
         mirror_options(cls)
         if twin_of is not None:
@@ -555,9 +559,21 @@ async def _result(handle: aio.SendHandle) -> SendReport:
     return await handle
 
 
-def core_of(facade: WeightSyncScheme) -> aio.WeightSyncScheme:
+class Adapter(Protocol):
+    """A scheme with another interface, which stands on a blocking one."""
+
+    _scheme: WeightSyncScheme
+
+
+def facade_of(scheme: WeightSyncScheme | Adapter) -> WeightSyncScheme:
+    """Return the blocking scheme that an adapter stands on; any other scheme itself."""
+    below: object = scheme._scheme
+    return below if isinstance(below, WeightSyncScheme) else cast("WeightSyncScheme", scheme)
+
+
+def core_of(scheme: WeightSyncScheme | Adapter) -> aio.WeightSyncScheme:
     """Return the async scheme of a blocking one."""
-    return facade._scheme
+    return facade_of(scheme)._scheme
 
 
 def is_copy(facade: WeightSyncScheme) -> bool:
@@ -566,8 +582,9 @@ def is_copy(facade: WeightSyncScheme) -> bool:
 
 
 @contextlib.contextmanager
-def entered(facade: WeightSyncScheme, call: str) -> Iterator[None]:
+def entered(scheme: WeightSyncScheme | Adapter, call: str) -> Iterator[None]:
     """Hold a blocking scheme's lease during a call; end it afterwards if the scheme is idle."""
+    facade = facade_of(scheme)
     facade._check(call, f"await aiosync.{call}()")
     held = facade._enter()
     try:
@@ -576,9 +593,9 @@ def entered(facade: WeightSyncScheme, call: str) -> Iterator[None]:
         facade._after_call(held)
 
 
-def run_on_loop(facade: WeightSyncScheme, coroutine: Coroutine[Any, Any, _T]) -> _T:
+def run_on_loop(scheme: WeightSyncScheme | Adapter, coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine on the loop of a blocking scheme, and wait for it."""
-    return facade._call(coroutine)
+    return facade_of(scheme)._call(coroutine)
 
 
 def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
@@ -632,14 +649,16 @@ class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
     apply_pending: Final = direct(aio.NoWeightSyncScheme.apply_pending)
 
 
-class _StreamTwin(option_sets.StreamOptions, WeightSyncScheme):
-    """Common part of the twins of the schemes over streams."""
+class StreamTwin(option_sets.StreamOptions):
+    """What the schemes over streams have beside the others."""
 
     address: Final = attribute[str](aio.TCPWeightSyncScheme.address)
     reconnects: Final = attribute[int](aio.TCPWeightSyncScheme.reconnects)
 
 
-class TCPWeightSyncScheme(option_sets.TCPOptions, _StreamTwin, twin_of=aio.TCPWeightSyncScheme):
+class TCPWeightSyncScheme(
+    option_sets.TCPOptions, StreamTwin, WeightSyncScheme, twin_of=aio.TCPWeightSyncScheme
+):
     """Blocking twin of :class:`aiosync.TCPWeightSyncScheme`; same arguments."""
 
     refused: Final = attribute[dict[str, int]](aio.TCPWeightSyncScheme.refused)
@@ -650,7 +669,10 @@ class TCPWeightSyncScheme(option_sets.TCPOptions, _StreamTwin, twin_of=aio.TCPWe
 
 
 class DistributedWeightSyncScheme(
-    option_sets.DistributedOptions, _StreamTwin, twin_of=aio.DistributedWeightSyncScheme
+    option_sets.DistributedOptions,
+    StreamTwin,
+    WeightSyncScheme,
+    twin_of=aio.DistributedWeightSyncScheme,
 ):
     """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
 
@@ -659,7 +681,9 @@ class DistributedWeightSyncScheme(
         """Make the async scheme."""
 
 
-class RPCWeightSyncScheme(option_sets.RPCOptions, _StreamTwin, twin_of=aio.RPCWeightSyncScheme):
+class RPCWeightSyncScheme(
+    option_sets.RPCOptions, StreamTwin, WeightSyncScheme, twin_of=aio.RPCWeightSyncScheme
+):
     """Blocking twin of :class:`aiosync.RPCWeightSyncScheme`; same arguments."""
 
     init_on_sender: Final = initialising(  # type: ignore[misc]  # the override has one argument more
@@ -671,7 +695,9 @@ class RPCWeightSyncScheme(option_sets.RPCOptions, _StreamTwin, twin_of=aio.RPCWe
         """Make the async scheme."""
 
 
-class RayWeightSyncScheme(option_sets.RayOptions, _StreamTwin, twin_of=aio.RayWeightSyncScheme):
+class RayWeightSyncScheme(
+    option_sets.RayOptions, StreamTwin, WeightSyncScheme, twin_of=aio.RayWeightSyncScheme
+):
     """Blocking twin of :class:`aiosync.RayWeightSyncScheme`; same arguments."""
 
     connection_info_name: Final = attribute[str](aio.RayWeightSyncScheme.connection_info_name)

@@ -62,7 +62,8 @@ def _twin(method: Callable[..., Any], way: str) -> Any:
     """
     name = method.__name__
 
-    @functools.wraps(method)
+    # The method's own attributes would make the twin of an abstract method abstract.
+    @functools.wraps(method, updated=())
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, way)(name, *args, **kwargs)
 
@@ -102,7 +103,7 @@ def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
     """Make a method that calls the one of the other scheme, on the caller's thread."""
     name = method.__name__
 
-    @functools.wraps(method)
+    @functools.wraps(method, updated=())
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._scheme, name)(*args, **kwargs)
 
@@ -115,6 +116,9 @@ class attribute(property, Generic[_T]):
 
     Args:
         original: The property or the option of the other scheme's class.
+
+    Attributes:
+        name: Name of both.
     """
 
     def __init__(self, original: Any) -> None:
@@ -129,6 +133,7 @@ class attribute(property, Generic[_T]):
 
         kind = {"return": original.annotation} if of_option else original.fget.__annotations__
         read.__name__, read.__annotations__ = name, kind
+        self.name: str = name
         super().__init__(read, write if of_option or original.fset is not None else None)
         self.__doc__ = original.__doc__
 
