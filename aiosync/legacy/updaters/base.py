@@ -10,7 +10,7 @@ import abc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ class WeightUpdaterBase(abc.ABC):
     """Functions that are called after each update, in this order."""
 
     _collector_wrs: list[weakref.ref[Any]]
+    _takes_any_form: ClassVar[bool] = False  # True if weights are not converted for the workers
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that TorchRL's collectors accept, if TorchRL is imported."""
@@ -207,7 +208,8 @@ class WeightUpdaterBase(abc.ABC):
         Raises:
             TypeError: The argument has another type, or is ``None``.
         """
-        if is_tensordict(policy_or_weights) or isinstance(policy_or_weights, dict):
+        as_it_is = self._takes_any_form or isinstance(policy_or_weights, dict)
+        if as_it_is or is_tensordict(policy_or_weights):
             return policy_or_weights
         if isinstance(policy_or_weights, nn.Module):
             from tensordict import TensorDict  # loaded only when it is needed
@@ -239,14 +241,7 @@ class WeightUpdaterBase(abc.ABC):
         self.post_hooks.append(hook)
 
 
-class _AsTheyAre(WeightUpdaterBase):
-    """Base class of updaters that accept weights in any form and do not convert them."""
-
-    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        return policy_or_weights
-
-
-class AtOnceWeightUpdater(_AsTheyAre):
+class AtOnceWeightUpdater(WeightUpdaterBase):
     """Base class of updaters that send to all workers at the same time.
 
     Args:
@@ -255,6 +250,8 @@ class AtOnceWeightUpdater(_AsTheyAre):
     Raises:
         ConfigError: The timeout is not positive.
     """
+
+    _takes_any_form = True
 
     def __init__(self, timeout: float | None) -> None:
         validate_seconds("timeout", timeout, endless=True, none=True)
@@ -331,7 +328,7 @@ def copy_weights(target: Any, weights: Any) -> None:
     strategy.apply_weights(target, weights, strict=False)
 
 
-class VanillaWeightUpdater(_AsTheyAre):
+class VanillaWeightUpdater(WeightUpdaterBase):
     """Updater that copies weights into a policy of this process.
 
     Args:
@@ -340,6 +337,8 @@ class VanillaWeightUpdater(_AsTheyAre):
         policy_weights: Live weights of the policy, which are written in place, as
             ``TensorDict.from_module(policy)`` returns them.
     """
+
+    _takes_any_form = True
 
     def __init__(
         self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any
@@ -367,8 +366,10 @@ class VanillaWeightUpdater(_AsTheyAre):
             copy_weights(self.policy_weights, server_weights)
 
 
-class RemoteModuleWeightUpdater(_AsTheyAre):
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
     """Updater that only checks that weights are given; other code sends them to the workers."""
+
+    _takes_any_form = True
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         del worker_id

@@ -14,7 +14,6 @@ by its loader.
 
 from __future__ import annotations
 
-import abc
 import copy
 import functools
 import math
@@ -43,7 +42,10 @@ __all__ = ["MultiProcessedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater"
 
 
 class _SchemeWeightUpdater(AtOnceWeightUpdater):
-    """Base class of updaters that send by a scheme; a subclass connects the workers' receivers.
+    """Base class of updaters that send by a scheme.
+
+    A remote worker gets its receiver by a call, at its first update. A subclass whose workers have
+    receivers already overrides :meth:`_connect`.
 
     Ownership:
         The scheme is closed by :meth:`shutdown`, or else when the collector is deleted.
@@ -52,10 +54,16 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
     last_report: SendReport | None = None
     """Report of the newest update, with the workers that applied it."""
 
-    def __init__(self, timeout: float | None) -> None:
+    _scheme_class: ClassVar[type[WeightSyncScheme]]
+    # Name of the attribute with the remote collectors, of this object and of the collector.
+    _workers_name: ClassVar[str]
+
+    def __init__(self, policy_weights: Any, timeout: float | None) -> None:
         super().__init__(timeout)
+        self.policy_weights = policy_weights
         self._scheme: WeightSyncScheme | None = None
         self._closed = False
+        self._installed: set[int] = set()  # workers that have a receiver
 
     def shutdown(self) -> None:
         """Close the links to the workers, which keep their weights. Idempotent."""
@@ -87,10 +95,38 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         if self._closed:
             raise LocalProtocolError("this weight updater was shut down")
 
+    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
+        """Begin to call :func:`receive` in a remote worker; return a function that waits for it.
+
+        Raises:
+            NotImplementedError: The workers of this class are not called.
+        """
+        raise NotImplementedError
+
+    def _workers(self) -> Sequence[Any]:
+        found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
+        return found
+
+    def _num_workers(self) -> int:
+        return len(self._workers())
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
     def _connect(self, indices: list[int]) -> WeightSyncScheme:
         """Connect the receivers of these workers, as far as needed; return the sending scheme."""
-        assert self._scheme is not None
-        return self._scheme
+        scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
+        missing = [idx for idx in indices if idx not in self._installed]
+        if not missing:
+            return scheme
+        workers, own = self._workers(), copy.copy(scheme)
+        connecting = Deliveries()
+        for idx in missing:
+            connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
+        connecting.finish_all(self.timeout)
+        self._installed |= connecting.acked
+        connecting.raise_failures()
+        return scheme
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         self._check_open()
@@ -135,9 +171,8 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
         policy_weights: Mapping[Any, Any],
         timeout: float | None = 60.0,
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(policy_weights, timeout)
         self.weights_getter = get_server_weights
-        self._policy_weights = policy_weights
 
     def register_collector(self, collector: Any) -> None:
         """Start listening for the workers of a collector, which must not have started yet.
@@ -167,7 +202,15 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
 
     def all_worker_ids(self) -> Iterable[Any]:
         """Return the keys of ``policy_weights``, or all workers of the collector if it is empty."""
-        return list(self._policy_weights) or list(range(self._num_workers()))
+        return list(self.policy_weights) or list(range(self._num_workers()))
+
+    def _num_workers(self) -> int:
+        return int(self._known("num_workers"))
+
+    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+        del indices  # the workers got their receivers when they started
+        assert self._scheme is not None
+        return self._scheme
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
@@ -192,48 +235,7 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
         return sorted(indices)
 
 
-class _RemoteWeightUpdater(_SchemeWeightUpdater):
-    """Base class of updaters that connect a receiver by a remote call, at its first update."""
-
-    def __init__(self, policy_weights: Any, timeout: float | None) -> None:
-        super().__init__(timeout)
-        self.policy_weights = policy_weights
-        self._installed: set[int] = set()
-
-    _scheme_class: ClassVar[type[WeightSyncScheme]]
-    # Name of the attribute with the remote collectors, of this object and of the collector.
-    _workers_name: ClassVar[str]
-
-    @abc.abstractmethod
-    def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
-        """Begin to call :func:`receive` in a worker; return a function that waits for its end."""
-
-    def _workers(self) -> Sequence[Any]:
-        found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
-        return found
-
-    def _num_workers(self) -> int:
-        return len(self._workers())
-
-    def _get_server_weights(self) -> Any:
-        return self.policy_weights
-
-    def _connect(self, indices: list[int]) -> WeightSyncScheme:
-        scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
-        missing = [idx for idx in indices if idx not in self._installed]
-        if not missing:
-            return scheme
-        workers, own = self._workers(), copy.copy(scheme)
-        connecting = Deliveries()
-        for idx in missing:
-            connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
-        connecting.finish_all(self.timeout)
-        self._installed |= connecting.acked
-        connecting.raise_failures()
-        return scheme
-
-
-class RPCWeightUpdater(_RemoteWeightUpdater):
+class RPCWeightUpdater(_SchemeWeightUpdater):
     """Updater for the workers of an ``RPCCollector``.
 
     The remote collectors exist only when the ``RPCCollector`` does. So assign the updater to
@@ -255,8 +257,8 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
     refused the weights or did not answer in time.
     """
 
-    _scheme_class = RPCWeightSyncScheme
     _workers_name = "collector_rrefs"
+    _scheme_class = RPCWeightSyncScheme
 
     def __init__(
         self,
@@ -303,7 +305,7 @@ class RPCWeightUpdater(_RemoteWeightUpdater):
         return functools.partial(finish_rpc_call, done)
 
 
-class RayWeightUpdater(_RemoteWeightUpdater):
+class RayWeightUpdater(_SchemeWeightUpdater):
     """Updater for the actors of a ``RayCollector``.
 
     The actors exist only when the collector does. So assign the updater to
@@ -321,8 +323,8 @@ class RayWeightUpdater(_RemoteWeightUpdater):
     refused the weights or did not answer in time.
     """
 
-    _scheme_class = RayWeightSyncScheme
     _workers_name = "remote_collectors"
+    _scheme_class = RayWeightSyncScheme
 
     def __init__(
         self,
