@@ -32,7 +32,7 @@ from aiosync.schemes.options import SchemeOptions
 from aiosync.spans import LastRead
 from aiosync.strategy import WeightStrategy, get_strategy
 from aiosync.sync._schemes import Ready, core_of, twin_of
-from aiosync.sync.twins import attribute, direct, mirror_options
+from aiosync.sync.twins import attribute, direct, follow_overrides, mirror_options
 
 if TYPE_CHECKING:
     from aiosync.schemes.sources import Given
@@ -73,6 +73,12 @@ def is_of_torchrl(context: Any) -> bool:
     return any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__)
 
 
+class _Unlinked(facade.WeightSyncScheme):
+    """Blocking scheme without links, for schemes that have only transports of the user's."""
+
+    _async_class = aio.NoWeightSyncScheme
+
+
 class _ForReceiver(attribute[Any]):
     """A model or context, which also the receiver with a transport gets when it is assigned."""
 
@@ -104,7 +110,7 @@ class WeightSyncScheme(SchemeOptions):
         ConfigError: An option has an illegal value (a ``ValueError``).
     """
 
-    _stands_on: ClassVar[type[facade.WeightSyncScheme]] = facade.NoWeightSyncScheme
+    _stands_on: ClassVar[type[facade.WeightSyncScheme]] = _Unlinked
     _ends: ClassVar[Sequence[str]] = ("pipes",)  # arguments with items for create_transport()
     _renamed: ClassVar[Mapping[str, str]] = {}  # other names of arguments
     _shared_transport: Any = None
@@ -117,6 +123,7 @@ class WeightSyncScheme(SchemeOptions):
         if stands_on is not None:
             cls._stands_on, _adapters[stands_on] = stands_on, cls
             stands_on.register(cls)
+            follow_overrides(cls, WeightSyncScheme, stands_on)
 
     def __init__(self, strategy: StrategyName = "state_dict", **options: Any) -> None:
         self._adopt(self._stands_on(strategy=strategy, **options))
@@ -261,7 +268,7 @@ class WeightSyncScheme(SchemeOptions):
         Raises:
             ConfigError: This is a user's own scheme without links (a ``ValueError``).
         """
-        if self._stands_on is facade.NoWeightSyncScheme:
+        if self._stands_on is _Unlinked:
             raise ConfigError(
                 f"{type(self).__name__} has no link to send weights over: pass {ends}, for each of "
                 f"which create_transport() makes a transport, or write {impl}(), which calls "

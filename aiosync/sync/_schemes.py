@@ -47,10 +47,10 @@ from aiosync.strategy import WeightStrategy
 from aiosync.sync._interfaces import InitialSyncTransport, Owner
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.sync.twins import (
-    again,
     attribute,
     blocking,
     direct,
+    follow_overrides,
     initialising,
     mirror_options,
     on_loop,
@@ -202,10 +202,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         mirror_options(cls)
         if twin_of is not None:
             cls._async_class, _TWINS[twin_of] = twin_of, cls
-            for name, member in vars(WeightSyncScheme).items():
-                twin = again(member, getattr(twin_of, name, member))
-                if twin is not None and name not in vars(cls):
-                    setattr(cls, name, twin)
+            follow_overrides(cls, WeightSyncScheme, twin_of)
 
     @constructor(aio.WeightSyncScheme)
     def __init__(self) -> None:

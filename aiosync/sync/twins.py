@@ -26,10 +26,10 @@ from aiosync.schemes.options import Option
 
 __all__ = [
     "Twin",
-    "again",
     "attribute",
     "blocking",
     "direct",
+    "follow_overrides",
     "initialising",
     "mirror_options",
     "on_loop",
@@ -68,18 +68,8 @@ def _twin(method: Callable[..., Any], way: str) -> Any:
         return getattr(self, way)(name, *args, **kwargs)
 
     call.__module__ = __name__
-    vars(call)["way"] = way
+    vars(call)["again"] = functools.partial(_twin, way=way)
     return call
-
-
-def again(member: object, method: Callable[..., Any]) -> Any:
-    """Make the twin of an override, which is called in the way of an existing twin.
-
-    Returns:
-        ``None`` if ``member`` is no twin, or the method is not overridden.
-    """
-    way = getattr(member, "way", None)
-    return None if way is None or vars(member)["__wrapped__"] is method else _twin(method, way)
 
 
 def blocking(
@@ -108,6 +98,7 @@ def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
         return getattr(self._scheme, name)(*args, **kwargs)
 
     call.__module__ = __name__
+    vars(call)["again"] = direct
     return cast("Twin[_P, _R]", call)
 
 
@@ -148,6 +139,22 @@ class attribute(property, Generic[_T]):
         def __get__(self, instance: object, owner: type | None = None) -> Self | _T: ...
 
         def __set__(self, instance: Any, value: _T) -> None: ...
+
+
+def follow_overrides(cls: type, base: type, original: type) -> None:
+    """Give a class new twins of the methods that the other scheme's class overrides.
+
+    Args:
+        cls: The class, which has the twins of ``base``.
+        base: The class that names the methods.
+        original: The other scheme's class.
+    """
+    for name, member in vars(base).items():
+        if hasattr(member, "again") and name not in vars(cls):
+            known = vars(member)["__wrapped__"]
+            method = getattr(original, name, known)
+            if method is not known:
+                setattr(cls, name, member.again(method))
 
 
 def mirror_options(cls: type) -> None:

@@ -60,6 +60,37 @@ def test_a_name_makes_the_class_of_that_generation(backend: str, name: str) -> N
         legacy.WeightSyncScheme.from_backend("tcp")
 
 
+SCHEMES = [name for name in legacy.__all__ if name.endswith("Scheme")]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_instance_of_the_class_of_the_newer_generation(name: str) -> None:
+    cls, newer = getattr(legacy, name), getattr(sync, name)
+    scheme = cls()
+    for each in (scheme, copy.copy(scheme), pickle.loads(pickle.dumps(scheme))):
+        assert type(each) is cls
+        assert isinstance(each, newer)
+        assert isinstance(each, sync.WeightSyncScheme)
+        assert isinstance(each, sync.NoWeightSyncScheme) is (cls is NONE)
+    assert not issubclass(newer, cls)
+
+
+def test_functions_of_the_newer_generation_take_these_schemes() -> None:
+    trained, model = tools.filled(1.0), tools.filled(0.0)
+    with SHM() as scheme, copy.copy(scheme) as other:
+        scheme.init_on_sender(model_id="policy", model=trained, num_workers=1)
+        other.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        sync.connect_all(scheme, other, timeout=tools.PATIENCE)
+        assert scheme.send().version == other.wait_for_version(2) == 2
+        assert tools.value_of(model) == 1.0
+        assert (scheme.worker_versions, other.lag, bool(other.ready)) == ({0: 2}, 0, True)
+
+
+def test_a_scheme_without_links_has_nothing_to_apply() -> None:
+    with pytest.raises(aiosync.LocalProtocolError, match="needs a connected receiver"):
+        legacy.WeightSyncScheme().apply_pending()
+
+
 def _tell(scheme: Any, conn: Connection) -> None:
     found = scheme.policy_weights.items()
     conn.send({name: each["bias"].tolist() for name, each in found})
