@@ -1,11 +1,8 @@
 """Outbox of one worker, and the outcomes of one send to several workers.
 
 A worker that is slower than the trainer gets the newest version and never sees the ones in between:
-the next update replaces an update that is still queued. With ``strict=False`` an update may hold a
-part of the names, such as the adapters of a model. It replaces only the updates of which it holds
-every name; the others come before it, in order. Each stays an update of its own, as an update that
-workers refuse must take no other with it. But if a replaced update is older than some that stay,
-these come together with the newest: a worker never has a state that the trainer never had.
+the next update replaces those that are still queued, as ``sender.update_queue`` says for updates of
+some of the names.
 
 ``sender.sender`` decides what a cancelled send leaves, and ``transports.framed_link`` does so for
 the bytes on a link. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor
@@ -22,7 +19,8 @@ from typing import Any
 from aiosync.errors import AckTimeout, AiosyncError, ApplyError, PartialSyncError, PeerClosed
 from aiosync.events import SyncOutcome
 from aiosync.protocol import seconds_text
-from aiosync.sender.snapshots import Chain, Group, lacking
+from aiosync.sender.snapshots import Snapshot
+from aiosync.sender.update_queue import UpdateQueue, still_needed
 from aiosync.types import AckStatus, Require
 from aiosync.wire import Ack
 
@@ -61,7 +59,7 @@ class Outcome:
 class Outbox:
     """Updates on their way to one receiver.
 
-    ``offer()`` queues a group, which mostly replaces all that are queued. The link gets it from
+    ``offer()`` queues an update, which mostly replaces all that are queued. The link gets it from
     ``take()``. Its version is then in flight, and the window is shut until the receiver answers
     RECEIVED (or more), so that at most one update is on the link. Acknowledgements resolve the
     versions in flight, of which there are never more than :data:`MAX_IN_FLIGHT`. Not thread-safe.
@@ -87,7 +85,7 @@ class Outbox:
 
     def __init__(self, epoch: int, worker_idx: int, has: int = 0) -> None:
         self.epoch: int = epoch
-        self.queue: Chain = Chain()
+        self.queue: UpdateQueue = UpdateQueue()
         self.in_flight: tuple[int, ...] = ()
         self.unreceived: int | None = None
         self.newest: int = has
@@ -96,23 +94,24 @@ class Outbox:
         self.named: int = 0
         self.error: AiosyncError | None = None
         self._worker_idx = worker_idx
-        # The group taken last holds every name of the versions in flight.
-        self._taken: Group = ()
+        # The update taken last holds every name of the versions in flight.
+        self._taken: tuple[Snapshot, ...] = ()
 
     @property
     def is_idle(self) -> bool:
         """True if every version that was offered is resolved."""
         return not (self.queue.groups or self.in_flight)
 
-    def offer(self, group: Group, *, parts: bool) -> list[Outcome]:
+    def offer(self, group: tuple[Snapshot, ...], *, parts: bool) -> list[Outcome]:
         """Queue an update newer than all before; the newest one wins.
 
         An update that lacks a name of an unresolved one is sent once everything before it is
         resolved.
 
         Args:
-            group: The update; its references are kept until the link takes it.
-            parts: As for :meth:`Chain.add`.
+            group: The snapshots of the update, oldest first; a reference to each is kept until the
+                link takes it.
+            parts: As for :meth:`UpdateQueue.add`.
 
         Returns:
             The outcomes of the versions that it replaced.
@@ -124,20 +123,19 @@ class Outbox:
         if not queue.groups:
             queue.groups.append(group)
             return []
-        replaced = queue.add(group, lacking(group, queue.snapshots()), parts=parts)
-        return [Outcome(each, self.newest) for each in replaced]
+        return [Outcome(each, self.newest) for each in queue.add(group, parts=parts)]
 
-    def take(self) -> Group | None:
+    def take(self) -> tuple[Snapshot, ...] | None:
         """Move the first update of the queue into flight, with its references; shut the window.
 
         Returns:
-            The update; ``None`` if the queue is empty, the update has to wait for others, the
-            window is shut, or too many versions are in flight.
+            The snapshots of the update; ``None`` if the queue is empty, the update has to wait for
+            others, the window is shut, or too many versions are in flight.
         """
         groups, flying = self.queue.groups, self.in_flight
         if not groups or self.unreceived is not None or len(flying) >= MAX_IN_FLIGHT:
             return None
-        if flying and lacking(groups[0], self._taken):
+        if flying and still_needed(self._taken, groups[0]):
             # The update lacks names of those in flight, and waits until they are resolved.
             return None
         self._taken = group = groups.pop(0)

@@ -34,7 +34,7 @@ from aiosync.protocol import draw_epoch
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.outbox import Outcome, Send, WorkerLeft
-from aiosync.sender.snapshots import History
+from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.transports._process_end import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
@@ -173,7 +173,7 @@ class WorkerRegistry:
         self.arriving: dict[Transport, int] = {}
         self.refusals: list[str] = []
         self.initial: set[int | None] = set()
-        self.history: History = History(parts, num_workers)
+        self.history: LateJoinerUpdates = LateJoinerUpdates(parts, num_workers)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.on_forget: Callable[[int], object] = lambda idx: None
@@ -422,8 +422,8 @@ class WorkerRegistry:
     # -- updates for a worker ------------------------------------------------------------------
 
     def _offer_history(self, link: WorkerLink) -> None:
-        chain = self.history.for_worker(link.idx)
-        missing = [group for group in chain.groups if group[-1].version > link.outbox.newest]
+        queue = self.history.for_worker(link.idx)
+        missing = [group for group in queue.groups if group[-1].version > link.outbox.newest]
         # A worker that asks gets one answer.
         if missing and not link.hello.subscribe:
             missing = [tuple(each for group in missing for each in group)]

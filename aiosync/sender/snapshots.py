@@ -2,8 +2,7 @@
 
 A :class:`Snapshot` is written once and then only read, until no part of the sender needs it and its
 memory becomes the next one. That is memory of this process, for links that carry bytes; or a slot
-of an arena, which receivers read in place. :class:`History` keeps the updates for workers that join
-later.
+of an arena, which receivers read in place.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -38,16 +37,7 @@ from aiosync.transports.shared_memory import DEVICE_SLOTS, MAX_SLOTS, Arena, Slo
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = [
-    "STEP_SECONDS",
-    "Chain",
-    "Group",
-    "History",
-    "How",
-    "Snapshot",
-    "SnapshotCopier",
-    "lacking",
-]
+__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier"]
 
 STEP_SECONDS = 60.0
 """Seconds that a copy waits for an optimizer's step if its caller has no timeout."""
@@ -204,185 +194,6 @@ def _nothing() -> None:
 
 
 _no_buffer = FlatBuffer(0)
-
-
-# -- updates that are kept -------------------------------------------------------------------------
-
-
-Group: TypeAlias = "tuple[Snapshot, ...]"
-"""Updates that a worker applies as one, with the version of the last."""
-
-
-def lacking(newest: Group, older: Sequence[Snapshot]) -> list[Snapshot]:
-    """Return the older snapshots that hold a name which nothing newer holds.
-
-    There are never more of them than names.
-
-    Args:
-        newest: The group that comes next.
-        older: Older snapshots, oldest first; the result has the same order.
-    """
-    needed, newer = list[Snapshot](), set[str]()
-    for each in reversed(older):
-        # Updates mostly hold the same names, and comparing names is expensive.
-        if len(newest) == 1 and each.holds_same(newest[0]):
-            continue
-        newer = newer or _names_of(newest)
-        if not each.names <= newer:
-            needed.append(each)
-            newer |= each.names
-    return needed[::-1]
-
-
-def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
-    return set[str]().union(*(each.names for each in snapshots))
-
-
-class Chain:
-    """Updates in the order in which they were sent. Holds a reference to each.
-
-    Attributes:
-        groups: The updates, oldest first.
-    """
-
-    def __init__(self, groups: Iterable[Group] = ()) -> None:
-        self.groups: list[Group] = [*groups]
-        for each in self.snapshots():
-            each.retain()
-
-    @property
-    def version(self) -> int:
-        """Version of the last update; 0 for none."""
-        return self.groups[-1][-1].version if self.groups else 0
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return all snapshots, oldest first."""
-        return [each for group in self.groups for each in group]
-
-    def add(self, group: Group, needed: Sequence[Snapshot], *, parts: bool) -> list[int]:
-        """Append a group, and drop the older snapshots that are not needed before it.
-
-        Args:
-            group: The next update; the chain takes over a reference to each snapshot.
-            needed: Older snapshots that stay, see :func:`lacking`.
-            parts: Merge the updates that stay after a dropped one into this group.
-
-        Returns:
-            The versions of the groups that were dropped or merged.
-        """
-        groups, late, lost, replaced = list[Group](), list[Snapshot](), list[Snapshot](), []
-        for each in self.groups:
-            kept = [snapshot for snapshot in each if snapshot in needed]
-            lost += [snapshot for snapshot in each if snapshot not in needed]
-            if len(kept) == len(each) and not (lost and parts):
-                groups.append(each)
-            else:
-                late += kept
-                replaced.append(each[-1].version)
-        self.groups = [*groups, (*late, *group)]
-        for snapshot in lost:
-            snapshot.release()
-        return replaced
-
-    def clear(self) -> None:
-        """Release every snapshot."""
-        snapshots, self.groups = self.snapshots(), []
-        for each in snapshots:
-            each.release()
-
-
-class History:
-    """Updates that together hold the newest of each name, for all workers and for single ones.
-
-    Nearly always that is one update. Names that were never sent before are other weights, or a
-    mistake that no worker can take: older updates stay beside them only if the sender says that it
-    sends parts. Keeps references to snapshots, and thereby their memory.
-
-    Args:
-        parts: Updates hold parts of the names, even if the names are new.
-        num_workers: Largest number of workers; ``None`` for any number.
-
-    Attributes:
-        parts: As given; may change.
-    """
-
-    def __init__(self, parts: bool, num_workers: int | None) -> None:
-        self.parts = parts
-        self._num_workers = num_workers
-        self._common = Chain()
-        # Chains of workers that got other updates than the rest.
-        self._own: dict[int, Chain] = {}
-
-    def add(self, key: int | None, snapshot: Snapshot) -> None:
-        """Register an update that was sent, newest last; take over a reference.
-
-        Args:
-            key: Index of the worker that got it; ``None`` for all workers that got no other update
-                of the same version.
-            snapshot: The update.
-        """
-        common = self._common
-        groups = common.groups
-        # The usual case first: one update, replaced by another one of the same names.
-        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:
-            [(old,)] = groups
-            if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
-                common.groups = [(snapshot,)]
-                # Release it last: a signal's handler may raise in between.
-                old.release()
-                return
-        if key is None:
-            for idx, own in list(self._own.items()):
-                if own.version < snapshot.version:
-                    self._extend(own, snapshot.retain())
-                    # The chain holds only the update that all workers have.
-                    if [*map(len, own.groups)] == [1]:
-                        self._own.pop(idx).clear()
-            self._extend(common, snapshot)
-            return
-        if key not in self._own:
-            older = [each for each in common.groups if each[-1].version < snapshot.version]
-            self._own[key] = Chain(older)
-        self._extend(self._own[key], snapshot)
-        if len(self._own) == self._num_workers:
-            # Every worker has a chain of its own, so no worker would get the common one.
-            common.clear()
-
-    def add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
-        """Register updates that only these workers got; take over the references.
-
-        Args:
-            targets: The workers, also lost ones, which get their update when they come back.
-            snapshots: Updates by worker; under ``None`` that of workers without one of their own.
-        """
-        for idx in targets:
-            mine = snapshots.get(idx) or snapshots.get(None)
-            if mine is not None:
-                self.add(idx, mine.retain())
-        for snapshot in snapshots.values():
-            snapshot.release()
-
-    def for_worker(self, idx: int) -> Chain:
-        """Return the updates that this worker gets when it joins, in the order of the sends."""
-        return self._own.get(idx, self._common)
-
-    def needed_before(self, chain: Chain, snapshot: Snapshot) -> list[Snapshot]:
-        """Return the snapshots of a chain that would stay needed if ``snapshot`` came next."""
-        known = self.parts or snapshot.names <= _names_of(chain.snapshots())
-        return lacking((snapshot,), chain.snapshots()) if known else []
-
-    def forget(self, idx: int) -> None:
-        """Drop a worker's own chain: the next worker of this index gets what the others get."""
-        self._own.pop(idx, Chain()).clear()
-
-    def clear(self) -> None:
-        """Release every snapshot."""
-        for chain in (self._common, *self._own.values()):
-            chain.clear()
-        self._own.clear()
-
-    def _extend(self, chain: Chain, snapshot: Snapshot) -> None:
-        chain.add((snapshot,), self.needed_before(chain, snapshot), parts=self.parts)
 
 
 # -- copies of the weights -------------------------------------------------------------------------

@@ -18,11 +18,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from aiosync._tasks import Notifier, TaskOwner, in_pool_thread
+from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
     AiosyncError,
-    ConfigError,
     ConnectError,
     LocalProtocolError,
     PeerClosed,
@@ -31,12 +30,11 @@ from aiosync.errors import (
 )
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
-from aiosync.sender.snapshots import Group, Snapshot
-from aiosync.tensors.buffer import merged
+from aiosync.sender.snapshots import Snapshot
+from aiosync.sender.update_queue import join_snapshots
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
-from aiosync.types import Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
     Ack,
@@ -263,17 +261,19 @@ class WorkerLink:
                     return False
         return True
 
-    async def _write(self, group: Group, epoch: int) -> None:
+    async def _write(self, group: tuple[Snapshot, ...], epoch: int) -> None:
         """Write a message that waits, and updates, whose references this call releases."""
         try:
             while self._word is not None:
                 word, self._word = self._word, None
                 await self.transport.send(word)
-            if len(group) > 1:
+            if group:
                 limits = DEFAULT_LIMITS if self._channel is None else self._channel.limits
-                await self._write_update(await _together(group, limits), epoch)
-            elif group:
-                await self._write_update(group[0], epoch)
+                snapshot = await join_snapshots(group, limits)
+                try:
+                    await self._write_update(snapshot, epoch)
+                finally:
+                    snapshot.release()
         except AiosyncError as exc:
             self._failed(group, exc, epoch)
         finally:
@@ -413,7 +413,7 @@ class WorkerLink:
             )
         )
 
-    def _failed(self, group: Group, error: AiosyncError, epoch: int) -> None:
+    def _failed(self, group: tuple[Snapshot, ...], error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
         elif group and epoch == self.outbox.epoch:
@@ -539,20 +539,3 @@ class WorkerLink:
         self._answered.notify()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)
-
-
-async def _together(group: Group, limits: Limits) -> Snapshot:
-    """Return one update that holds the newest of each name, in memory of its own.
-
-    Raises:
-        LocalProtocolError: Together the updates exceed the limits.
-    """
-    for each in group:
-        await each.fetched()
-    try:
-        layout, buffer, values = await in_pool_thread(merged, group, limits)
-    except ConfigError as exc:
-        raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
-    snapshot = Snapshot(layout, buffer, lambda: None, values, group[-1].version)
-    snapshot.trace = group[-1].trace
-    return snapshot

@@ -41,8 +41,8 @@ from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
+from aiosync.sender.update_queue import join_snapshots
 from aiosync.server.store import StoredUpdate, WeightStore
-from aiosync.tensors.buffer import merged
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -355,19 +355,18 @@ class ServedModel:
 
         The served versions do not change meanwhile, because versions are written one at a time.
         """
-        newest, history = arrival.snapshot, self.workers.history
-        layout, buffer, values = newest.layout, newest.buffer, newest.values
-        if self._epoch == arrival.epoch:
-            older = history.needed_before(history.for_worker(-1), newest)
-            if older:  # the newest version holds some of the names only
-                parts = [*older, newest]
-                layout, buffer, values = await in_pool_thread(merged, parts, store.limits)
-        epoch, version = arrival.epoch, newest.version
-        update = StoredUpdate(
-            *(epoch, version, arrival.strategy, layout, buffer, values),
-            replaced=self._replaced_by(epoch),
-        )
-        await in_pool_thread(store.save, self._model_id, update)
+        epoch, parts = arrival.epoch, [arrival.snapshot]
+        if self._epoch == epoch:
+            parts = self.workers.history.whole(arrival.snapshot)
+        whole = await join_snapshots(parts, store.limits)
+        try:
+            update = StoredUpdate(
+                *(epoch, whole.version, arrival.strategy, whole.layout, whole.buffer, whole.values),
+                replaced=self._replaced_by(epoch),
+            )
+            await in_pool_thread(store.save, self._model_id, update)
+        finally:
+            whole.release()
 
     async def drain(self) -> None:
         """Wait until the newest version is on disk, or refused."""

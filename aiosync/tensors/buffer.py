@@ -1,8 +1,7 @@
 """Flat buffers: one block of bytes with the weights of one version, and their places in it.
 
-A transport or a snapshot fills a flat buffer, and models are flipped to views of it. Several
-updates of a part of the names can be merged into one. This module must never import asyncio or a
-transport.
+A transport or a snapshot fills a flat buffer, and models are flipped to views of it. This module
+must never import asyncio or a transport.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from aiosync.errors import ConfigError
-from aiosync.tensors.copying import copy_bytes
 from aiosync.tensors.dtypes import DTYPES, torch_dtype
-from aiosync.tensors.values import inner_names
 from aiosync.wire import (
     ALIGNMENT,
     DEFAULT_LIMITS,
-    LeafSpec,
     Manifest,
     plan_manifest,
 )
@@ -41,9 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FlatBuffer",
     "Layout",
-    "Part",
     "in_flat_memory",
-    "merged",
     "use_count",
 ]
 
@@ -332,65 +326,3 @@ def in_flat_memory(tensor: torch.Tensor) -> bool:
     return any(
         start <= address < start + ctypes.sizeof(block) for start, block in list(_blocks.items())
     )
-
-
-# -- several updates in one -----------------------------------------------------------------------
-
-
-class Part(Protocol):
-    """The weights of one update of a part of the names."""
-
-    layout: Layout
-    buffer: FlatBuffer
-    values: dict[str, Any]
-
-
-def merged(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
-    """Merge updates into the newest tensor or value of each name, in memory of its own.
-
-    Names that an older part ties stay tied, and get the newest weights of any of them: a worker
-    that applies one part after the other would get the same.
-
-    Args:
-        parts: Oldest first; at least one.
-        limits: Bounds on the whole.
-
-    Raises:
-        ConfigError: Together they are beyond the limits.
-    """
-    leaves = list[tuple[Part, LeafSpec, list[str]]]()
-    # For each name the list of all names of its tensor, one list object for each tensor.
-    names_of: dict[str, list[str]] = {}
-    gone: set[str] = set()  # names that a newer part holds
-    values: dict[str, Any] = {}
-    for part in reversed(parts):
-        dropped = part.values.keys() & gone
-        unwanted = gone | inner_names({key: part.values[key] for key in dropped})
-        values = {key: part.values[key] for key in part.values.keys() - dropped} | values
-        kept = list[tuple[Part, LeafSpec, list[str]]]()
-        for spec in part.layout.manifest.leaves:
-            names = (spec.name, *spec.aliases)
-            rest = [name for name in names if name not in unwanted]
-            known = next((names_of[name] for name in names if name in names_of), rest)
-            if known is not rest:  # tied to a tensor that a newer part holds
-                known += rest
-            elif rest:
-                kept.append((part, spec, rest))
-            names_of |= dict.fromkeys(rest, known)
-        leaves = kept + leaves
-        gone |= part.layout.index.keys() | part.values.keys()
-    entries = (
-        (names[0], spec.dtype, spec.shape, spec.kind, names[1:]) for _, spec, names in leaves
-    )
-    layout = Layout(plan_manifest(entries, limits))
-    buffer = FlatBuffer(layout.nbytes)
-    target = buffer.memoryview()
-    for start, stop in layout.padding():
-        target[start:stop] = bytes(stop - start)
-    # Memory on a device is copied by each call.
-    memory = {id(part): part.buffer.memoryview() for part in parts}
-    for (part, old, _), new in zip(leaves, layout.manifest.leaves, strict=True):
-        if new.nbytes:
-            source = memory[id(part)][old.offset : old.offset + old.nbytes]
-            copy_bytes(target[new.offset : new.offset + new.nbytes], source)
-    return layout, buffer, values

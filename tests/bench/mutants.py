@@ -257,8 +257,8 @@ MUTANTS = [
     ),
     Mutant(
         "the oldest update wins",
-        "sender/snapshots.py",
-        "        self.groups = [*groups, (*late, *group)]",
+        "sender/update_queue.py",
+        "        self.groups = [*alone, (*together, *group)]",
         "        self.groups = [*self.groups, group]",
         contract("slow_worker"),
     ),
@@ -278,9 +278,9 @@ MUTANTS = [
     ),
     Mutant(
         "a part takes the place of another that waits",
-        "sender/outbox.py",
-        "queue.add(group, lacking(group, queue.snapshots()), parts=parts)",
-        "queue.add(group, [], parts=parts)",
+        "sender/update_queue.py",
+        "        needed = still_needed(older, group)\n",
+        "        needed = list[Snapshot]()\n",
         contract("parts"),
     ),
     # -- the send and its report
@@ -315,14 +315,14 @@ MUTANTS = [
     # -- workers that come, go, and come again
     Mutant(
         "a part that stays goes alone where an older one was replaced",
-        "sender/snapshots.py",
-        "if len(kept) == len(each) and not (lost and parts):",
+        "sender/update_queue.py",
+        "if len(kept) == len(each) and not (replaced and parts):",
         "if len(kept) == len(each):",
         "tests/schemes/test_sending.py -k never_had",
     ),
     Mutant(
         "a late joiner gets only the newest part",
-        "sender/snapshots.py",
+        "sender/update_queue.py",
         "if not each.names <= newer:",
         "if False:",
         contract("parts_for_a_late_joiner"),

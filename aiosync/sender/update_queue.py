@@ -1,0 +1,235 @@
+"""Updates that wait: for the link of a slow worker, and for workers that join later.
+
+With ``strict=False`` an update may hold a part of the names, such as the adapters of a model. It
+replaces the updates whose names it holds, mostly those of the same part; the others stay, and come
+before it. There are never more of them than names. Each is delivered alone, as an update that
+workers refuse must take no other with it. But where an older update was replaced, those after it
+come together with the newest: a worker never has weights that the trainer never had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from aiosync._tasks import in_pool_thread
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.sender.snapshots import Snapshot
+from aiosync.tensors.joining import join_parts
+from aiosync.types import Limits
+
+__all__ = ["LateJoinerUpdates", "UpdateQueue", "join_snapshots", "still_needed"]
+
+
+def still_needed(older: Sequence[Snapshot], newest: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return the older snapshots that hold a name which nothing newer holds.
+
+    Args:
+        older: Oldest first; the result has the same order.
+        newest: The snapshots that come next, delivered as one.
+    """
+    needed, newer = list[Snapshot](), set[str]()
+    for each in reversed(older):
+        # Updates mostly hold the same names, and comparing names is expensive.
+        if len(newest) == 1 and each.holds_same(newest[0]):
+            continue
+        newer = newer or _names_of(newest)
+        if not each.names <= newer:
+            needed.append(each)
+            newer |= each.names
+    return needed[::-1]
+
+
+def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
+    return set[str]().union(*(each.names for each in snapshots))
+
+
+async def join_snapshots(snapshots: Sequence[Snapshot], limits: Limits) -> Snapshot:
+    """Return one update that holds the newest of each name, in memory of its own if it has to be.
+
+    Args:
+        snapshots: Oldest first; at least one. The caller keeps its references to them.
+        limits: Bounds on the whole.
+
+    Returns:
+        A snapshot with the version of the last; the caller owns a reference to it.
+
+    Raises:
+        LocalProtocolError: Together the updates exceed the limits.
+    """
+    newest = snapshots[-1]
+    if len(snapshots) == 1:
+        return newest.retain()
+    for each in snapshots:
+        await each.fetched()
+    try:
+        layout, buffer, values = await in_pool_thread(join_parts, snapshots, limits)
+    except ConfigError as exc:
+        raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
+    joined = Snapshot(layout, buffer, lambda: None, values, newest.version)
+    joined.trace = newest.trace
+    return joined
+
+
+class UpdateQueue:
+    """Updates in the order in which they were sent. Holds a reference to each. Not thread-safe.
+
+    Attributes:
+        groups: The snapshots, oldest first; those of one tuple are delivered as one update, with
+            the version of the last.
+    """
+
+    def __init__(self, groups: Iterable[tuple[Snapshot, ...]] = ()) -> None:
+        self.groups: list[tuple[Snapshot, ...]] = [*groups]
+        for each in self.snapshots():
+            each.retain()
+
+    @property
+    def version(self) -> int:
+        """Version of the last update; 0 for none."""
+        return self.groups[-1][-1].version if self.groups else 0
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return all snapshots, oldest first."""
+        return [each for group in self.groups for each in group]
+
+    def add(self, group: tuple[Snapshot, ...], *, parts: bool) -> list[int]:
+        """Append an update, and release the older snapshots that it replaces.
+
+        Args:
+            group: The next update; the queue takes over a reference to each snapshot.
+            parts: Updates hold parts of the names. If not, names that the update lacks are a
+                mistake or another model, and are never delivered together with it.
+
+        Returns:
+            The versions that are not delivered any more, or only together with this one.
+        """
+        older = self.snapshots()
+        needed = still_needed(older, group)
+        alone, together, replaced = list[tuple[Snapshot, ...]](), list[Snapshot](), list[int]()
+        for each in self.groups:
+            kept = [snapshot for snapshot in each if snapshot in needed]
+            if len(kept) == len(each) and not (replaced and parts):
+                alone.append(each)
+            else:
+                together += kept
+                replaced.append(each[-1].version)
+        self.groups = [*alone, (*together, *group)]
+        for snapshot in older:
+            if snapshot not in needed:
+                snapshot.release()
+        return replaced
+
+    def replace(self, snapshot: Snapshot) -> None:
+        """Hold only this snapshot; take over a reference."""
+        self._set([(snapshot,)])
+
+    def clear(self) -> None:
+        """Release every snapshot."""
+        self._set([])
+
+    def _set(self, groups: list[tuple[Snapshot, ...]]) -> None:
+        # Release the snapshots last: a signal's handler may raise in between.
+        older, self.groups = self.snapshots(), groups
+        for each in older:
+            each.release()
+
+
+class LateJoinerUpdates:
+    """Updates for workers that join later: the common ones, and those of single workers.
+
+    Nearly always that is one update. Names that were never sent before are other weights, or a
+    mistake that no worker can take: they replace all older updates, unless the sender says that it
+    sends parts. Keeps references to snapshots, and thereby their memory.
+
+    Args:
+        parts: Updates hold parts of the names, even if the names are new.
+        num_workers: Largest number of workers; ``None`` for any number.
+
+    Attributes:
+        parts: As given; may change.
+    """
+
+    def __init__(self, parts: bool, num_workers: int | None) -> None:
+        self.parts = parts
+        self._num_workers = num_workers
+        self._common = UpdateQueue()
+        # Queues of workers that got other updates than the rest.
+        self._own: dict[int, UpdateQueue] = {}
+
+    def add(self, key: int | None, snapshot: Snapshot) -> None:
+        """Register an update that was sent, newest last; take over a reference.
+
+        Args:
+            key: Index of the worker that got it; ``None`` for all workers that got no other update
+                of the same version.
+            snapshot: The update.
+        """
+        common = self._common
+        groups = common.groups
+        # The usual case first: one update, replaced by another one of the same names.
+        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:
+            [(old,)] = groups
+            if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
+                common.groups = [(snapshot,)]
+                # Release it last: a signal's handler may raise in between.
+                old.release()
+                return
+        if key is None:
+            for idx, own in list(self._own.items()):
+                if own.version < snapshot.version:
+                    self._extend(own, snapshot.retain())
+                    # The queue holds only the update that all workers have.
+                    if own.snapshots() == [snapshot]:
+                        self._own.pop(idx).clear()
+            self._extend(common, snapshot)
+            return
+        if key not in self._own:
+            older = [each for each in common.groups if each[-1].version < snapshot.version]
+            self._own[key] = UpdateQueue(older)
+        self._extend(self._own[key], snapshot)
+        if len(self._own) == self._num_workers:
+            # Every worker has a queue of its own, so no worker would get the common one.
+            common.clear()
+
+    def add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
+        """Register updates that only these workers got; take over the references.
+
+        Args:
+            targets: The workers, also lost ones, which get their update when they come back.
+            snapshots: Updates by worker; under ``None`` that of workers without one of their own.
+        """
+        for idx in targets:
+            mine = snapshots.get(idx) or snapshots.get(None)
+            if mine is not None:
+                self.add(idx, mine.retain())
+        for snapshot in snapshots.values():
+            snapshot.release()
+
+    def for_worker(self, idx: int) -> UpdateQueue:
+        """Return the updates that this worker gets when it joins, in the order of the sends."""
+        return self._own.get(idx, self._common)
+
+    def whole(self, newest: Snapshot) -> list[Snapshot]:
+        """Return the snapshots that together are the whole model once ``newest`` was added."""
+        older = self._common.snapshots()
+        return [*(still_needed(older, [newest]) if self._adds(older, newest) else ()), newest]
+
+    def forget(self, idx: int) -> None:
+        """Drop a worker's own queue: the next worker of this index gets what the others get."""
+        self._own.pop(idx, UpdateQueue()).clear()
+
+    def clear(self) -> None:
+        """Release every snapshot."""
+        for queue in (self._common, *self._own.values()):
+            queue.clear()
+        self._own.clear()
+
+    def _extend(self, queue: UpdateQueue, snapshot: Snapshot) -> None:
+        if self._adds(queue.snapshots(), snapshot):
+            queue.add((snapshot,), parts=self.parts)
+        else:
+            queue.replace(snapshot)
+
+    def _adds(self, older: Sequence[Snapshot], newest: Snapshot) -> bool:
+        """Return True if the newest update is of the same model as the older ones."""
+        return self.parts or newest.names <= _names_of(older)

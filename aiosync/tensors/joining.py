@@ -1,0 +1,101 @@
+"""Several updates of some names, joined into one. Must never import asyncio or a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from aiosync.tensors.buffer import FlatBuffer, Layout
+from aiosync.tensors.copying import copy_bytes
+from aiosync.tensors.values import inner_names
+from aiosync.wire import LeafSpec, plan_manifest
+
+if TYPE_CHECKING:
+    from aiosync.types import Limits
+
+__all__ = ["Part", "join_parts"]
+
+
+class Part(Protocol):
+    """The weights of one update of a part of the names."""
+
+    layout: Layout
+    buffer: FlatBuffer
+    values: dict[str, Any]
+
+
+_Source: TypeAlias = "tuple[Part, LeafSpec]"
+"""The part that has the newest bytes of a tensor, and where it has them."""
+
+
+def join_parts(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffer, dict[str, Any]]:
+    """Join updates into the newest tensor or value of each name, in memory of its own.
+
+    Names that an older part ties stay tied, and get the newest weights of any of them: a worker
+    that applies one part after the other would get the same.
+
+    Args:
+        parts: Oldest first; at least one.
+        limits: Bounds on the whole.
+
+    Raises:
+        ConfigError: Together they are beyond the limits.
+    """
+    sources: dict[str, _Source] = {}
+    values: dict[str, Any] = {}
+    for part in parts:
+        held = part.layout.index.keys() | part.values.keys()
+        replaced = {key: values.pop(key) for key in values.keys() & held}
+        # Tensors that only a replaced value refers to go with it.
+        sources = _follow(part, sources, held | inner_names(replaced))
+        values |= part.values
+    return *_gather(sources, limits), values
+
+
+def _follow(part: Part, older: Mapping[str, _Source], gone: Set[str]) -> dict[str, _Source]:
+    """Return the newest source of each name once a part was added.
+
+    Args:
+        part: The next part.
+        older: Newest source of each name before; tied names have the same one.
+        gone: Names that no older part has the newest weights of any more.
+    """
+    sources = {name: source for name, source in older.items() if name not in gone}
+    tied = _names_by_source(sources)
+    for spec in part.layout.manifest.leaves:
+        names = (spec.name, *spec.aliases)
+        for each in [older[name] for name in names if name in older]:
+            names += (*tied.get(id(each), ()),)
+        source = part, spec
+        sources.update(dict.fromkeys(names, source))
+    return sources
+
+
+def _names_by_source(sources: Mapping[str, _Source]) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, source in sources.items():
+        names.setdefault(id(source), []).append(name)
+    return names
+
+
+def _gather(sources: Mapping[str, _Source], limits: Limits) -> tuple[Layout, FlatBuffer]:
+    """Copy each tensor from its source into one new buffer."""
+    names = _names_by_source(sources)
+    tensors = {id(source): source for source in sources.values()}
+    entries = (
+        (names[key][0], spec.dtype, spec.shape, spec.kind, names[key][1:])
+        for key, (_, spec) in tensors.items()
+    )
+    layout = Layout(plan_manifest(entries, limits))
+    buffer = FlatBuffer(layout.nbytes)
+    target = buffer.memoryview()
+    for start, stop in layout.padding():
+        target[start:stop] = bytes(stop - start)
+    # Memory on a device is copied by each call.
+    parts = {id(part): part for part, _ in tensors.values()}
+    memory = {key: part.buffer.memoryview() for key, part in parts.items()}
+    for (part, old), new in zip(tensors.values(), layout.manifest.leaves, strict=True):
+        if new.nbytes:
+            source = memory[id(part)][old.offset : old.offset + old.nbytes]
+            copy_bytes(target[new.offset : new.offset + new.nbytes], source)
+    return layout, buffer
