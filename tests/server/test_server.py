@@ -302,6 +302,10 @@ def vectors(**values: list[float]) -> dict[str, torch.Tensor]:
             {"a": [5], "b": [3], "c": [4]},
         ),
         (
+            [TIED, vectors(a=[2.0, 2.0]), vectors(b=[3.0, 3.0])],
+            {"a": [3, 3], "b": [3, 3], "c": [5]},
+        ),
+        (
             [TIED, vectors(d=[1.0]), vectors(a=[3.0, 3.0], d=[2.0])],
             {"a": [3, 3], "b": [3, 3], "c": [5], "d": [2]},
         ),
