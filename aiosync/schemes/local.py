@@ -21,7 +21,7 @@ from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.options import SharedMemOptions
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
-from aiosync.sender.registry import watch_process
+from aiosync.sender.worker_ends import watch_process
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.base import Transport

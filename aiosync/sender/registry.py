@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
-import select
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,21 +33,16 @@ from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.outbox import Outcome, Send, WorkerLeft
 from aiosync.sender.update_queue import LateJoinerUpdates
+from aiosync.sender.worker_ends import LinkPolls, ProcessWatch, is_up, watch_process
 from aiosync.sender.worker_link import Streaming, WorkerLink
-from aiosync.transports._process_end import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
 from aiosync.types import Require
 from aiosync.wire import Current, Hello, Leave
 
-__all__ = ["WorkerRecord", "WorkerRegistry", "watch_process"]
+__all__ = ["WorkerRecord", "WorkerRegistry"]
 
 # Most records kept of workers that went and did not come back.
 _REMEMBERED = 64
-# Seconds in which a supervisor replaces a process that ended.
-_REPLACED_SECONDS = 0.5
-# Event that the peer will write no more, even while bytes of it are unread. Linux only.
-_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
-_ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +113,7 @@ class WorkerRegistry:
         records: Records of workers, by index.
         links: Links of the workers that are connected, by index, in its order; replaced, never
             changed, so that any thread may iterate over them.
-        readers: Poll object that shows whether workers that read slots sent a message or ended;
-            made by the caller that needs it, and ``None`` once a worker came or went.
+        polls: Poll objects over the links.
         is_joining: True until ``connect()`` no longer waits for expected workers.
         replaced: Errors of workers that died unreported and whose index has a new holder, by index.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
@@ -163,9 +155,7 @@ class WorkerRegistry:
         self.closed: bool = False
         self.records: dict[int, WorkerRecord] = {}
         self.links: dict[int, WorkerLink] = {}
-        self.readers: select.poll | None = None
-        # Like readers, but for the ends of all workers.
-        self._ends: select.poll | None = None
+        self.polls: LinkPolls = LinkPolls()
         self.is_joining: bool = bool(expected)
         # The first error of each worker, by process id.
         self._causes: dict[int, AiosyncError] = {}
@@ -328,7 +318,7 @@ class WorkerRegistry:
         self.links = dict(sorted((self.links | {idx: link}).items()))
         if old is not None and gone is not None:
             old.lose(gone)
-        self.readers = self._ends = None
+        self.polls.reset()
         self._log("joined", f"worker {idx} (process {hello.pid}) joined", idx)
         watch_process(transport, hello.pid)
         self.tasks.start(link.read(), f"aiosync acks of worker {idx}")
@@ -357,7 +347,7 @@ class WorkerRegistry:
         links = [link for link, taken in self.arriving.items() if taken == idx]
         if idx in self.links:
             links.append(self.links[idx].transport)
-        return record.pid if any(map(_is_up, links)) else None
+        return record.pid if any(map(is_up, links)) else None
 
     def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
         for link in [link for link, taken in self.arriving.items() if taken == idx]:
@@ -479,18 +469,12 @@ class WorkerRegistry:
 
     def has_ended(self) -> bool:
         """Return True if the kernel shows the end of a worker that the loop has not noticed yet."""
-        if self._ends is None:
-            self._ends = select.poll()
-            for channel in [link.transport.channel for link in self.links.values()]:
-                if channel is not None and not channel.ended:
-                    self._ends.register(channel.io.fd, _PEER_CLOSED)
-                    if channel.pidfd >= 0:
-                        self._ends.register(channel.pidfd, select.POLLIN)
-        return bool(self._ends.poll(0))
+        ends = self.polls.ends or self.polls.watch_ends(self.links.values())
+        return bool(ends.poll(0))
 
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """Remove a link that has ended, and record why."""
-        self.readers = self._ends = None
+        self.polls.reset()
         self._keep_cause(link, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
@@ -674,101 +658,3 @@ class WorkerRegistry:
         if late:
             parts.append(f"workers {late} connected but have not applied the initial weights")
         return "; ".join(parts) + self._refused()
-
-
-# -- ends of workers, which the kernel shows before the loop has noticed them ----------------------
-
-
-def _is_up(transport: Transport) -> bool:
-    """Return True if the other end of a link is open and its process has not ended.
-
-    A link without a stream below, in one process, counts as up.
-    """
-    channel = transport.channel
-    if channel is None:
-        return True
-    if channel.ended or (channel.pidfd >= 0 and has_ended(channel.pidfd)):
-        return False
-    poller = select.poll()
-    poller.register(channel.io.fd, _PEER_CLOSED)
-    return not any(event & _ENDED for _, event in poller.poll(0))
-
-
-def watch_process(transport: Transport, pid: int) -> None:
-    """Notice the worker's end even if another process holds a copy of its end of a pipe."""
-    channel = transport.channel
-    # The process id of another host means nothing here.
-    if channel is not None and channel.pidfd < 0 and not transport.capabilities.cross_host:
-        # There may be no such process in this namespace.
-        with contextlib.suppress(ConnectError):
-            channel.watch_process(pid)
-
-
-class ProcessWatch:
-    """Watch over the processes that are to become workers.
-
-    Args:
-        processes: Process objects or ids, by the index that each worker is expected to have. A
-            supervisor may replace one that ended during the watch.
-        on_end: Called when a process has ended and was not replaced at once.
-
-    Attributes:
-        ended: Ids of the processes that have ended and were not replaced at once.
-
-    Raises:
-        ConfigError: An element is neither a process nor an id, or was not started.
-    """
-
-    def __init__(self, processes: Sequence[Any], on_end: Callable[[], None]) -> None:
-        self.ended: set[int] = set()
-        self._processes = processes
-        self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
-        self._pidfds: dict[int, int] = {}
-        self.processes()
-
-    def processes(self) -> list[int]:
-        """Return the present process ids by index, and watch new ones."""
-        pids: list[int] = []
-        for each in self._processes:
-            pid = each if isinstance(each, int) else getattr(each, "pid", None)
-            if pid is None:
-                raise ConfigError(f"{each!r} is neither a started process nor a process id")
-            pids.append(pid)
-            if pid not in self._pidfds:
-                self._watch(pid)
-        return pids
-
-    def _watch(self, pid: int) -> None:
-        # Without a descriptor, only the timeout notices the end.
-        self._pidfds[pid] = -1
-        try:
-            self._pidfds[pid] = pidfd = open_pidfd(pid)
-        except ProcessLookupError:
-            self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
-        else:
-            if pidfd >= 0:
-                self._loop.add_reader(pidfd, self._has_ended, pid, pidfd)
-
-    def _has_ended(self, pid: int, pidfd: int) -> None:
-        self._loop.remove_reader(pidfd)
-        self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
-
-    def _note_end(self, pid: int) -> None:
-        self.ended.add(pid)
-        self._on_end()
-
-    def exit_code(self, idx: int) -> str:
-        """Return a text with the exit code of a process that has ended, or "" if unknown."""
-        process = self._processes[idx]
-        code = getattr(process, "exitcode", getattr(process, "returncode", None))
-        if code is None:
-            code = find_exit_code(process if isinstance(process, int) else process.pid)
-        return "" if code is None else f" with exit code {code}"
-
-    def close(self) -> None:
-        """Stop watching."""
-        for pidfd in self._pidfds.values():
-            if pidfd >= 0:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import select
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -196,7 +195,7 @@ class WeightSender:
         """Snapshot the weights, send them, and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
         quiet = self.is_quiet()
-        if self.workers.readers is not None and (
+        if self.workers.polls.readers is not None and (
             not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
         ):
             # Workers join and leave on this loop, also if sends leave it no time: its first turn
@@ -603,14 +602,12 @@ class WeightSender:
 
     def is_quiet(self) -> bool:
         """Return True if some workers read slots, and none of them sent a message or ended."""
-        workers, arena = self.workers, self.copier.arena
+        arena = self.copier.arena
         if arena is None or not arena.num_links:
             return False
-        if workers.readers is None:
-            workers.readers = select.poll()
-            for fd in [fd for link in workers.links.values() for fd in link.watched]:
-                workers.readers.register(fd, select.POLLIN)
-        return not workers.readers.poll(0)
+        polls = self.workers.polls
+        readers = polls.readers or polls.watch_readers(self.workers.links.values())
+        return not readers.poll(0)
 
     def has_to_tell(self) -> bool:
         """Return True if :meth:`tell` has something to do."""

@@ -330,7 +330,7 @@ MUTANTS = [
     Mutant(
         "an index is given to two workers",
         "sender/registry.py",
-        "return record.pid if any(map(_is_up, links)) else None",
+        "return record.pid if any(map(is_up, links)) else None",
         "return None",
         contract("index_taken"),
     ),
@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process that ends before it connects is waited for",
-        "sender/registry.py",
+        "sender/worker_ends.py",
         "        self._on_end()\n",
         "        pass\n",
         contract("dead_before_connect"),
