@@ -384,7 +384,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 given = {"weights": weights, "processes": processes, "initial": initial}
                 await self._fabric.meet(self, limit, **given)
         except BaseException as exc:  # The error is raised again for the caller.
-            if life.sender is not None and life.sender.workers.may_come(exc):
+            if life.sender is not None and life.sender.workers.expected.may_come(exc):
                 life.connected = not life.closed
                 raise
             was_closed, life.connecting = life.closed, None

@@ -239,14 +239,14 @@ class ClusterFabric(StreamFabric[_Scheme]):
         def join(link: Transport, hello: Hello) -> None:
             assert link.channel is not None
             link.channel.call_on_end(self._link_lost.set)
-            sender.workers.welcome(link, None, hello)
+            sender.workers.admission.welcome(link, None, hello)
 
         def wrap(control: TCPTransport) -> Transport:
             return self._linked(scheme, control, listened=True)
 
         if self._same_host is not None:
             self._same_host.start(join, sender.workers.tasks)
-        sender.workers.strangers = self.listener.refusals
+        sender.workers.admission.strangers = self.listener.refusals
         self.listener.start(join, sender.workers.crashed, wrap)
         assert self.address is not None
         sender.workers.tasks.start(self.publish(self.address), "aiosync rendez-vous")

@@ -64,10 +64,10 @@ class _LocalFabric(Fabric[_Scheme]):
                 return
             link = self.link(sock, f"worker process {pid}")
             watch_process(link, pid)
-            sender.workers.welcome(link)
+            sender.workers.admission.welcome(link)
 
         for listener in self.life.listeners:
-            listener.accept(on_connection, sender.workers.not_let_in)
+            listener.accept(on_connection, sender.workers.admission.not_let_in)
 
     async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
         """See :meth:`Fabric.dial`."""

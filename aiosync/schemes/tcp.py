@@ -215,9 +215,9 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         """See :meth:`Fabric.listen`. With a weight server the trainer dials it."""
         workers = sender.workers
         if self.listener is not None:
-            workers.strangers = self.listener.refusals
+            workers.admission.strangers = self.listener.refusals
             self.listener.start(
-                lambda link, hello: workers.welcome(link, None, hello), workers.crashed
+                lambda link, hello: workers.admission.welcome(link, None, hello), workers.crashed
             )
         elif self._has_server and not given:
             keep = self._keep_dialling(scheme, workers, self.dialer(scheme))
@@ -274,7 +274,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                     ended.set()
 
                 link.channel.call_on_end(on_end)
-                workers.welcome(link, idx)
+                workers.admission.welcome(link, idx)
                 await ended.wait()
                 if joined and scheme.reconnect == 0:
                     return

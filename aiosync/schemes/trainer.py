@@ -93,9 +93,9 @@ class Trainer:
         )
         planned = self.plan(scheme, weights, initial=True)
         for idx, link in self.links.items():
-            sender.workers.welcome(link, idx, given=True)
+            sender.workers.admission.welcome(link, idx, given=True)
         for idx, pipe in enumerate(sources.pipes or ()):
-            sender.workers.welcome(fabric.wrap(scheme, pipe), idx, given=True)
+            sender.workers.admission.welcome(fabric.wrap(scheme, pipe), idx, given=True)
         given = bool(self.links) or sources.pipes is not None
         fabric.listen(scheme, sender, given=given)
         try:
@@ -113,7 +113,7 @@ class Trainer:
             for each in self._children
             if each.exitcode
         )
-        return self.runtime.workers.awaited(self.runtime.version) + "".join(ended)
+        return self.runtime.workers.expected.awaited(self.runtime.version) + "".join(ended)
 
     def have(self) -> str:
         """Return a text with the workers' versions, for a call that waits for one."""

@@ -5,15 +5,11 @@ Must not import the receiver, nor know what a send is.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 from aiosync._log import log
 from aiosync._tasks import Notifier, TaskOwner
@@ -21,77 +17,29 @@ from aiosync.errors import (
     AiosyncError,
     ApplyError,
     ConfigError,
-    ConnectError,
-    ConnectTimeout,
-    PartialSyncError,
     PeerClosed,
     TransportClosed,
 )
 from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import draw_epoch
-from aiosync.rendezvous.dialer import is_final
-from aiosync.rendezvous.handshake import admit
-from aiosync.sender.outbox import Outcome, Send, WorkerLeft
+from aiosync.sender.admission import Admission
+from aiosync.sender.expected_workers import ExpectedWorkers
+from aiosync.sender.outbox import Outcome, WorkerLeft
 from aiosync.sender.update_queue import LateJoinerUpdates
-from aiosync.sender.worker_ends import LinkPolls, ProcessWatch, is_up, watch_process
+from aiosync.sender.worker_ends import LinkPolls, watch_process
 from aiosync.sender.worker_link import Streaming, WorkerLink
+from aiosync.sender.worker_record import WorkerRecord
 from aiosync.transports.base import Transport
-from aiosync.types import Require
 from aiosync.wire import Current, Hello, Leave
 
-__all__ = ["WorkerRecord", "WorkerRegistry"]
+__all__ = ["WorkerRegistry"]
 
 # Most records kept of workers that went and did not come back.
 _REMEMBERED = 64
 
 
-@dataclass(slots=True, eq=False)
-class WorkerRecord:
-    """The sender's record of the worker with one index.
-
-    Attributes:
-        pid: The process that the index was given to, as its Hello said.
-        session: Session of the receiver that the index was given to.
-        joined: Process of the worker that joined last.
-        subscribes: True if the worker gets every update, so that sends miss it when it is gone.
-        error: The reason why the worker is not connected; or why it refused, or did not get,
-            ``version``.
-        version: Newest version that it refused or did not get; 0 for none.
-        had: The version that the worker had when its last link ended; 0 for none.
-        reported: True if a call of the user has reported the error, or will.
-        listed: True if the report of a send to others lists the error: that is enough to forget the
-            record.
-        where: Text for errors while a worker that has to be dialled is not connected.
-    """
-
-    pid: int = 0
-    session: bytes | None = None
-    joined: int = 0
-    subscribes: bool = True
-    error: AiosyncError | None = None
-    version: int = 0
-    had: int = 0
-    reported: bool = True
-    listed: bool = False
-    where: Callable[[], str] | None = None
-
-    @property
-    def has_left(self) -> bool:
-        """True if the worker was closed and did not come back."""
-        return isinstance(self.error, WorkerLeft)
-
-    def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
-        """Note why the worker is not connected, or lacks a version."""
-        self.error, self.version, self.reported = error, version, reported
-        self.listed = False
-
-    def recover(self) -> None:
-        """Clear the error: the worker is connected, or has a newer version."""
-        self.error, self.version, self.reported = None, 0, True
-
-
 class WorkerRegistry:
-    """Registry: admits links, notices their end, and keeps the newest weights for late joiners.
+    """Registry: has the records and links of workers, and the updates for those that join later.
 
     Args:
         model_id: Name of the model.
@@ -114,20 +62,16 @@ class WorkerRegistry:
         links: Links of the workers that are connected, by index, in its order; replaced, never
             changed, so that any thread may iterate over them.
         polls: Poll objects over the links.
-        is_joining: True until ``connect()`` no longer waits for expected workers.
         replaced: Errors of workers that died unreported and whose index has a new holder, by index.
-        arriving: Links in their handshake, with the worker's index once it is known, else -1.
-        refusals: The reasons of the last refusals.
-        initial: Indices of the workers whose initial weights are still being copied; ``None`` for
-            all.
         history: Updates for workers that join later.
         changed: Wakes the calls that wait for any change here.
         on_empty: Called when the last worker's link was lost.
         on_forget: Called with the index of a worker whose record was dropped.
         counts: Counts for :class:`SyncStats`: bytes of payloads that links took, and how often a
             worker skipped or refused a version, or came back.
-        note: Returns the text that a worker is sent while there is no update for it.
-        strangers: Returns the refusals of peers before there was a link.
+        tasks: Owner of the background tasks.
+        admission: Admits links.
+        expected: The workers that ``connect()`` waits for.
     """
 
     def __init__(
@@ -143,9 +87,6 @@ class WorkerRegistry:
         streaming: Streaming | None = None,
     ) -> None:
         self.model_id = model_id
-        self.strategy = strategy
-        self.num_workers = num_workers
-        self.expected = expected
         self.epoch: int = draw_epoch()
         self.version: int = 0
         self.streaming = streaming
@@ -156,13 +97,7 @@ class WorkerRegistry:
         self.records: dict[int, WorkerRecord] = {}
         self.links: dict[int, WorkerLink] = {}
         self.polls: LinkPolls = LinkPolls()
-        self.is_joining: bool = bool(expected)
-        # The first error of each worker, by process id.
-        self._causes: dict[int, AiosyncError] = {}
         self.replaced: dict[int, AiosyncError] = {}
-        self.arriving: dict[Transport, int] = {}
-        self.refusals: list[str] = []
-        self.initial: set[int | None] = set()
         self.history: LateJoinerUpdates = LateJoinerUpdates(parts, num_workers)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
@@ -170,9 +105,11 @@ class WorkerRegistry:
         self.counts: dict[str, int] = dict.fromkeys(
             ("wire_nbytes", "skipped", "refused", "reconnects"), 0
         )
-        self.note: Callable[[], str] = str
-        self.strangers: Callable[[], list[str]] = list
         self.tasks: TaskOwner = TaskOwner(self.crashed)
+        self.admission: Admission = Admission(
+            self, strategy, num_workers, is_joining=bool(expected)
+        )
+        self.expected: ExpectedWorkers = ExpectedWorkers(expected, self)
 
     # -- records and links ---------------------------------------------------------------------
 
@@ -197,7 +134,8 @@ class WorkerRegistry:
             newest: The newest version.
             age: Returns how many seconds ago a version was sent.
         """
-        coming = () if self.closed else (*self.expected, *self.arriving.copy().values())
+        arriving = self.admission.arriving.copy().values()
+        coming = () if self.closed else (*self.expected.indices, *arriving)
         found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
         for idx, record in self.records.copy().items():
             link, error, version = self.links.get(idx), record.error, record.had
@@ -232,74 +170,8 @@ class WorkerRegistry:
 
     # -- joining -------------------------------------------------------------------------------
 
-    def welcome(
-        self,
-        transport: Transport,
-        worker_idx: int | None = None,
-        hello: Hello | None = None,
-        *,
-        given: bool = False,
-    ) -> None:
-        """Start the handshake on a new link, in the background.
-
-        Args:
-            transport: The link.
-            worker_idx: Index of the worker, if the link belongs to one.
-            hello: The worker's Hello, if it was read already.
-            given: There will be no other link to that worker.
-        """
-        if self.crash is not None:
-            transport.abort()
-            return
-        self.arriving[transport] = -1
-        coroutine = self._welcome(transport, worker_idx, hello, given=given)
-        self.tasks.start(coroutine, "aiosync handshake")
-
-    async def _welcome(
-        self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
-    ) -> None:
-        try:
-            hello, idx = await admit(
-                transport,
-                model_id=self.model_id,
-                strategy=self.strategy,
-                epoch=self.epoch,
-                num_workers=self.num_workers,
-                worker_idx=expected_idx,
-                indices=self._indices,
-                holder=self._holder,
-                reserve=lambda idx, hello: self._reserve(transport, idx, hello),
-                hello=hello,
-                given=given,
-                note=self.note,
-            )
-        except AiosyncError as exc:
-            # The worker was told the reason; connect() repeats it if it waits for the worker in
-            # vain.
-            self.arriving.pop(transport, None)
-            self.not_let_in(str(exc))
-            if expected_idx is not None and (given or is_final(exc)):
-                # No other link will reach this worker.
-                self.not_reached(expected_idx, exc)
-            elif expected_idx is not None:
-                record = self.record(expected_idx)
-                is_lost = record.error is not None and not record.has_left
-                if is_lost and expected_idx not in self.links and record.subscribes:
-                    # With this error, send() says why the worker does not come back.
-                    record.error = exc
-            await transport.aclose()
-            self.changed.notify()
-            return
-        except BaseException:
-            # The task was cancelled, or has met a bug that crashed() is told.
-            self.arriving.pop(transport, None)
-            transport.abort()
-            raise
-        # A link that is gone from the dictionary has lost its index to the next one.
-        if self.arriving.pop(transport, None) is not None:
-            self._join(transport, idx, hello)
-
-    def _join(self, transport: Transport, idx: int, hello: Hello) -> None:
+    def join(self, transport: Transport, idx: int, hello: Hello) -> None:
+        """Connect a worker that was admitted."""
         record, old = self.record(idx), self.links.get(idx)
         newest = max(self.version, self.history.for_worker(idx).version)
         if hello.epoch == self.epoch and (hello.version or 0) > newest:
@@ -325,49 +197,6 @@ class WorkerRegistry:
         if link.hello.subscribe:
             self._offer_history(link)
         self.changed.notify()
-
-    def _indices(self) -> Iterable[int]:
-        """Return the indices in the order in which workers that ask for none get them."""
-        if self.num_workers is None:
-            return itertools.count()
-        indices = range(self.num_workers)
-        if not self.is_joining:
-            return indices
-        # A worker that came and left counts as one that came, as long as its index is its own.
-        return sorted(indices, key=lambda idx: self.record(idx).pid != 0)
-
-    def _holder(self, idx: int, hello: Hello) -> int | None:
-        """Return the process that has an index, if it is alive and its link is up; else ``None``.
-
-        The index is also free for the very receiver that has it, whose old link has broken.
-        """
-        record = self.records.get(idx)
-        if record is None or (hello.session is not None and record.session == hello.session):
-            return None
-        links = [link for link, taken in self.arriving.items() if taken == idx]
-        if idx in self.links:
-            links.append(self.links[idx].transport)
-        return record.pid if any(map(is_up, links)) else None
-
-    def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
-        for link in [link for link, taken in self.arriving.items() if taken == idx]:
-            # This link has ended during its handshake.
-            del self.arriving[link]
-            link.abort()
-        self.arriving[transport] = idx
-        record = self.record(idx)
-        self.counts["reconnects"] += hello.session is not None and hello.session == record.session
-        record.pid, record.session = hello.pid, hello.session
-        if idx in self.initial or None in self.initial:
-            return self.version
-        return self.history.for_worker(idx).version
-
-    def not_let_in(self, error: OSError | str) -> None:
-        """Note the refusal of a worker, which connect() reports if it waits in vain."""
-        text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
-        if text not in self.refusals:
-            self._log("refused", text)
-        self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
         """Note that a worker which cannot dial cannot be reached any more."""
@@ -447,7 +276,7 @@ class WorkerRegistry:
                 # Only the first line: a worker that sends long texts must not fill the log.
                 first = str(error).partition("\n")[0]
                 self._log("refused", first, link.idx, outcome.version)
-                self._keep_cause(link, error)
+                self.expected.keep_cause(link.hello.pid, error)
             if record is None or isinstance(error, WorkerLeft):
                 continue
             if error is not None and self.links.get(link.idx) is link:
@@ -460,11 +289,6 @@ class WorkerRegistry:
                     record.recover()
         self.changed.notify()
 
-    def _keep_cause(self, link: WorkerLink, error: AiosyncError) -> None:
-        """Keep the first error of a process, as another process may get its index."""
-        if self.is_joining:
-            self._causes.setdefault(link.hello.pid, error)
-
     # -- leaving -------------------------------------------------------------------------------
 
     def has_ended(self) -> bool:
@@ -475,7 +299,7 @@ class WorkerRegistry:
     def on_lost(self, link: WorkerLink, error: AiosyncError) -> None:
         """Remove a link that has ended, and record why."""
         self.polls.reset()
-        self._keep_cause(link, error)
+        self.expected.keep_cause(link.hello.pid, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
             record = self.records[link.idx]
@@ -506,7 +330,7 @@ class WorkerRegistry:
 
     def _forget(self) -> None:
         """Drop all but the last records of workers that went, as new indices may come for ever."""
-        kept = {*self.expected, *self.arriving.values()}
+        kept = {*self.expected.indices, *self.admission.arriving.values()}
         gone = [
             idx
             for idx, each in self.records.items()
@@ -533,128 +357,4 @@ class WorkerRegistry:
             with contextlib.suppress(AiosyncError):
                 link.transport.send_nowait(Leave())
             link.lose(error)
-        # A handshake task that never ran cannot close its link.
-        for transport in self.arriving:
-            transport.abort()
-
-    # -- waiting for the expected workers ------------------------------------------------------
-
-    def may_come(self, error: BaseException) -> bool:
-        """Return True if others are linked or may still come after ``connect()`` raised this."""
-        if not isinstance(error, ConnectTimeout | PartialSyncError):
-            return False
-        failed = getattr(error, "failed", self.expected)
-        return bool(self.links) or len(failed) < len(self.expected)
-
-    async def wait_until_joined(
-        self, version: int, require: Require, processes: Sequence[Any], timeout: float | None
-    ) -> None:
-        """Wait until every expected worker has applied ``version``, or has failed.
-
-        The wait ends as soon as so many processes have ended that ``require`` cannot be met.
-
-        Raises:
-            ConnectTimeout: Some expected worker did not come in time.
-            PartialSyncError: A worker came, but could not apply the weights or died.
-            ConfigError: An element of ``processes`` is no process.
-        """
-        watch = ProcessWatch(processes, self.changed.notify)
-        tolerated = len(self.expected) - Send(version, {*self.expected}, require).needed
-        failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
-        try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    self.check()
-                    failed, absent, late = self._look(version)
-                    short = self._add_ended(failed, absent, watch)
-                    settled = failed.keys() | {idx for idx in absent if self.records[idx].has_left}
-                    if settled >= {*absent, *late} or short > max(0, tolerated):
-                        break
-                    await self.changed.wait()
-        except TimeoutError as exc:
-            ended = "".join(f"; worker {idx}: {error}" for idx, error in failed.items())
-            raise ConnectTimeout(
-                f"model {self.model_id!r}: after {timeout:g} s {self.awaited(version)}{ended}. "
-                "Several schemes connect in the same order on both sides, or with connect_all()"
-            ) from exc
-        finally:
-            watch.close()
-            self.is_joining = False
-            self._causes.clear()
-        for idx, error in failed.items():
-            record = self.records[idx]
-            record.fail(error, record.version, reported=True)
-        if failed:
-            missing = {idx for idx in (*absent, *late) if not self.records[idx].has_left}
-            joined = {*self.expected} - failed.keys() - missing
-            raise PartialSyncError(acked=joined, failed=failed, version=version)
-
-    def _look(self, version: int) -> tuple[dict[int, AiosyncError], list[int], list[int]]:
-        """Return the expected workers that failed, that are absent, and that lack ``version``."""
-        failed, absent, late = dict[int, AiosyncError](), list[int](), list[int]()
-        for idx in self.expected:
-            record = self.record(idx)
-            link, error = self.links.get(idx), record.error
-            if error is not None and not record.has_left:
-                failed[idx] = error
-            if link is None:
-                absent.append(idx)
-            elif link.hello.subscribe and self.history.for_worker(idx).version:
-                has = link.visible if link.hello.has_target else link.outbox.received
-                if has < version:
-                    late.append(idx)
-        return failed, absent, late
-
-    def _add_ended(
-        self, failed: dict[int, AiosyncError], absent: Sequence[int], watch: ProcessWatch
-    ) -> int:
-        """Add the workers that will not come, as too few processes are left to become them.
-
-        Returns:
-            The number of expected workers that cannot come.
-        """
-        records, processes = self.records, watch.processes()
-        missing = [
-            idx for idx in absent if not records[idx].has_left and idx not in self.arriving.values()
-        ]
-        joined = {link.hello.pid for link in self.links.values()}
-        joined |= {records[idx].pid for idx in absent if records[idx].has_left}
-        coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
-        unknown = max(0, len(self.expected) - len(processes))
-        short = max(0, len(missing) - coming - unknown)
-        free = [idx for idx in missing if idx not in failed]
-        to_name = short - (len(missing) - len(free))
-        came = joined | {records[idx].pid for idx in failed}
-        ended = [each for each, pid in enumerate(processes) if pid in watch.ended - came]
-        for each in ended[: max(0, to_name)]:
-            # The index of that process may have been given to another one.
-            idx = each if each in free else free[0]
-            free.remove(idx)
-            cause = self._causes.get(processes[each])
-            why = " before it connected" if cause is None else f": {cause}"
-            text = f"process {processes[each]} ended{watch.exit_code(each)}{why}"
-            failed[idx] = ConnectError(text + self._refused())
-        return short
-
-    def _refused(self) -> str:
-        refusals = [*self.refusals, *self.strangers()]
-        return f"; refused: {'; '.join(refusals)}" if refusals else ""
-
-    def awaited(self, version: int) -> str:
-        """Say which expected workers are absent or lack ``version``, and what is known of them."""
-        _, absent, late = self._look(version)
-        known = [self.records[idx] for idx in absent]
-        parts = [each.where() for each in known if each.where is not None and not each.has_left]
-        left = [idx for idx in absent if self.records[idx].has_left]
-        absent = [idx for idx in absent if self.records[idx].where is None and idx not in left]
-        if left:
-            parts.append(f"workers {left} connected, and left")
-        if absent:
-            parts.append(
-                f"workers {absent} did not connect: each has to call init_on_receiver() and "
-                "connect() on its copy of this scheme in that time (timeout=), within which its "
-                "process has to start, too"
-            )
-        if late:
-            parts.append(f"workers {late} connected but have not applied the initial weights")
-        return "; ".join(parts) + self._refused()
+        self.admission.abort()

@@ -149,7 +149,7 @@ class WeightSender:
 
     def is_ready(self) -> bool:
         """Return True if every expected worker is connected and each subscriber has a version."""
-        enough = len(self.workers.links) >= max(1, self.workers.num_workers or 0)
+        enough = len(self.workers.links) >= max(1, self.workers.admission.num_workers or 0)
         return enough and all(link.visible for link in self.workers.subscribers)
 
     # -- connecting ----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class WeightSender:
             PartialSyncError: A worker came, but could not apply the initial weights or died.
         """
         workers = self.workers
-        version, workers.initial = 0, set(planned)
+        version, workers.admission.initial = 0, set(planned)
         if planned:
             workers.version = version = self._first_version
             self.meter.mark(version, time.perf_counter())
@@ -176,13 +176,13 @@ class WeightSender:
             for idx, plan in planned.items():
                 snapshot = await self.copier.take(plan)
                 snapshot.version = version
-                workers.initial.discard(idx)
+                workers.admission.initial.discard(idx)
                 workers.history.add(idx, snapshot)
                 for link in workers.subscribers:
                     if idx in (None, link.idx):
                         link.offer(snapshot)
                 self.tell()
-        await workers.wait_until_joined(version, self.require, processes, timeout)
+        await workers.expected.wait(version, self.require, processes, timeout)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class WeightSender:
         """Snapshot now, send in the background; return the version and a future of the report."""
         started = time.perf_counter()
         self.workers.check()
-        if self.workers.initial:
+        if self.workers.admission.initial:
             raise LocalProtocolError(
                 "send_nowait(): connect() is still copying the initial weights: use `await "
                 "send()`, or call it after connect()"

@@ -114,7 +114,7 @@ class ServedModel:
             on_crash=on_crash,
             streaming=streaming,
         )
-        self.workers.note = note
+        self.workers.admission.note = note
         self._meter = Meter("server", model_id, "tcp")
         self.trainer: TCPTransport | None = None
         self.version: int = 0
@@ -148,7 +148,7 @@ class ServedModel:
     @property
     def is_unused(self) -> bool:
         """True if there is no version, no trainer and no worker."""
-        return not (self.is_brought or self.workers.links or self.workers.arriving)
+        return not (self.is_brought or self.workers.links or self.workers.admission.arriving)
 
     def restore(self, stored: StoredUpdate) -> None:
         """Serve the version that an earlier process stored on disk."""
@@ -162,7 +162,7 @@ class ServedModel:
         """Serve a version to every worker; takes over the caller's reference to the snapshot."""
         workers = self.workers
         self.replaced = self._replaced_by(epoch)
-        self.version, workers.strategy = snapshot.version, strategy
+        self.version, workers.admission.strategy = snapshot.version, strategy
         if epoch != workers.epoch:
             self._let_in = ()
             workers.epoch, workers.version = epoch, 0
@@ -255,7 +255,7 @@ class ServedModel:
 
         Those workers dial again, and the handshake tells them that their strategy is wrong.
         """
-        self.workers.strategy = strategy
+        self.workers.admission.strategy = strategy
         for link in self.workers.links.values():
             if link.hello.strategy != strategy and ANY_STRATEGY not in (
                 link.hello.strategy,
@@ -270,7 +270,7 @@ class ServedModel:
             role="receiver",
             model_id=self._model_id,
             pid=os.getpid(),
-            strategy=self.workers.strategy if self.version else ANY_STRATEGY,
+            strategy=self.workers.admission.strategy if self.version else ANY_STRATEGY,
             session=self._session,
             epoch=self._epoch or None,
             version=self.version or None,
@@ -406,7 +406,7 @@ class ServedModel:
         newest = next(reversed(self.workers.history.for_worker(-1).snapshots()), None)
         return {
             "model_id": self._model_id,
-            "strategy": self.workers.strategy,
+            "strategy": self.workers.admission.strategy,
             "epoch": self._epoch,
             "version": self.version,
             "nbytes": 0 if newest is None else newest.nbytes,
@@ -611,7 +611,7 @@ class WeightServer:
                 link.channel.says_why = True  # the trainer's user can correct the error
                 await model.receive_from(link, hello)
             else:
-                model.workers.welcome(link, None, hello)
+                model.workers.admission.welcome(link, None, hello)
         except AiosyncError as exc:
             self._failed[type(exc).__name__] += 1
             await link.aclose()

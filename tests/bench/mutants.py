@@ -329,7 +329,7 @@ MUTANTS = [
     ),
     Mutant(
         "an index is given to two workers",
-        "sender/registry.py",
+        "sender/admission.py",
         "return record.pid if any(map(is_up, links)) else None",
         "return None",
         contract("index_taken"),

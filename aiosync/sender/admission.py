@@ -1,0 +1,229 @@
+"""Admission of workers: handshakes on new links, the indices that workers get, and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Protocol
+
+from aiosync._log import log
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import AiosyncError
+from aiosync.rendezvous.dialer import is_final
+from aiosync.rendezvous.handshake import admit
+from aiosync.sender.update_queue import LateJoinerUpdates
+from aiosync.sender.worker_ends import is_up
+from aiosync.sender.worker_link import WorkerLink
+from aiosync.sender.worker_record import WorkerRecord
+from aiosync.transports.base import Transport
+from aiosync.wire import Hello
+
+__all__ = ["Admission"]
+
+
+class AdmissionOwner(Protocol):
+    """The registry as the admission sees it.
+
+    Attributes:
+        model_id: Name of the model.
+        epoch: Epoch of the versions.
+        version: The version that was drawn last; 0 before any.
+        records: Records of workers, by index.
+        links: Links of the workers that are connected, by index.
+        history: Updates for workers that join later.
+        tasks: Owner of the handshakes' tasks.
+        changed: Notified when a worker was refused.
+        counts: Counts for :class:`SyncStats`, with the workers that came back.
+        crash: The exception that ended the sender; ``None`` for none.
+    """
+
+    model_id: str
+    epoch: int
+    version: int
+    records: dict[int, WorkerRecord]
+    links: dict[int, WorkerLink]
+    history: LateJoinerUpdates
+    tasks: TaskOwner
+    changed: Notifier
+    counts: dict[str, int]
+    crash: tuple[BaseException, TracebackType | None] | None
+
+    def record(self, idx: int) -> WorkerRecord:
+        """Return the record of a worker, made if there is none yet."""
+
+    def join(self, transport: Transport, idx: int, hello: Hello) -> None:
+        """Connect a worker that was admitted."""
+
+    def not_reached(self, idx: int, error: AiosyncError) -> None:
+        """Note that a worker which cannot dial cannot be reached any more."""
+
+
+class Admission:
+    """Admits links: does the handshake, gives the worker an index, and hands it to the registry.
+
+    Args:
+        registry: Owner of the records and links, which the worker joins.
+        strategy: Name of the strategy, compared in the handshake.
+        num_workers: Number of expected workers; ``None`` for any number.
+        is_joining: ``connect()`` waits for expected workers.
+
+    Attributes:
+        strategy: As given; may change.
+        num_workers: As given.
+        is_joining: True until ``connect()`` no longer waits for expected workers.
+        arriving: Links in their handshake, with the worker's index once it is known, else -1.
+        refusals: The reasons of the last refusals.
+        initial: Indices of the workers whose initial weights are still being copied; ``None`` for
+            all.
+        note: Returns the text that a worker is sent while there is no update for it.
+        strangers: Returns the refusals of peers before there was a link.
+    """
+
+    def __init__(
+        self,
+        registry: AdmissionOwner,
+        strategy: str,
+        num_workers: int | None,
+        *,
+        is_joining: bool,
+    ) -> None:
+        self._registry = registry
+        self.strategy: str = strategy
+        self.num_workers: int | None = num_workers
+        self.is_joining: bool = is_joining
+        self.arriving: dict[Transport, int] = {}
+        self.refusals: list[str] = []
+        self.initial: set[int | None] = set()
+        self.note: Callable[[], str] = str
+        self.strangers: Callable[[], list[str]] = list
+
+    def welcome(
+        self,
+        transport: Transport,
+        worker_idx: int | None = None,
+        hello: Hello | None = None,
+        *,
+        given: bool = False,
+    ) -> None:
+        """Start the handshake on a new link, in the background.
+
+        Args:
+            transport: The link.
+            worker_idx: Index of the worker, if the link belongs to one.
+            hello: The worker's Hello, if it was read already.
+            given: There will be no other link to that worker.
+        """
+        if self._registry.crash is not None:
+            transport.abort()
+            return
+        self.arriving[transport] = -1
+        coroutine = self._welcome(transport, worker_idx, hello, given=given)
+        self._registry.tasks.start(coroutine, "aiosync handshake")
+
+    async def _welcome(
+        self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
+    ) -> None:
+        registry = self._registry
+        try:
+            hello, idx = await admit(
+                transport,
+                model_id=registry.model_id,
+                strategy=self.strategy,
+                epoch=registry.epoch,
+                num_workers=self.num_workers,
+                worker_idx=expected_idx,
+                indices=self._indices,
+                holder=self._holder,
+                reserve=lambda idx, hello: self._reserve(transport, idx, hello),
+                hello=hello,
+                given=given,
+                note=self.note,
+            )
+        except AiosyncError as exc:
+            # The worker was told the reason; connect() repeats it if it waits for the worker in
+            # vain.
+            self.arriving.pop(transport, None)
+            self.not_let_in(str(exc))
+            if expected_idx is not None:
+                self._note_failure(expected_idx, exc, is_last=given or is_final(exc))
+            await transport.aclose()
+            registry.changed.notify()
+            return
+        except BaseException:
+            # The task was cancelled, or has met a bug that the registry is told.
+            self.arriving.pop(transport, None)
+            transport.abort()
+            raise
+        # A link that is gone from the dictionary has lost its index to the next one.
+        if self.arriving.pop(transport, None) is not None:
+            registry.join(transport, idx, hello)
+
+    def _note_failure(self, idx: int, error: AiosyncError, *, is_last: bool) -> None:
+        """Note why the link to a worker of this index failed; the last one ends the wait for it."""
+        if is_last:
+            self._registry.not_reached(idx, error)
+            return
+        record = self._registry.record(idx)
+        is_lost = record.error is not None and not record.has_left
+        if is_lost and idx not in self._registry.links and record.subscribes:
+            # With this error, send() says why the worker does not come back.
+            record.error = error
+
+    def _indices(self) -> Iterable[int]:
+        """Return the indices in the order in which workers that ask for none get them."""
+        if self.num_workers is None:
+            return itertools.count()
+        indices = range(self.num_workers)
+        if not self.is_joining:
+            return indices
+        # A worker that came and left counts as one that came, as long as its index is its own.
+        return sorted(indices, key=lambda idx: self._registry.record(idx).pid != 0)
+
+    def _holder(self, idx: int, hello: Hello) -> int | None:
+        """Return the process that has an index, if it is alive and its link is up; else ``None``.
+
+        The index is also free for the very receiver that has it, whose old link has broken.
+        """
+        record = self._registry.records.get(idx)
+        if record is None or (hello.session is not None and record.session == hello.session):
+            return None
+        links = [link for link, taken in self.arriving.items() if taken == idx]
+        if idx in self._registry.links:
+            links.append(self._registry.links[idx].transport)
+        return record.pid if any(map(is_up, links)) else None
+
+    def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
+        """Give an index to a worker; return the first version that it gets."""
+        registry = self._registry
+        for link in [link for link, taken in self.arriving.items() if taken == idx]:
+            # This link has ended during its handshake.
+            del self.arriving[link]
+            link.abort()
+        self.arriving[transport] = idx
+        record = registry.record(idx)
+        registry.counts["reconnects"] += (
+            hello.session is not None and hello.session == record.session
+        )
+        record.pid, record.session = hello.pid, hello.session
+        if idx in self.initial or None in self.initial:
+            return registry.version
+        return registry.history.for_worker(idx).version
+
+    def not_let_in(self, error: OSError | str) -> None:
+        """Note the refusal of a worker, which connect() reports if it waits in vain."""
+        text = error if isinstance(error, str) else f"a worker could not be let in: {error}"
+        if text not in self.refusals:
+            log(logging.INFO, "refused", text, model=self._registry.model_id)
+        self.refusals = [*[each for each in self.refusals if each != text][-2:], text]
+
+    def refused(self) -> str:
+        """Return the last refusals as the end of a sentence; "" if there are none."""
+        refusals = [*self.refusals, *self.strangers()]
+        return f"; refused: {'; '.join(refusals)}" if refusals else ""
+
+    def abort(self) -> None:
+        """End the links in their handshake, as a task that never ran cannot close its own."""
+        for transport in self.arriving:
+            transport.abort()

@@ -1,0 +1,213 @@
+"""The workers that ``connect()`` waits for, and the reasons why some do not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from aiosync._tasks import Notifier
+from aiosync.errors import (
+    AiosyncError,
+    ConnectError,
+    ConnectTimeout,
+    PartialSyncError,
+)
+from aiosync.sender.admission import Admission
+from aiosync.sender.outbox import Send
+from aiosync.sender.update_queue import LateJoinerUpdates
+from aiosync.sender.worker_ends import ProcessWatch
+from aiosync.sender.worker_link import WorkerLink
+from aiosync.sender.worker_record import WorkerRecord
+from aiosync.types import Require
+
+__all__ = ["ExpectedWorkers"]
+
+
+class JoinedWorkers(Protocol):
+    """The registry as the wait for expected workers sees it.
+
+    Attributes:
+        model_id: Name of the model.
+        records: Records of workers, by index.
+        links: Links of the workers that are connected, by index.
+        history: Updates for workers that join later.
+        changed: Wakes the wait.
+        admission: Admits links, and knows those in their handshake.
+    """
+
+    model_id: str
+    records: dict[int, WorkerRecord]
+    links: dict[int, WorkerLink]
+    history: LateJoinerUpdates
+    changed: Notifier
+    admission: Admission
+
+    def record(self, idx: int) -> WorkerRecord:
+        """Return the record of a worker, made if there is none yet."""
+
+    def check(self) -> None:
+        """Raise the error that ended the sender, if it has ended."""
+
+
+class Missing(NamedTuple):
+    """Expected workers that are not there yet, with their updates.
+
+    Attributes:
+        failed: Workers that failed, with the reason.
+        absent: Workers that are not connected.
+        late: Connected workers that have not applied the version.
+    """
+
+    failed: dict[int, AiosyncError]
+    absent: list[int]
+    late: list[int]
+
+
+class ExpectedWorkers:
+    """The workers that ``connect()`` waits for.
+
+    Args:
+        indices: Indices of the workers.
+        registry: Owner of the records and links.
+
+    Attributes:
+        indices: As given.
+    """
+
+    def __init__(self, indices: Sequence[int], registry: JoinedWorkers) -> None:
+        self.indices: Sequence[int] = indices
+        self._registry = registry
+        # The first error of each worker, by process id.
+        self._causes: dict[int, AiosyncError] = {}
+
+    def keep_cause(self, pid: int, error: AiosyncError) -> None:
+        """Keep the first error of a process, as another process may get its index."""
+        if self._registry.admission.is_joining:
+            self._causes.setdefault(pid, error)
+
+    def may_come(self, error: BaseException) -> bool:
+        """Return True if others are linked or may still come after ``connect()`` raised this."""
+        if not isinstance(error, ConnectTimeout | PartialSyncError):
+            return False
+        failed = getattr(error, "failed", self.indices)
+        return bool(self._registry.links) or len(failed) < len(self.indices)
+
+    async def wait(
+        self, version: int, require: Require, processes: Sequence[Any], timeout: float | None
+    ) -> None:
+        """Wait until every expected worker has applied ``version``, or has failed.
+
+        The wait ends as soon as so many processes have ended that ``require`` cannot be met.
+
+        Raises:
+            ConnectTimeout: Some expected worker did not come in time.
+            PartialSyncError: A worker came, but could not apply the weights or died.
+            ConfigError: An element of ``processes`` is no process.
+        """
+        registry = self._registry
+        watch = ProcessWatch(processes, registry.changed.notify)
+        tolerated = len(self.indices) - Send(version, {*self.indices}, require).needed
+        missing = Missing({}, [], [])
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    registry.check()
+                    missing = self._missing(version)
+                    short = self._add_ended(missing, watch)
+                    if self._is_settled(missing) or short > max(0, tolerated):
+                        break
+                    await registry.changed.wait()
+        except TimeoutError as exc:
+            ended = "".join(f"; worker {idx}: {error}" for idx, error in missing.failed.items())
+            raise ConnectTimeout(
+                f"model {registry.model_id!r}: after {timeout:g} s {self.awaited(version)}{ended}. "
+                "Several schemes connect in the same order on both sides, or with connect_all()"
+            ) from exc
+        finally:
+            watch.close()
+            registry.admission.is_joining = False
+            self._causes.clear()
+        if missing.failed:
+            raise self._failure(version, missing)
+
+    def _is_settled(self, missing: Missing) -> bool:
+        """Return True if each missing worker has failed or left."""
+        records = self._registry.records
+        left = {idx for idx in missing.absent if records[idx].has_left}
+        return missing.failed.keys() | left >= {*missing.absent, *missing.late}
+
+    def _failure(self, version: int, missing: Missing) -> PartialSyncError:
+        records = self._registry.records
+        for idx, error in missing.failed.items():
+            records[idx].fail(error, records[idx].version, reported=True)
+        waited = {idx for idx in (*missing.absent, *missing.late) if not records[idx].has_left}
+        joined = {*self.indices} - missing.failed.keys() - waited
+        return PartialSyncError(acked=joined, failed=missing.failed, version=version)
+
+    def _missing(self, version: int) -> Missing:
+        registry, missing = self._registry, Missing({}, [], [])
+        for idx in self.indices:
+            record = registry.record(idx)
+            link, error = registry.links.get(idx), record.error
+            if error is not None and not record.has_left:
+                missing.failed[idx] = error
+            if link is None:
+                missing.absent.append(idx)
+            elif link.hello.subscribe and registry.history.for_worker(idx).version:
+                has = link.visible if link.hello.has_target else link.outbox.received
+                if has < version:
+                    missing.late.append(idx)
+        return missing
+
+    def _add_ended(self, missing: Missing, watch: ProcessWatch) -> int:
+        """Add the workers that will not come, as too few processes are left to become them.
+
+        Returns:
+            The number of expected workers that cannot come.
+        """
+        registry, records, processes = self._registry, self._registry.records, watch.processes()
+        arriving = registry.admission.arriving.values()
+        waited = [
+            idx for idx in missing.absent if not records[idx].has_left and idx not in arriving
+        ]
+        joined = {link.hello.pid for link in registry.links.values()}
+        joined |= {records[idx].pid for idx in missing.absent if records[idx].has_left}
+        coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
+        unknown = max(0, len(self.indices) - len(processes))
+        short = max(0, len(waited) - coming - unknown)
+        free = [idx for idx in waited if idx not in missing.failed]
+        to_name = short - (len(waited) - len(free))
+        came = joined | {records[idx].pid for idx in missing.failed}
+        ended = [each for each, pid in enumerate(processes) if pid in watch.ended - came]
+        for each in ended[: max(0, to_name)]:
+            # The index of that process may have been given to another one.
+            idx = each if each in free else free[0]
+            free.remove(idx)
+            missing.failed[idx] = self._ended_early(each, processes[each], watch)
+        return short
+
+    def _ended_early(self, number: int, pid: int, watch: ProcessWatch) -> ConnectError:
+        cause = self._causes.get(pid)
+        why = " before it connected" if cause is None else f": {cause}"
+        text = f"process {pid} ended{watch.exit_code(number)}{why}"
+        return ConnectError(text + self._registry.admission.refused())
+
+    def awaited(self, version: int) -> str:
+        """Say which expected workers are absent or lack ``version``, and what is known of them."""
+        records, (_, absent, late) = self._registry.records, self._missing(version)
+        left = [idx for idx in absent if records[idx].has_left]
+        absent = [idx for idx in absent if idx not in left]
+        parts = [where() for idx in absent if (where := records[idx].where) is not None]
+        others = [idx for idx in absent if records[idx].where is None]
+        if left:
+            parts.append(f"workers {left} connected, and left")
+        if others:
+            parts.append(
+                f"workers {others} did not connect: each has to call init_on_receiver() and "
+                "connect() on its copy of this scheme in that time (timeout=), within which its "
+                "process has to start, too"
+            )
+        if late:
+            parts.append(f"workers {late} connected but have not applied the initial weights")
+        return "; ".join(parts) + self._registry.admission.refused()

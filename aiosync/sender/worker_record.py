@@ -1,0 +1,56 @@
+"""The sender's record of one worker, which stays when the worker's link ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiosync.errors import AiosyncError
+from aiosync.sender.outbox import WorkerLeft
+
+__all__ = ["WorkerRecord"]
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """The sender's record of the worker with one index.
+
+    Attributes:
+        pid: The process that the index was given to, as its Hello said.
+        session: Session of the receiver that the index was given to.
+        joined: Process of the worker that joined last.
+        subscribes: True if the worker gets every update, so that sends miss it when it is gone.
+        error: The reason why the worker is not connected; or why it refused, or did not get,
+            ``version``.
+        version: Newest version that it refused or did not get; 0 for none.
+        had: The version that the worker had when its last link ended; 0 for none.
+        reported: True if a call of the user has reported the error, or will.
+        listed: True if the report of a send to others lists the error: that is enough to forget the
+            record.
+        where: Text for errors while a worker that has to be dialled is not connected.
+    """
+
+    pid: int = 0
+    session: bytes | None = None
+    joined: int = 0
+    subscribes: bool = True
+    error: AiosyncError | None = None
+    version: int = 0
+    had: int = 0
+    reported: bool = True
+    listed: bool = False
+    where: Callable[[], str] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """True if the worker was closed and did not come back."""
+        return isinstance(self.error, WorkerLeft)
+
+    def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
+        """Note why the worker is not connected, or lacks a version."""
+        self.error, self.version, self.reported = error, version, reported
+        self.listed = False
+
+    def recover(self) -> None:
+        """Clear the error: the worker is connected, or has a newer version."""
+        self.error, self.version, self.reported = None, 0, True
