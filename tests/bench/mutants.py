@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "a buffer of the model is not copied",
         "tensors/apply.py",
-        "        if plan.copies:\n",
+        "        if plan.copies.tensors:\n",
         "        if False:\n",
         contract("everything_travels"),
     ),
@@ -548,9 +548,9 @@ MUTANTS = [
     ),
     Mutant(
         "a worker on another device copies from a slot",
-        "tensors/apply.py",
-        "            if devices != {flat.device} and (devices or not new):",
-        "            if False:",
+        "tensors/plan.py",
+        "        if self.devices != {device} and (self.devices or not new):",
+        "        if False:",
         "tests/schemes/test_device_memory.py -k 'worker_on_the_cpu'",
     ),
     Mutant(

@@ -1,0 +1,173 @@
+"""Plans: the step by which each tensor of a target gets its value.
+
+Making a plan changes nothing. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from aiosync.errors import ConfigError
+from aiosync.tensors.accelerator import accelerator
+from aiosync.tensors.buffer import Layout, in_flat_memory
+from aiosync.tensors.copying import is_plain_cpu
+from aiosync.tensors.in_place import InPlaceCopies
+from aiosync.tensors.matching import BufferChoice, Matching, Spot, Strict
+from aiosync.tensors.target_tensors import TargetTensors
+from aiosync.tensors.values import is_tensordict_params
+from aiosync.tensors.walk import Place, memory_key
+
+__all__ = ["Mode", "Plan"]
+
+Mode: TypeAlias = Literal["flip", "copy", "copy there", "replace"]
+"""The way in which tensors get their new values.
+
+``"flip"``: parameters become views of the buffer, where possible; the rest is copied in place.
+``"copy"``: everything is copied in place, with ``"copy there"`` from the memory of the device that
+has the target. ``"replace"``: new objects with memory of their own take
+the places of the old ones.
+"""
+
+
+class Plan:
+    """The steps by which weights get into a target as it is now; ints are leaf indices.
+
+    Attributes:
+        tensors: The tensors of the target.
+        assigned: The spots that get weights.
+        equal: The spots that get several leaves, which were sent separately.
+        values: Places that get values; the values of modules may be bare tensors.
+        stateless: Extra state that was not sent, and stays.
+        transient: Buffers that were sent and are not persistent, by name; without those that
+            ``buffers`` leaves out.
+        moves: Tensors that get other memory, which are ``moved``: with the flag that of the leaf,
+            without it memory of their own.
+        puts: Spots whose tensors are replaced by others; the flag means the same.
+        copies: Tensors that are copied in place.
+        devices: The accelerators of the tensors that get weights.
+        once: The target is another one afterwards, for which there is no plan yet.
+        pick: Picks, of tensors in the order of the leaves, those that ``moved`` become views of;
+            ``None`` unless that is all there is to change, and cannot fail.
+        digest: Digest of the layout.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        layout: Layout,
+        values: Mapping[str, Any],
+        mode: Mode,
+        *,
+        strict: Strict,
+        buffers: BufferChoice,
+    ) -> None:
+        """Look at a target, and change nothing.
+
+        Args:
+            target: A module, a TensorDict or a dict.
+            layout: Layout of the weights that were sent.
+            values: Non-tensor values that were sent, packed.
+            mode: The way in which tensors get their values.
+            strict: Refuse names that only one side has, and other dtypes. Buffers of a module may
+                be rounded, and either side may lack those that are no part of ``state_dict()``.
+                ``"warn"`` lets extra state be missing.
+            buffers: The buffers that get weights.
+
+        Raises:
+            ManifestMismatch: The weights do not fit; all names are listed.
+            ConfigError: The target is of an unsupported type, or has parameters that are not
+                initialised yet.
+        """
+        self.tensors: TargetTensors = TargetTensors(target)
+        in_module = self.tensors.tree is not None
+        matched = Matching(
+            self.tensors.found,
+            self.tensors.spots,
+            layout,
+            values,
+            in_module=in_module,
+            strict=strict,
+            buffers=buffers,
+        )
+        self.values: list[Place] = matched.values
+        self.stateless: list[str] = matched.stateless
+        self.transient: dict[str, torch.Tensor] = matched.transient
+        self.assigned: list[Spot] = [spot for spot in self.tensors.spots if spot.leaves]
+        self.equal: list[Spot] = [spot for spot in self.assigned if len(spot.leaves) > 1]
+        self.tensors.refuse_overlapping()
+        self.moves: list[tuple[torch.Tensor, int, bool]] = []
+        self.puts: list[tuple[Spot, int, bool]] = []
+        copies = self._sort(layout, mode, in_module=in_module)
+        self.copies: InPlaceCopies = InPlaceCopies(copies, keeps_views=mode == "flip" and in_module)
+        has = accelerator().has
+        assigned = [spot.tensor for spot in self.assigned]
+        self.devices: set[torch.device] = {each.device for each in assigned if has(each)}
+        if self.devices and mode != "copy there":
+            self.copies.allocate_on_devices(layout)
+        self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
+        self.once: bool = bool(self.puts) or not all(is_view for _, _, is_view in self.moves)
+        self.digest: bytes = layout.digest
+        self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        if self.moves and not (self.once or self.values or self.equal or copies):
+            leaves = [leaf for _, leaf, _ in self.moves]
+            self.pick = itemgetter(*leaves, leaves[-1])  # of one index it gives no sequence
+
+    def _sort(
+        self, layout: Layout, mode: Mode, *, in_module: bool
+    ) -> list[tuple[torch.Tensor, int]]:
+        """Decide the step by which each tensor gets its value; return those copied in place."""
+        copies: list[tuple[torch.Tensor, int]] = []
+        views: dict[int, Any] = {}  # leaf -> the tensor that becomes a view of it
+        for spot in self.assigned:
+            tensor, leaf = spot.tensor, spot.leaves[0]
+            memory, is_shared = memory_key(tensor), mode == "flip" and _is_shared(tensor)
+            is_replaced = tensor.is_meta or mode == "replace" or _is_split(spot)
+            is_flipped = (
+                mode == "flip"
+                and type(tensor) is nn.Parameter
+                and tensor.dtype is layout.dtypes[leaf]
+                and (is_replaced or (is_plain_cpu(tensor) and (in_module or not is_shared)))
+            )
+            # If a leaf goes to two tensors that are not tied here, the second one copies.
+            is_view = is_flipped and views.setdefault(leaf, memory) == memory
+            if is_replaced:
+                self.puts.append((spot, leaf, is_view))
+            elif is_view or (is_shared and in_module) or in_flat_memory(tensor):
+                self.moves.append((tensor, leaf, is_view))  # also if it shares its memory
+            else:
+                copies.append((tensor, leaf))
+        return copies
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise if the target is not on the device that has the weights.
+
+        Raises:
+            ConfigError: It has tensors elsewhere.
+        """
+        # Tensors on the meta device get memory where the weights are.
+        new = any(spot.tensor.is_meta for spot, *_ in self.puts)
+        if self.devices != {device} and (self.devices or not new):
+            where = ", ".join(map(str, self.devices)) or "the CPU"
+            raise ConfigError(
+                f"the weights are on {device}, and this worker's model is on {where}: use "
+                "memory='host'"
+            )
+
+
+def _is_split(spot: Spot) -> bool:
+    """Return True if only one of the two tables of a TensorDictParams has the tensor."""
+    return any(
+        is_tensordict_params(owner)
+        and spot.tensor is not owner._parameters.get(key, owner._buffers.get(key))
+        for _, owner, key, *_ in spot.places
+    )
+
+
+def _is_shared(tensor: Any) -> bool:
+    """Return True if a CPU tensor is in memory that torch shares between processes."""
+    return tensor.is_cpu and bool(tensor.is_shared())

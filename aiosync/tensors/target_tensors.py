@@ -1,0 +1,115 @@
+"""The tensors of a target as they are now, and the places where they are.
+
+Looking at a target changes nothing. This module must never import asyncio or a transport.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from aiosync.errors import ConfigError, ManifestMismatch
+from aiosync.tensors.flatten import Signature
+from aiosync.tensors.matching import Spot
+from aiosync.tensors.values import (
+    is_plain_tensordict,
+    is_tensor_collection,
+    is_tensordict_params,
+)
+from aiosync.tensors.walk import PLAIN, Found, ModuleTree, find_nested, memory_key, walk
+
+__all__ = ["TargetTensors", "is_ordinary"]
+
+
+class TargetTensors:
+    """The tensors of a target, each object once.
+
+    Args:
+        target: A module, a TensorDict or a dict.
+
+    Attributes:
+        found: All tensors with their places, and the places of values.
+        tree: The walk of a module; ``None`` for other targets.
+        spots: The tensors with their places, and the leaves that they get.
+        tensors: The tensors of the spots.
+
+    Raises:
+        ConfigError: The target is of an unsupported type, or has parameters that are not
+            initialised yet.
+        ManifestMismatch: It holds a tensor of a kind that cannot be a target.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.found: Found
+        self.tree: ModuleTree | None
+        self.found, self.tree = walk(target)
+        by_object: dict[int, Spot] = {}
+        for place in self.found.places:
+            by_object.setdefault(id(place.tensor), Spot(place.tensor, [])).places.append(place)
+        self.spots: list[Spot] = list(by_object.values())
+        self.tensors: list[torch.Tensor] = [spot.tensor for spot in self.spots]
+        self._refuse_kinds()
+        self._signature = Signature(self.tensors)
+
+    def _refuse_kinds(self) -> None:
+        """Raise if a tensor, or its container, is of a kind that cannot get weights."""
+        lazy = [spot.name for spot in self.spots if is_lazy(spot.tensor)]
+        if lazy:
+            raise ConfigError(
+                f"the target is not initialised yet: {', '.join(lazy)}; run the lazy module first"
+            )
+        made = [
+            place.name
+            for place in self.found.places
+            if is_tensor_collection(place.owner)
+            and not (is_plain_tensordict(place.owner) or is_tensordict_params(place.owner))
+        ]
+        if made:
+            raise ConfigError(
+                f"cannot apply weights to {', '.join(made)}: of containers only TensorDict, "
+                "TensorDictParams and dict can be targets, no lazy stack, part or tensorclass"
+            )
+
+    def are_those_of(self, target: Any) -> bool:
+        """Return True if the target still has these tensors as they were. Cheap for a module."""
+        tree = self.tree
+        same = tree.unchanged() if tree is not None else find_nested(target).same_as(self.found)
+        return same and self._signature.same(self.tensors)
+
+    def refuse_overlapping(self) -> None:
+        """Raise if a tensor that gets weights shares memory with one that gets other weights.
+
+        Raises:
+            ManifestMismatch: Some do; all names are listed.
+        """
+        extents = []
+        for spot in self.spots:
+            tensor = spot.tensor
+            if is_ordinary(tensor) and tensor.numel():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+                start = (str(tensor.device), tensor.data_ptr())
+                content = (spot.leaves[:1], memory_key(tensor))
+                extents.append((start, start[1] + nbytes, spot.name, content))
+        extents.sort(key=lambda extent: extent[0])
+        mismatched = {
+            name: f"has memory in common with {before}: give each its own"
+            for ((device, _), end, before, one), ((other_device, at), _, name, other) in pairwise(
+                extents
+            )
+            if device == other_device and at < end and one != other
+        }
+        if mismatched:
+            raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor is a plain strided tensor or parameter with memory to write to."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_inference())
+    )
