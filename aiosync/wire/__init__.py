@@ -20,6 +20,7 @@ from aiosync.wire.frames import (
     encode_frame,
     state_checksum,
 )
+from aiosync.wire.headers import decode_header, encode_header, is_traceparent
 from aiosync.wire.manifest import (
     ALIGNMENT,
     DEFAULT_LIMITS,
@@ -58,12 +59,8 @@ from aiosync.wire.messages import (
     Take,
     Update,
     Welcome,
-    decode_header,
-    encode_header,
-    is_traceparent,
-    stats_from,
-    stats_values,
 )
+from aiosync.wire.stats import stats_from, stats_values
 from aiosync.wire.values import MAX_DEPTH, MAX_ITEMS, encode_values
 
 __all__ = [

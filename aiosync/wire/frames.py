@@ -33,14 +33,9 @@ from aiosync.errors import (
     WireVersionMismatch,
 )
 from aiosync.types import Limits
+from aiosync.wire.headers import decode_header, encode_header
 from aiosync.wire.manifest import DEFAULT_LIMITS, Manifest
-from aiosync.wire.messages import (
-    ExtValue,
-    ManifestMessage,
-    Message,
-    decode_header,
-    encode_header,
-)
+from aiosync.wire.messages import ExtValue, ManifestMessage, Message
 
 __all__ = [
     "CHECKSUM_NBYTES",
