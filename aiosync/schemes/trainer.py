@@ -15,6 +15,7 @@ from aiosync.schemes.properties import SchemeState
 from aiosync.schemes.sources import Given, is_per_worker
 from aiosync.sender import WeightSender
 from aiosync.sender.snapshots import SnapshotCopier
+from aiosync.sender.waits import WorkerWaits
 from aiosync.tensors import Prepared, check_dtypes
 from aiosync.transports.base import Transport
 from aiosync.types import SendReport
@@ -43,10 +44,10 @@ class Trainer:
         self._children: list[multiprocessing.process.BaseProcess] = []
 
     @property
-    def waits(self) -> WeightSender:
-        """The waits of a connected trainer, which are the sender's."""
+    def waits(self) -> WorkerWaits:
+        """The waits of a connected trainer."""
         assert self.runtime is not None
-        return self.runtime
+        return self.runtime.waits
 
     def assign(self, scheme: SchemeState, life: Life, name: str, value: Any) -> None:
         """Send another model or other weights from now on; or look for it in another context."""

@@ -1,4 +1,4 @@
-"""The trainer's sender of updates: versions, sends and their deadlines, and waits for workers.
+"""The trainer's sender of updates: versions, and sends with their deadlines.
 
 A scheme owns one while it is a sender. Every worker has its own flow, so a slow or dead worker
 never delays another. A send that is cancelled while the weights are copied leaves nothing, not even
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiosync._log import FIRST_SECONDS, LOGGER, NEXT_SECONDS, Waiting, log, say_waiting
@@ -27,11 +27,11 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
-from aiosync.rendezvous.dialer import is_final
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import why_not_copied
+from aiosync.sender.waits import WorkerWaits
 from aiosync.sender.worker_link import Streaming, WorkerLink
 from aiosync.tensors import Prepared
 from aiosync.types import Require, SendReport
@@ -48,8 +48,6 @@ _TURN_SECONDS = 0.001  # Sends that wait for no worker may keep the loop busy th
 _EARLY_SECONDS = 0.002  # A loop's timer may fire this much too early.
 _RING_SECONDS = 0.005  # Until a worker that does nothing is rung.
 _RING_TURNS = 200  # Number of these periods after which it is rung again at the latest.
-# Poll interval (first, longest) for workers that send no acknowledgements.
-_LOOK_SECONDS = (0.001, 0.01)
 
 
 class WeightSender:
@@ -77,6 +75,7 @@ class WeightSender:
         workers: Registry of the workers, connected or not.
         copier: As given.
         meter: As given.
+        waits: The waits for versions of workers.
     """
 
     def __init__(
@@ -110,6 +109,7 @@ class WeightSender:
         # The flattener of a forgotten worker refers to the last weights that it got.
         self.workers.on_forget = lambda idx: copier.flatteners.pop(idx, None)
         copier.ring = self._ring
+        self.waits: WorkerWaits = WorkerWaits(self.workers, self._ring)
         self._how: How = how
         self._first_version = first_version
         self._loop = asyncio.get_running_loop()
@@ -657,116 +657,6 @@ class WeightSender:
                     link.ring()
         if self._turns:
             self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
-
-    # -- waiting for workers -------------------------------------------------------------------
-
-    async def wait_for(
-        self,
-        version: int,
-        *,
-        staged: bool = False,
-        timeout: float | None,
-        late: SyncTimeout,
-        waiting: Waiting,
-    ) -> int:
-        """Wait until every subscriber has applied at least ``version``.
-
-        Args:
-            version: The version.
-            staged: Wait only until subscribers have received all of it.
-            timeout: Seconds to wait at most; ``None`` for no limit.
-            late: The error raised after that time.
-            waiting: Entered while the call has to wait.
-
-        Returns:
-            The version of the slowest subscriber.
-
-        Raises:
-            PartialSyncError: A worker refused the version, and has nothing newer on its way; or it
-                cannot come back; or, with ``staged``, it went before it had the version.
-        """
-
-        def found() -> dict[int, int]:
-            links = self.workers.subscribers
-            return {each.idx: each.outbox.received if staged else each.visible for each in links}
-
-        def reached() -> bool:
-            versions, failed = found(), {}
-            acked = [idx for idx, each in versions.items() if each >= version]
-            for idx, record in self.workers.records.items():
-                link, error = self.workers.links.get(idx), record.error
-                if error is None or record.has_left or idx in acked or not record.subscribes:
-                    continue
-                if link is None and is_final(error):  # Nothing dials it.
-                    failed[idx] = error
-                # An update on its way to a worker that refused one may be the awaited one.
-                elif (staged or (link is not None and link.outbox.is_idle)) and (
-                    record.version >= version and (link is None or link.visible < version)
-                ):
-                    failed[idx] = error
-            if failed:
-                raise PartialSyncError(acked=acked, failed=failed, version=version)
-            # No subscriber has it: later ones get it. The call does not wait for those that left.
-            records = self.workers.records.values()
-            if not versions and version <= self.version:
-                return bool(records) and all(each.has_left for each in records)
-            return bool(versions) and len(acked) == len(versions)
-
-        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
-        # Workers may have joined or gone meanwhile.
-        return max(version, min(found().values(), default=version))
-
-    async def wait_until(
-        self,
-        condition: Callable[[], bool],
-        *,
-        timeout: float | None,
-        late: SyncTimeout,
-        waiting: Waiting,
-    ) -> None:
-        """Wait until ``condition()`` is true, which only workers change."""
-        self.workers.check()
-        if condition():
-            await asyncio.sleep(0)  # Answers come on this loop, even if no call waits.
-            return
-        try:
-            with waiting:
-                async with asyncio.timeout(timeout):
-                    while not condition():
-                        await self.workers.changed.wait()
-                        self.workers.check()
-        except TimeoutError as exc:
-            raise late from exc
-
-    async def wait_lag_below(
-        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Waiting
-    ) -> int:
-        """Wait until no worker is ``limit`` or more versions behind.
-
-        Only workers with an update on its way count: the call does not wait for a worker that
-        refused its update, or was sent none. Returns the lag of the slowest worker.
-        """
-        timer: asyncio.TimerHandle | None = None
-
-        def behind() -> dict[int, int]:
-            return {each.idx: each.lag for each in self.workers.subscribers if each.lag >= limit}
-
-        def look(pause: float) -> None:
-            nonlocal timer
-            self._ring()  # A worker that does not compute follows only if it is rung.
-            self.workers.changed.notify()
-            timer = self._loop.call_later(pause, look, min(2 * pause, _LOOK_SECONDS[1]))
-
-        look(_LOOK_SECONDS[0])
-        try:
-            await self.wait_until(lambda: not behind(), timeout=timeout, late=late, waiting=waiting)
-        except SyncTimeout as exc:
-            text = ", ".join(f"{idx} by {lag}" for idx, lag in behind().items())
-            raise type(late)(f"{late}: behind are workers {text}") from exc.__cause__
-        finally:
-            if timer is not None:
-                timer.cancel()
-        return max((link.lag for link in self.workers.subscribers), default=0)
 
     # -- closing -------------------------------------------------------------------------------
 
