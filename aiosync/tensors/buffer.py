@@ -252,10 +252,7 @@ class FlatBuffer:
         cached = self._views.get(layout.digest)
         if cached is not None:
             return cached[0]
-        if layout.nbytes > self.nbytes:
-            raise ConfigError(
-                f"the buffer has {self.nbytes} bytes, the layout needs {layout.nbytes}"
-            )
+        self._check_size(layout)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             views = [
                 self._make(dtype, leaf.shape, leaf.offset)
@@ -263,6 +260,27 @@ class FlatBuffer:
             ]
             self._views[layout.digest] = (views, list(map(torch.Tensor.data_ptr, views)))
         return views
+
+    def zero_padding(self, layout: Layout) -> None:
+        """Zero the bytes that belong to no leaf of a layout.
+
+        Args:
+            layout: A layout of at most ``nbytes`` bytes.
+
+        Raises:
+            ConfigError: The buffer is smaller than the layout.
+        """
+        self._check_size(layout)
+        for start, end in layout.padding():
+            self.array[start:end] = 0
+        self.padded_for = layout.digest
+
+    def _check_size(self, layout: Layout) -> None:
+        """Raise if the buffer is smaller than a layout."""
+        if layout.nbytes > self.nbytes:
+            raise ConfigError(
+                f"the buffer has {self.nbytes} bytes, the layout needs {layout.nbytes}"
+            )
 
     def named_views(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors in the order of a layout; a tied one under each of its names."""

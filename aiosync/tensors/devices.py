@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiosync.tensors.buffer import FlatBuffer, Layout
+    from aiosync.wire import LeafSpec
 
 __all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device"]
 
@@ -90,45 +91,41 @@ class DeviceCopies:
         self._layout = layout
         self._ring: _Ring | None = None
         self._blocks: list[_Block] = []
-        specs, dtypes = layout.manifest.leaves, layout.dtypes
-        runs: list[list[int]] = []
+        specs, small = layout.manifest.leaves, list[int]()
         for leaf in self.leaves:
             spec, tensor = specs[leaf], tensors[leaf]
             if not spec.nbytes:
                 continue
             if tensor.is_conj() or tensor.is_neg():
                 self.rest.append(leaf)
-            elif spec.nbytes > BLOCK_NBYTES:
-                if tensor.is_contiguous() and tensor.dtype is dtypes[leaf]:
-                    for at in range(0, spec.nbytes, BLOCK_NBYTES):
-                        stop = spec.offset + min(at + BLOCK_NBYTES, spec.nbytes)
-                        self._blocks.append(_Block(spec.offset + at, stop, [leaf], [], at))
-                else:
-                    self.rest.append(leaf)
-            elif (  # only padding lies between
-                runs
-                and runs[-1][-1] == leaf - 1
-                and spec.offset + spec.nbytes - specs[runs[-1][0]].offset <= BLOCK_NBYTES
-            ):
-                runs[-1].append(leaf)
+            elif spec.nbytes <= BLOCK_NBYTES:
+                small.append(leaf)
+            elif tensor.is_contiguous() and tensor.dtype is layout.dtypes[leaf]:
+                for at in range(0, spec.nbytes, BLOCK_NBYTES):
+                    stop = spec.offset + min(at + BLOCK_NBYTES, spec.nbytes)
+                    self._blocks.append(_Block(spec.offset + at, stop, [leaf], [], at))
             else:
-                runs.append([leaf])
-        ends = {leaf: specs[leaf].offset + specs[leaf].nbytes for leaf in self.leaves}
-        nbytes = max((ends[run[-1]] - specs[run[0]].offset for run in runs), default=0)
+                self.rest.append(leaf)
+        runs = _runs(specs, small)
+        nbytes = max((_end(specs[run[-1]]) - specs[run[0]].offset for run in runs), default=0)
         self._memory: torch.Tensor = api.empty(nbytes, device)
         with torch.inference_mode(False), torch.no_grad():
-            for run in runs:
-                start = specs[run[0]].offset
-                images = [
-                    self._memory[specs[leaf].offset - start : ends[leaf] - start]
-                    .view(dtypes[leaf])
-                    .view(specs[leaf].shape)
-                    for leaf in run
-                ]
-                between = ((ends[one], specs[other].offset) for one, other in pairwise(run))
-                gaps = tuple(gap for gap in between if gap[0] < gap[1])
-                self._blocks.append(_Block(start, ends[run[-1]], run, images, 0, gaps))
+            self._blocks += map(self._make_block, runs)
         self._largest = max((block.stop - block.start for block in self._blocks), default=0)
+
+    def _make_block(self, run: list[int]) -> _Block:
+        """Make the block of a run of small leaves, with their places in the device's memory."""
+        specs = [self._layout.manifest.leaves[leaf] for leaf in run]
+        start = specs[0].offset
+        images = [
+            self._memory[spec.offset - start : _end(spec) - start]
+            .view(self._layout.dtypes[leaf])
+            .view(spec.shape)
+            for leaf, spec in zip(run, specs, strict=True)
+        ]
+        between = ((_end(one), other.offset) for one, other in pairwise(specs))
+        gaps = tuple(gap for gap in between if gap[0] < gap[1])
+        return _Block(start, _end(specs[-1]), run, images, 0, gaps)
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
@@ -142,11 +139,8 @@ class DeviceCopies:
         api.synchronize(self.device)
         for block in self._blocks:
             if block.images:
-                source = self._memory[: block.stop - block.start]
                 api.copy(block.images, [tensors[leaf] for leaf in block.leaves])
-            else:
-                source = _part(tensors[block.leaves[0]], block)
-            api.transfer(host[block.start : block.stop], source)
+            api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
         api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
@@ -178,11 +172,7 @@ class DeviceCopies:
                 source = host[block.start : block.stop]
                 if ring is not None:
                     source = ring.fill(flat.array[block.start : block.stop], pool)
-                if block.images:
-                    target = self._memory[: block.stop - block.start]
-                else:
-                    target = _part(tensors[block.leaves[0]], block)
-                api.transfer(target, source)
+                api.transfer(self._device_bytes(block, tensors), source)
                 if ring is not None:
                     ring.used()
                 if block.images:
@@ -193,6 +183,15 @@ class DeviceCopies:
             tensors[leaf].copy_(views[leaf])
         if self.rest:
             api.synchronize(self.device)
+
+    def _device_bytes(
+        self, block: _Block, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the bytes of a block on the device, where a transfer reads or writes them."""
+        if block.images:
+            return self._memory[: block.stop - block.start]
+        large = tensors[block.leaves[0]].detach().view(-1).view(torch.uint8)
+        return large[block.at : block.at + block.stop - block.start]
 
     def _seen(self, flat: FlatBuffer) -> FlatBuffer:
         """Return the memory of a flat buffer; from its second transfer on pinned, if that works."""
@@ -233,10 +232,24 @@ def _nothing() -> None:
     return None
 
 
-def _part(tensor: torch.Tensor, block: _Block) -> torch.Tensor:
-    """Return the bytes of a large tensor that are in a block."""
-    data = tensor.detach().view(-1).view(torch.uint8)
-    return data[block.at : block.at + block.stop - block.start]
+def _end(spec: LeafSpec) -> int:
+    """Return the end of a leaf in a flat buffer."""
+    return spec.offset + spec.nbytes
+
+
+def _runs(specs: Sequence[LeafSpec], leaves: Iterable[int]) -> list[list[int]]:
+    """Join leaves with only padding between them into runs of at most a block each."""
+    runs: list[list[int]] = []
+    for leaf in leaves:
+        if (
+            runs
+            and runs[-1][-1] == leaf - 1
+            and _end(specs[leaf]) - specs[runs[-1][0]].offset <= BLOCK_NBYTES
+        ):
+            runs[-1].append(leaf)
+        else:
+            runs.append([leaf])
+    return runs
 
 
 def copies_by_device(

@@ -177,17 +177,11 @@ class Prepared:
             ConfigError: The buffer is too small.
         """
         layout, plan, program = self.layout, self.plan, self.plan.program
-        if flat.nbytes < layout.nbytes:
-            raise ConfigError(
-                f"the buffer has {flat.nbytes} bytes, the layout needs {layout.nbytes}"
-            )
         if flat.padded_for != layout.digest:
             if isinstance(flat, DeviceBuffer):  # It is never padded.
                 copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
                 return
-            for start, end in layout.padding():
-                flat.array[start:end] = 0
-            flat.padded_for = layout.digest
+            flat.zero_padding(layout)
         if plan.devices:
             for copies in plan.on_devices:
                 copies.gather(self.tensors, flat)
@@ -335,12 +329,7 @@ class Flattener:
             found = tree.select(self.extract_as)
         values = found.pack()
         tensors = found.tensors
-        if plan is None or plan.names != _names(found) or not plan.fits(tensors):
-            leaves = self._cast(found, to_leaves(found, values))
-            layout = Layout.plan(leaves, self._limits)
-            if plan is not None and plan.layout.digest == layout.digest:
-                layout = plan.layout
-            plan = self._plan = _Plan(found, layout)
+        plan = self._plan = self._plan_for(found, tensors, values)
         plan.outline = keys
         prepared = plan.prepared(tensors, values)
         is_steady = (
@@ -351,14 +340,42 @@ class Flattener:
         self._tree, self._steady = tree, prepared if is_steady else None
         return prepared
 
-    def _cast(self, found: Found, leaves: Leaves) -> Sequence[Leaf]:
-        """Return the leaves, those with another dtype on the way replaced by meta tensors of it."""
-        rule, used, cast = self._rule, set[Pattern](), list[Leaf]()
-        if rule is None:
-            return leaves.leaves
+    def _plan_for(
+        self, found: Found, tensors: Sequence[torch.Tensor], values: dict[str, Any]
+    ) -> _Plan:
+        """Return the last plan if it fits, or else a new one, with the last layout if that fits."""
+        last = self._plan
+        if last is not None and last.names == _names(found) and last.fits(tensors):
+            return last
+        leaves = to_leaves(found, values)
+        cast = leaves.leaves if self._rule is None else self._cast(self._rule, found, leaves)
+        layout = Layout.plan(cast, self._limits)
+        if last is not None and last.layout.digest == layout.digest:
+            layout = last.layout
+        return _Plan(found, layout)
+
+    def _cast(self, rule: DtypeRule, found: Found, leaves: Leaves) -> list[Leaf]:
+        """Return the leaves, each with a meta tensor of the dtype that it has on the way."""
+        used = set[Pattern]()
+        dtypes = self._choose_dtypes(rule, found, leaves, used)
+        spare = [pattern.text for pattern in rule.patterns if pattern not in used]
+        if spare and leaves.leaves:
+            raise ConfigError(
+                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
+                f"{len(dtypes)} is named {leaves.leaves[0].name!r}. Correct or remove them"
+            )
+        return [
+            replace(leaf, tensor=torch.empty(leaf.tensor.shape, dtype=dtype, device="meta"))
+            for leaf, dtype in zip(leaves.leaves, dtypes, strict=True)
+        ]
+
+    def _choose_dtypes(
+        self, rule: DtypeRule, found: Found, leaves: Leaves, used: set[Pattern]
+    ) -> list[torch.dtype]:
+        """Return the dtype of each leaf on the way; log the buffers that are not rounded."""
         inside = inner_names(leaves.values)
         buffers = {place.name: place for place in found.places if place.kind == "buffer"}
-        exact: list[str] = []
+        dtypes, exact = list[torch.dtype](), list[str]()
         for leaf in leaves.leaves:
             names, now = (leaf.name, *leaf.aliases), leaf.tensor.dtype
             dtype = rule.find(names, now, used)
@@ -367,22 +384,16 @@ class Flattener:
             elif rule.for_all and buffers.keys() >= {*names}:
                 if now is torch.float64 is not dtype:
                     exact.append(leaf.name)
-                if now is torch.float64 or not any(buffers[name].persistent for name in names):
+                    dtype = now
+                elif not any(buffers[name].persistent for name in names):
                     dtype = max(now, dtype, key=attrgetter("itemsize"))
-            look = torch.empty(leaf.tensor.shape, dtype=dtype, device="meta")
-            cast.append(replace(leaf, tensor=look))
-        spare = [pattern.text for pattern in rule.patterns if pattern not in used]
-        if spare and cast:
-            raise ConfigError(
-                f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
-                f"{len(cast)} is named {cast[0].name!r}. Correct or remove them"
-            )
+            dtypes.append(dtype)
         if exact and exact != self._told:
             self._told = exact
             text = f"these float64 buffers are sent as they are: {', '.join(exact)}; "
             text += 'to cast them, too, pass wire_dtype={"*": dtype}'
             log(logging.INFO, "planned", text, model=None)
-        return cast
+        return dtypes
 
 
 class _Program:

@@ -266,18 +266,11 @@ class WeightMap:
         """Yield names, the tensors of which each is made, and the dimension that joins several."""
         waiting: dict[tuple[_Fused, str], tuple[tuple[str, ...], dict[int, Any]]] = {}
         for name, tensor in weights:
-            spec, index, captured = next(
-                (
-                    (spec, index, captured)
-                    for spec in self._merges
-                    for index, part in enumerate(spec.parts)
-                    if (captured := part.match(name, used)) is not None
-                ),
-                (None, 0, ()),
-            )
-            if spec is None:
+            found = self._find_merge(name, used)
+            if found is None:
                 yield name, [tensor], 0
                 continue
+            spec, index, captured = found
             used.add(spec.fused)
             fused = spec.fused.fill(captured)
             parts = waiting.setdefault((spec, fused), (captured, {}))[1]
@@ -302,6 +295,15 @@ class WeightMap:
                 hint=f"They are parts of {', '.join(fused for _, fused in waiting)}. "
                 "Have the trainer send them, or correct merge.",
             )
+
+    def _find_merge(self, name: str, used: set[Pattern]) -> tuple[_Fused, int, Any] | None:
+        """Return the merge that a name is a part of, its index there, and what its stars are."""
+        for spec in self._merges:
+            for index, part in enumerate(spec.parts):
+                captured = part.match(name, used)
+                if captured is not None:
+                    return spec, index, captured
+        return None
 
 
 def _twice(name: str) -> ConfigError:
@@ -333,22 +335,15 @@ class _Fused:
         has_dim = isinstance(spec, tuple) and len(spec) == 2 and type(spec[1]) is int
         parts, dim = spec if has_dim else (spec, 0)
         self.dim: int = dim
-        is_right = isinstance(parts, Mapping if option == "split" else Sequence)
-        names = list(parts) if is_right and not isinstance(parts, str) else []
         self.sizes: list[Any] = list(parts.values()) if isinstance(parts, Mapping) else []
-        if (
-            len(names) < 2
-            or not _all_names(names)
-            or len(set(names)) != len(names)
-            or not all(type(size) is int and size >= -1 for size in self.sizes)
-            or self.sizes.count(-1) > 1
-        ):
+        is_right = isinstance(parts, Mapping if option == "split" else Sequence)
+        if not (is_right and _are_parts(parts) and _are_sizes(self.sizes)):
             raise ConfigError(
                 f"{option} of {text!r} must have two or more part patterns, each once, a split "
                 f"with sizes of at least 0, or -1 once, and perhaps a dimension, got {spec!r}"
             )
         self.fused = Pattern(text, option)
-        self.parts = [Pattern(name, option, self.fused) for name in names]
+        self.parts = [Pattern(name, option, self.fused) for name in parts]
 
     def split(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the parts of a tensor, as views.
@@ -382,6 +377,16 @@ class _Fused:
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Correct merge.")
         return dim
+
+
+def _are_parts(names: Any) -> bool:
+    """Return True for two or more names, each once."""
+    return not isinstance(names, str) and _all_names(names) and 2 <= len(set(names)) == len(names)
+
+
+def _are_sizes(sizes: list[Any]) -> bool:
+    """Return True for sizes of at least 0, or -1 once."""
+    return all(type(size) is int and size >= -1 for size in sizes) and sizes.count(-1) <= 1
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:

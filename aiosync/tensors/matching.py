@@ -119,14 +119,11 @@ class Matching:
         index = self._layout.index
         names = [name for place in spot.places for name in self._names.of(place)]
         sent = {index[name]: name for name in reversed(names) if name in index}
-        plain = [] if sent else [name for name in names if name in self._sent_values]
-        for name in plain:
-            kind = type(self._sent_values[name]).__name__
-            self._mismatched[name] = f"expected a tensor, got a {kind}"
-        self._taken.update(names if sent else plain)
-        if not (sent or plain or spot.is_optional):
-            self._missing += names
-        if sent and spot.is_optional and not spot.tensor.is_meta and self._stays(spot, sent):
+        if not sent:
+            self._note_absence(spot, names)
+            return
+        self._taken.update(names)
+        if spot.is_optional and not spot.tensor.is_meta and self._stays(spot, sent):
             return
         for leaf, name in sent.items():
             shape, dtype = self._layout.manifest.leaves[leaf].shape, self._layout.dtypes[leaf]
@@ -134,6 +131,16 @@ class Matching:
             if why:
                 self._mismatched[name] = why
         spot.leaves = sorted(sent)
+
+    def _note_absence(self, spot: Spot, names: Iterable[str]) -> None:
+        """Note that no tensor was sent under the names of a spot; perhaps values were."""
+        values = [name for name in names if name in self._sent_values]
+        for name in values:
+            kind = type(self._sent_values[name]).__name__
+            self._mismatched[name] = f"expected a tensor, got a {kind}"
+        self._taken.update(values)
+        if not (values or spot.is_optional):
+            self._missing += names
 
     def _stays(self, spot: Spot, leaves: Iterable[int]) -> bool:
         """Note a buffer that is not persistent; return True if it keeps the worker's values."""
@@ -157,23 +164,27 @@ class Matching:
 
     def _refuse_misfits(self) -> None:
         """Raise if anything does not fit, with all names."""
-        inner, unexpected = inner_names(self._sent_values), self._find_unexpected()
-        lost = sorted(inner - self._layout.index.keys())
-        disjoint = bool(not self._taken and self._missing and unexpected)
-        tells_all = bool(self._strict) or disjoint
-        if not (self._mismatched or lost or (tells_all and (self._missing or unexpected))):
-            return
+        missing, unexpected = self._missing, self._find_unexpected()
+        is_disjoint = not self._taken and missing and unexpected
+        if not (self._strict or is_disjoint):
+            missing, unexpected = [], []  # each side may have names that the other lacks
+        lost = sorted(inner_names(self._sent_values) - self._layout.index.keys())
+        if missing or lost or unexpected or self._mismatched:
+            raise ManifestMismatch(
+                missing=[*missing, *lost],
+                unexpected=unexpected,
+                mismatched=self._mismatched,
+                hint=self._hint(),
+            )
+
+    def _hint(self) -> str:
+        """Return the advice for an update that does not fit."""
         hint, reasons = "Nothing was changed.", self._mismatched.values()
         if any("dtype" in why for why in reasons):
             hint += _DTYPE_HINT
         if self._strict and all(why.startswith("expected dtype") for why in reasons):
             hint += _STRICT_HINT
-        raise ManifestMismatch(
-            missing=[*self._missing, *lost] if tells_all else lost,
-            unexpected=unexpected if tells_all else (),
-            mismatched=self._mismatched,
-            hint=hint,
-        )
+        return hint
 
     def _find_unexpected(self) -> list[str]:
         """Return the names that were sent and belong nowhere, except transient buffers."""
@@ -226,13 +237,7 @@ def _leading(found: Found, sent: Set[str]) -> str:
 def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: object) -> str:
     """Return a text on the differences of a leaf from its tensor; empty if it fits."""
     tensor = spot.tensor
-    # A tensor on the meta device fits, because it gets memory.
-    if not (
-        type(tensor) in PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-    ):
+    if not _takes_weights(tensor):
         kind = type(tensor)
         return (
             f"the target is a {kind.__module__}.{kind.__qualname__} ({tensor.layout}), and only "
@@ -250,3 +255,13 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
     if tensor.dtype is not dtype and (exact or not castable):
         parts.append(f"expected dtype {tensor.dtype}, got {dtype}".replace("torch.", ""))
     return "; ".join(parts)
+
+
+def _takes_weights(tensor: torch.Tensor) -> bool:
+    """Return True if weights can be copied into a tensor; one on the meta device gets memory."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    )

@@ -72,12 +72,7 @@ def gather_weights(
         tensor = place.tensor
         if id(tensor) not in whole:
             full = _gather(place) if _is_sharded(tensor) else tensor.detach()
-            if keep and device is not None:
-                full = full.to(device)
-            full = full if keep else full.new_empty(0)
-            # A buffer is marked, so that the sender knows that wire_dtype= may have to leave it
-            # alone.
-            whole[id(tensor)] = nn.Buffer(full) if place.kind == "buffer" else full
+            whole[id(tensor)] = _as_result(full, place, device) if keep else full.new_empty(0)
         result[place.name] = whole[id(tensor)]
     result.update((name, place.read()) for name, place in found.values.items())
     return result if keep else {}
@@ -112,6 +107,14 @@ def _gather(place: Place) -> torch.Tensor:
     except RuntimeError as exc:
         raise TransportBroken(f"gathering {place.name!r} from its mesh failed: {exc}") from exc
     return whole
+
+
+def _as_result(full: torch.Tensor, place: Place, device: torch.device | str | None) -> torch.Tensor:
+    """Return a whole tensor on the device of the result, marked if it is a buffer."""
+    if device is not None:
+        full = full.to(device)
+    # A buffer is marked, so that the sender knows that wire_dtype= may have to leave it alone.
+    return nn.Buffer(full) if place.kind == "buffer" else full
 
 
 def _meet(picked: Sequence[Place], timeout: float | None) -> None:

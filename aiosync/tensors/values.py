@@ -85,33 +85,42 @@ def pack_value(
     if depth <= 0:
         raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
 
-    def pack(key: Any, item: Any, levels: int) -> Any:
-        return pack_value(f"{name}.{key}", item, add_tensor, depth - levels)
-
     if is_non_tensor(value) and not is_tensordict(value):  # a stack of values is both
         return pack_value(name, value.data, add_tensor, depth - 1)
-    if is_plain_tensordict(value):
-        items = {key: pack(key, item, 2) for key, item in value.items()}
-        return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": items}
-    if kind is list:
-        return [pack(index, item, 1) for index, item in enumerate(value)]
-    if kind is tuple:
-        return {_MARK: "tuple", "items": [pack(at, item, 1) for at, item in enumerate(value)]}
     if (special := _special_name(value)) is not None:
         plain = dict(value) if isinstance(value, dict) else list(value)
         return {_MARK: special, "items": pack_value(name, plain, add_tensor, depth - 1)}
-    if kind is dict:
-        if all(type(key) is str for key in value) and _MARK not in value:
-            return {key: pack(key, item, 1) for key, item in value.items()}
-        if {type(key) for key in value} <= _SCALARS:
-            pairs = [[key, pack(key, item, 3)] for key, item in value.items()]
-            return {_MARK: "dict", "items": pairs}
+
+    def pack(key: Any, item: Any, levels: int) -> Any:
+        return pack_value(f"{name}.{key}", item, add_tensor, depth - levels)
+
+    if (packed := _pack_container(value, pack)) is not None:
+        return packed
     raise ConfigError(
         f"value {name!r} cannot travel: it is a {kind.__module__}.{kind.__qualname__}; only "
         "tensors, None, bool, int, float, str, bytes, torch.Size, and lists, tuples, TensorDicts "
         "and dicts with plain keys can (OrderedDict, Counter, and defaultdict of int, float, list, "
         "dict or None, too), and no subclass: have get_extra_state() return one of these"
     )
+
+
+def _pack_container(value: Any, pack: Callable[[Any, Any, int], Any]) -> Any:
+    """Return a container of a plain type with its items packed; ``None`` for any other value."""
+    kind = type(value)
+    if kind in (list, tuple):
+        items = [pack(index, item, 1) for index, item in enumerate(value)]
+        return items if kind is list else {_MARK: "tuple", "items": items}
+    if is_plain_tensordict(value):
+        inner = {key: pack(key, item, 2) for key, item in value.items()}
+        return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": inner}
+    if kind is not dict:
+        return None
+    kinds = set(map(type, value))
+    if kinds <= {str} and _MARK not in value:
+        return {key: pack(key, item, 1) for key, item in value.items()}
+    if kinds <= _SCALARS:
+        return {_MARK: "dict", "items": [[key, pack(key, item, 3)] for key, item in value.items()]}
+    return None
 
 
 def _special_name(value: Any) -> str | None:
@@ -136,6 +145,13 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return [unpack_value(item, tensor) for item in value]
     if not isinstance(value, Mapping):
         return value
+    if _MARK in value:
+        return _unpack_marked(value, tensor)
+    return {key: unpack_value(item, tensor) for key, item in value.items()}
+
+
+def _unpack_marked(value: Mapping[Any, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuild a value that was packed as a mapping with the mark of its type."""
     match value:
         case {"__aiosync__": "tensor", "name": str(name)}:
             return tensor(name)
@@ -158,9 +174,7 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
                 return cls(*first, unpack_value(content, tensor))
             except (TypeError, ValueError) as exc:
                 raise ConfigError(f"a packed {special} has other items: {exc}") from exc
-        case {"__aiosync__": other}:
-            raise ConfigError(f"a packed value is no {other!r} that a trainer packs")
-    return {key: unpack_value(item, tensor) for key, item in value.items()}
+    raise ConfigError(f"a packed value is no {value[_MARK]!r} that a trainer packs")
 
 
 def set_item(td: Any, key: Any, value: Any) -> None:

@@ -200,6 +200,15 @@ def plain_name(name: str) -> str:
     return ".".join([*(part for part in path if part not in (_COMPILED, _CHECKPOINTED)), last])
 
 
+def _differs_soon(value: Any) -> bool:
+    """Return True if ``==`` of a value in a table with any other object is false, or raises, soon.
+
+    A replaced child may say that it is equal to the old one, a tensor of one element may equal
+    another, and comparing large tensors takes long.
+    """
+    return value is None or (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
+
+
 class ModuleTree:
     """Every parameter and buffer of a module, under every name, in ``state_dict()`` order.
 
@@ -232,19 +241,12 @@ class ModuleTree:
             # Comparing whole dicts is by far the quickest way, because identical objects are not
             # compared any further.
             self._saved = [tuple(map(copy, _facts(each))) for each in self._dicts]
-            # In these tables the objects themselves are compared: a replaced child may say that it
-            # is equal to the old one, a tensor of one element may equal another, and comparing
-            # large tensors takes long. In all other tables, `==` of a value with any other object
-            # is false or raises, and does so soon.
+            # In these tables the objects themselves are compared, as `==` may mislead or take long.
             self._exact = [
                 table
                 for each in self._dicts
                 for table in _tables(each)
-                if any(
-                    value is not None
-                    and not (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
-                    for value in table.values()
-                )
+                if not all(map(_differs_soon, table.values()))
             ]
             self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 

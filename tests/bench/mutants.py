@@ -465,8 +465,8 @@ MUTANTS = [
     Mutant(
         "a copy from an accelerator counts before it has ended",
         "tensors/devices.py",
-        "block.stop], source)\n        api.synchronize(self.device)\n",
-        "block.stop], source)\n",
+        "self._device_bytes(block, tensors))\n        api.synchronize(self.device)\n",
+        "self._device_bytes(block, tensors))\n",
         "tests/tensors/test_devices.py -k 'thousand'",
     ),
     Mutant(
