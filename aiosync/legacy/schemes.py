@@ -7,7 +7,6 @@ which makes links of the newer generation. Must not import torch.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -699,11 +698,14 @@ class WeightSyncScheme(SchemeOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
-        return {**own, "_scheme": copy.copy(self._scheme)}
+        # Its state stands for the scheme, because a copy of that must not be copied once more.
+        return {**own, "_scheme": self._scheme.__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._adopt(state["_scheme"])
+        scheme = object.__new__(self._stands_on)
+        scheme.__setstate__(state["_scheme"])
+        self._adopt(scheme)
 
     @in_every_state
     def __repr__(self) -> str:
