@@ -53,7 +53,7 @@ _OF_THIS_PROCESS = ("_background", "_cached", "_pid", "_receiver", "_sender")
 """Attributes of a scheme that its copies do not have."""
 
 _adapters: dict[type[facade.WeightSyncScheme], type[WeightSyncScheme]] = {}
-"""The schemes of this generation, by the class on whose objects theirs stand."""
+"""The schemes of this generation, by the class of the scheme that each stands on."""
 
 _SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
@@ -79,7 +79,7 @@ class _Unlinked(facade.WeightSyncScheme):
 
 
 class _ForReceiver(attribute[Any]):
-    """A model or context, which also the receiver with a transport gets when it is assigned."""
+    """The model, the weights or the context; a receiver with a transport gets a new one, too."""
 
     def __set__(self, scheme: Any, value: Any) -> None:
         super().__set__(scheme, value)
@@ -116,7 +116,7 @@ class WeightSyncScheme(SchemeOptions):
     _follows = False  # True if a worker's model may change without a call of the program
 
     def __init_subclass__(cls, stands_on: type[facade.WeightSyncScheme] | None = None) -> None:
-        """Make the objects stand on schemes of a class, as whose instances they count, too."""
+        """Let objects of the class stand on schemes of another one, and count as its instances."""
         super().__init_subclass__()
         mirror_options(cls)
         if stands_on is not None:
@@ -170,7 +170,7 @@ class WeightSyncScheme(SchemeOptions):
 
     strategy_str = strategy
 
-    # -- the members of the scheme below ---------------------------------------------------------
+    # -- members of the scheme that this one stands on -------------------------------------------
 
     _strategy: attribute[WeightStrategy] = attribute(facade.WeightSyncScheme.strategy)
     model_id: attribute[str | None] = attribute(facade.WeightSyncScheme.model_id)
