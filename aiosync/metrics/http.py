@@ -156,34 +156,53 @@ class HttpServer:
         return host in self._names
 
     async def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
-        head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
-        line, *fields = head.split("\r\n")
-        words, status, kind, body = line.split(" "), HTTPStatus.NOT_FOUND, TEXT, b""
-        target = _TARGET.fullmatch(words[1]) if len(words) == 3 and words[1] else None
-        hosts = [each[5:] for each in fields if each.lower().startswith("host:")]
-        if target is not None and target[1]:
-            hosts = [target[1]]  # the host of an absolute URL counts instead of the Host field
-        path = "" if target is None else target[2] or "/"
-        if not (ended and path and words[2].startswith("HTTP/1.") and len(hosts) <= 1):
-            status = HTTPStatus.BAD_REQUEST
-        elif hosts and not await self._is_name_of_this(_host_of(hosts[0])):
-            status = HTTPStatus.MISDIRECTED_REQUEST
-            body = (
-                f"{_host_of(hosts[0])!r} is no name of this host: ask by address, or allow the "
-                "name with allow_hosts=, or --allow-host\n"
-            ).encode()
-        elif words[0] != "GET":
-            status = HTTPStatus.METHOD_NOT_ALLOWED
-        elif path in self._pages:
-            found = self._pages[path](fields)
-            if not isinstance(found, tuple):
-                return found
-            status, kind, body = found
-        body = body or f"{status.phrase}\n".encode()
-        return (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-            f"Content-Length: {len(body)}\r\nAllow: GET\r\nConnection: close\r\n\r\n"
-        ).encode() + body
+        parsed = _parse(request)
+        if parsed is None:
+            return _reply(HTTPStatus.BAD_REQUEST)
+        method, path, host, fields = parsed
+        if not await self._is_name_of_this(host):
+            return _reply(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                TEXT,
+                (
+                    f"{host!r} is no name of this host: ask by address, or allow the name with "
+                    "allow_hosts=, or --allow-host\n"
+                ).encode(),
+            )
+        if method != "GET":
+            return _reply(HTTPStatus.METHOD_NOT_ALLOWED)
+        if path not in self._pages:
+            return _reply(HTTPStatus.NOT_FOUND)
+        found = self._pages[path](fields)
+        return _reply(*found) if isinstance(found, tuple) else found
+
+
+def _parse(request: bytes) -> tuple[str, str, str, list[str]] | None:
+    """Return method, path, host and header lines of a request; ``None`` if it is none of HTTP/1.
+
+    The host is empty if the client names none.
+    """
+    head, ended, _ = request.decode("latin-1").partition("\r\n\r\n")
+    line, *fields = head.split("\r\n")
+    words = line.split(" ")
+    target = _TARGET.fullmatch(words[1]) if len(words) == 3 and words[1] else None
+    if target is None or not (ended and words[2].startswith("HTTP/1.")):
+        return None
+    hosts = [each[5:] for each in fields if each.lower().startswith("host:")]
+    if target[1]:
+        hosts = [target[1]]  # the host of an absolute URL counts instead of the Host field
+    if len(hosts) > 1:
+        return None
+    return words[0], target[2] or "/", _host_of(hosts[0]) if hosts else "", fields
+
+
+def _reply(status: HTTPStatus, kind: str = TEXT, body: bytes = b"") -> bytes:
+    """Return the bytes of an answer; an empty body becomes a line with the status."""
+    body = body or f"{status.phrase}\n".encode()
+    return (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(body)}\r\nAllow: GET\r\nConnection: close\r\n\r\n"
+    ).encode() + body
 
 
 def _host_of(authority: str) -> str:
