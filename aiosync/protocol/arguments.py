@@ -62,17 +62,22 @@ def validate_seconds(
     """
     if value is None and none:
         return
+    seconds = _as_float(value)
+    if (seconds > 0 or (zero and seconds == 0)) and (endless or not math.isinf(seconds)):
+        return
+    wanted = "seconds of at least 0" if zero else "positive seconds"
+    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {_show(value)}")
+
+
+def _as_float(value: Any) -> float:
+    """Return a real number as a float; NaN for any other value."""
     # Fractions are refused: before Python 3.12 they lack the number formats of error texts.
     exact = isinstance(value, Rational) and not isinstance(value, Integral)
     if isinstance(value, Real) and not (exact or isinstance(value, bool)):
-        seconds = math.nan
         # An int can be larger than every float. It is then refused like a NaN.
         with contextlib.suppress(OverflowError):
-            seconds = float(value)
-        if (seconds > 0 or (zero and seconds == 0)) and (endless or not math.isinf(seconds)):
-            return
-    wanted = "seconds of at least 0" if zero else "positive seconds"
-    raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {_show(value)}")
+            return float(value)
+    return math.nan
 
 
 def _show(value: Any) -> str:

@@ -78,11 +78,7 @@ class Assembly:
         index, count = update.chunk or (0, 1)
         good, is_last = len(self._sums), index == count - 1
         if index == 0 and (self._resumed or not good):
-            self._sums, self._count, self._size = [], count, nbytes
-            follows = nbytes == self.nbytes
-            if count > 1:
-                aligned = nbytes > 0 and nbytes % ALIGNMENT == 0
-                follows = aligned and count == -(-self.nbytes // nbytes)
+            follows = self._begin(count, nbytes)
         else:
             follows = (index, count) == (good, self._count) and nbytes == min(
                 self._size, self.nbytes - self.good_nbytes
@@ -101,6 +97,13 @@ class Assembly:
         raise RemoteProtocolError(
             f"chunk {index} of {count} of version {update.version} with {nbytes} bytes {why}"
         )
+
+    def _begin(self, count: int, nbytes: int) -> bool:
+        """Begin the payload with a first chunk; return True if the size of the chunk fits."""
+        self._sums, self._count, self._size = [], count, nbytes
+        if count == 1:
+            return nbytes == self.nbytes
+        return nbytes > 0 and nbytes % ALIGNMENT == 0 and count == -(-self.nbytes // nbytes)
 
     def arrived(self, update: Update, found: bytes) -> bool:
         """Register that the bytes of a chunk are at the place that :meth:`place` returned.
