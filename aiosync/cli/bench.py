@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,7 +76,7 @@ def bench(
     """
     errors = errors_to()
     with failing("bench", errors) as exit_status:
-        from aiosync.bench import choose, profiles, show
+        from aiosync.bench import show
 
         ended = 0
         if source is not None:
@@ -83,11 +84,7 @@ def bench(
                 raise ConfigError("--from shows a whole file, and goes with no choice of a part")
             results = _read(source)
         else:
-            plans = profiles()
-            name = profile or "quick"
-            if name not in plans:
-                raise ConfigError(f"--profile: there is no {name}; there is: {', '.join(plans)}")
-            plan = choose(plans[name], transport or (), workload or (), workers or ())
+            plan = _choose(profile, transport, workload, workers)
             if json_to not in (None, "-"):
                 write_text("--json", json_to, "")  # a bad path has to fail before the run
             exit_status[0] = 1
@@ -102,6 +99,21 @@ def bench(
         if ended:
             errors.print("Stopped by Ctrl-C; every worker has ended.")
         raise typer.Exit(ended or int(results.failed))
+
+
+def _choose(
+    profile: str | None,
+    transports: Sequence[str] | None,
+    workloads: Sequence[str] | None,
+    workers: Sequence[int] | None,
+) -> Plan:
+    """Return the part of a profile that the options choose."""
+    from aiosync.bench import choose, profiles
+
+    plans, name = profiles(), profile or "quick"
+    if name not in plans:
+        raise ConfigError(f"--profile: there is no {name}; there is: {', '.join(plans)}")
+    return choose(plans[name], transports or (), workloads or (), workers or ())
 
 
 def _read(path: Path) -> Results:

@@ -108,14 +108,8 @@ def save_weights(
     try:
         with replacing(path) as (file, temporary):
             if safetensors is not None:
-                own, seen = dict[str, torch.Tensor](), set[int]()
-                # The package refuses tensors that share memory; only those few are copied.
-                for name, each in tensors.items():
-                    memory = each.untyped_storage().data_ptr()
-                    own[name] = (each.clone() if memory in seen else each).contiguous()
-                    seen.add(memory)
                 # The package replaces the temporary file by a private file of its own.
-                safetensors.torch.save_file(own, temporary, texts)
+                safetensors.torch.save_file(_unshared(tensors), temporary, texts)
             elif path.lower().endswith(".ckpt"):
                 torch.save({"state_dict": dict(mapping), "metadata": texts}, file)
             else:
@@ -210,6 +204,16 @@ def _is_state_dict(value: Mapping[Any, Any]) -> bool:
 
 
 # -- safetensors ------------------------------------------------------------------------------
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors, copied where they share memory, which the package refuses."""
+    own, seen = dict[str, torch.Tensor](), set[int]()
+    for name, each in tensors.items():
+        memory = each.untyped_storage().data_ptr()
+        own[name] = (each.clone() if memory in seen else each).contiguous()
+        seen.add(memory)
+    return own
 
 
 def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
