@@ -268,12 +268,7 @@ class WeightFeed:
         """State of the feed and its link to the source, at this moment."""
         now, version, receiver = time.monotonic(), self.gate.version, self._receiver
         causes = self._causes() if self._users else []
-        reason = "; ".join(text for _, text in causes)
-        state: Any = "starting" if self.gate.waits_for else "stale" if causes else "live"
-        if not self._users:
-            state, reason = "closed", "the feed is not running: start it with `async with feed`"
-        elif self._crash is not None:
-            state, reason = "failed", f"{type(self._crash).__name__}: {self._crash}"
+        state, reason = self._state(causes)
         refusing = None if receiver is None else receiver.ledger.refusing
         return FeedStatus(
             state=state,
@@ -289,6 +284,15 @@ class WeightFeed:
             swaps=self.gate.swaps,
             waits_for=self.gate.waits_for,
         )
+
+    def _state(self, causes: list[tuple[float, str]]) -> tuple[Any, str]:
+        """Return the state of the feed, and the reason for it."""
+        if not self._users:
+            return "closed", "the feed is not running: start it with `async with feed`"
+        if self._crash is not None:
+            return "failed", f"{type(self._crash).__name__}: {self._crash}"
+        state = "starting" if self.gate.waits_for else "stale" if causes else "live"
+        return state, "; ".join(text for _, text in causes)
 
     @property
     def _connected(self) -> bool:
