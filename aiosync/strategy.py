@@ -114,20 +114,19 @@ class WeightStrategy:
         """
         if weights is None:
             return
-        if not isinstance(weights, Mapping) and not is_tensor_collection(weights):
+        if not _is_container(weights):
             raise ConfigError(
                 f"Unsupported weights type: {type(weights)}. Must be dict or TensorDictBase."
             )
         leaves = collect(weights)
-        if not (isinstance(destination, nn.Module | Mapping) or is_tensor_collection(destination)):
+        if not (isinstance(destination, nn.Module) or _is_container(destination)):
             if leaves.leaves or leaves.values:
                 raise ConfigError(
                     "Non-empty weights are associated with a non-dict, non-td, non-Module "
                     "destination."
                 )
             return
-        is_dict = isinstance(destination, Mapping) and not is_tensor_collection(destination)
-        if is_dict and not inplace:
+        if isinstance(destination, Mapping) and not (inplace or is_tensor_collection(destination)):
             raise ConfigError("Cannot update state_dict out of place")
         layout = Layout.plan(leaves.leaves, NO_LIMITS)
         Target(destination, strict=strict).apply_tensors(
@@ -136,6 +135,11 @@ class WeightStrategy:
             leaves.values,
             "copy" if inplace else "replace",
         )
+
+
+def _is_container(value: object) -> bool:
+    """Return True for a mapping, a TensorDict or a tensorclass."""
+    return isinstance(value, Mapping) or is_tensor_collection(value)
 
 
 def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
