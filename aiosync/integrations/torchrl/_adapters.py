@@ -158,43 +158,33 @@ class CollectorOwner(TorchRLOwner):
                 given.setdefault("num_workers", len(actors))
         model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
-        if hasattr(collector, "remote_collectors"):
-            _refuse_path(model_id)
+        _refuse_path(collector, model_id)
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
-            if model_id == "policy" and model is not None and not isinstance(model, nn.Module):
+            if model_id == "policy" and _has_no_weights(model):
                 # TorchRL's distributed collectors also have schemes for a RandomPolicy.
                 if not _is_distributed(collector):
                     refuse_no_module(model)
                 given["model"] = nn.Module()
         if len(set(map(id, factories_of(collector)))) > 1:
             scheme.per_worker_weights = True
-        # Nested collectors each have a copy of one scheme for workers of their own. Those workers
-        # get their copies later, so the copy may have a meeting point of its own. RPCCollector has
-        # given its workers their copies already.
-        may_separate = not hasattr(collector, "collector_rrefs")
-        if may_separate and is_copy(scheme) and isinstance(scheme, _MET_ELSEWHERE):
-            separate(core_of(scheme))
-        try:
-            proceed(**given)
-        except ConfigError:
-            if not may_separate or scheme.initialized_on_sender:
-                raise
-            separate(core_of(scheme))  # another copy listens at the meeting point already
-            proceed(**given)
-        finalizer = weakref.finalize(collector, _abort, weakref.ref(scheme))
-        finalizer.atexit = False
+        _init_separately(scheme, collector, proceed, given)
+        weakref.finalize(collector, _abort, weakref.ref(scheme)).atexit = False
+        if model_id == "policy" and model is None:
+            self._begin_with_factories(scheme, collector)
+        if isinstance(scheme, NoWeightSyncScheme):
+            scheme.carry(model)
+
+    def _begin_with_factories(self, scheme: WeightSyncScheme, collector: Any) -> None:
+        """Send the weights that the policy factories make, unless others were given."""
         sources = life_of(core_of(scheme)).given.sources
-        given_none = sources.weights is None and not sources.per_worker
-        if given_none and model is None and model_id == "policy":
+        if sources.weights is None and not sources.per_worker:
             made = from_factories(collector, sources.num_workers)
             self._made = made is not None
             if isinstance(made, dict):
                 sources.per_worker = made
             else:
                 sources.weights = made
-        if isinstance(scheme, NoWeightSyncScheme):
-            scheme.carry(model)
 
     def _connect(
         self,
@@ -224,9 +214,9 @@ class CollectorOwner(TorchRLOwner):
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> None:
-        core, of_policy = core_of(scheme), (scheme.model_id or "policy") == "policy"
-        processes = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
-        if all(isinstance(getattr(process, "pid", None), int) for process in processes):
+        core, of_policy = core_of(scheme), _model_id_of(scheme) == "policy"
+        processes = _processes_of(collector)
+        if processes is not None:
             given.setdefault("processes", processes)
         if of_policy and hasattr(collector, "procs"):
             refuse_missing_buffers(scheme, collector)
@@ -250,12 +240,16 @@ class CollectorOwner(TorchRLOwner):
             self._counted = scheme.version
             if acts:
                 life_of(core).guard.held = scheme.epoch, scheme.version
-            sender, loop = life_of(core).sender, life_of(core).loop
-            if sender is not None:
-                sender.workers.on_empty = self.close_when_over
-                if acts and scheme.synchronized_on_sender and loop is not None:
-                    # Without workers on_empty never happens.
-                    loop.call_soon_threadsafe(self.close_when_over)
+            self._close_without_workers(scheme, acts)
+
+    def _close_without_workers(self, scheme: WeightSyncScheme, acts: bool) -> None:
+        """Close the scheme once its object is shut down and the last worker has left."""
+        life = life_of(core_of(scheme))
+        if life.sender is not None:
+            life.sender.workers.on_empty = self.close_when_over
+            if acts and scheme.synchronized_on_sender and life.loop is not None:
+                # Without workers on_empty never happens.
+                life.loop.call_soon_threadsafe(self.close_when_over)
 
     def _send(
         self,
@@ -283,7 +277,7 @@ class CollectorOwner(TorchRLOwner):
         none, or count by themselves.
         """
         tracker: Any = getattr(collector, "policy_version_tracker", None)
-        if not hasattr(collector, "procs") or (scheme.model_id or "policy") != "policy":
+        if not hasattr(collector, "procs") or _model_id_of(scheme) != "policy":
             return
         if isinstance(getattr(tracker, "version", None), int):
             with self._lock:
@@ -307,15 +301,14 @@ class CollectorOwner(TorchRLOwner):
             given["worker_idx"] = rank - 1
             self._stamps = False
         model_id = given.get("model_id") or "policy"
-        if model_id == "policy" and has_workers(collector) and given.get("model") is None:
-            if find_model(collector, model_id) is None:
+        if model_id == "policy" and given.get("model") is None:
+            policy = find_model(collector, model_id)
+            if policy is None and has_workers(collector):
                 # The workers make policies of their own; this one only holds the weights to pass
                 # on.
                 made = from_factories(collector, 1)
                 given["model"] = made.get(0) if isinstance(made, dict) else made
-        if model_id == "policy" and given.get("model") is None:
-            policy = find_model(collector, model_id)
-            if policy is not None and not isinstance(policy, nn.Module):
+            elif _has_no_weights(policy):
                 # It has no weights, as in the trainer. Nothing is passed on; frames get no label.
                 given["model"] = nn.Module()
                 proceed(**given)
@@ -327,7 +320,6 @@ class CollectorOwner(TorchRLOwner):
 
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
         core = core_of(scheme)
-        model_id = scheme.model_id or "policy"
         if has_workers(collector):
             given, cascade = change_hooks(core).applied, Cascade(collector, scheme)
 
@@ -337,7 +329,7 @@ class CollectorOwner(TorchRLOwner):
                 await cascade.pass_on(epoch, version)
 
             change_hooks(core, applied=pass_on)
-        elif model_id == "policy":
+        elif _model_id_of(scheme) == "policy":
             labels = Labels(
                 collector,
                 life_of(core).guard,
@@ -354,6 +346,39 @@ class CollectorOwner(TorchRLOwner):
         "connect": (_connect, ()),
         "send": (_send, ("weights", "worker_ids")),
     }
+
+
+def _init_separately(
+    scheme: WeightSyncScheme, collector: Any, proceed: Callable[..., Any], given: dict[str, Any]
+) -> None:
+    """Make the scheme a sender; give a copy of another scheme a meeting point of its own.
+
+    Nested collectors each have a copy of one scheme for workers of their own. Those workers get
+    their copies later, so the copy may have a meeting point of its own. RPCCollector has given its
+    workers their copies already.
+    """
+    may_separate = not hasattr(collector, "collector_rrefs")
+    if may_separate and is_copy(scheme) and isinstance(scheme, _MET_ELSEWHERE):
+        separate(core_of(scheme))
+    try:
+        proceed(**given)
+    except ConfigError:
+        if not may_separate or scheme.initialized_on_sender:
+            raise
+        separate(core_of(scheme))  # another copy listens at the meeting point already
+        proceed(**given)
+
+
+def _model_id_of(scheme: WeightSyncScheme) -> str:
+    """Return the id of the scheme's model; that of a collector's policy by default."""
+    return scheme.model_id or "policy"
+
+
+def _processes_of(collector: Any) -> Sequence[Any] | None:
+    """Return the processes that a collector started; ``None`` for jobs that are no processes."""
+    started = getattr(collector, "procs", None) or getattr(collector, "jobs", None) or ()
+    are_local = all(isinstance(getattr(each, "pid", None), int) for each in started)
+    return started if are_local else None
 
 
 def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -402,10 +427,9 @@ def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
     A worker of the collector that fails during its set-up sends the error through the collector's
     pipe, and ends.
     """
-    pipes = getattr(collector, "pipes", None)
-    if pipes is None or not hasattr(collector, "procs"):
-        return False
-    return all(
+    pipes: Any = getattr(collector, "pipes", None)
+    has_pipes = pipes is not None and hasattr(collector, "procs")
+    return has_pipes and all(
         isinstance(each, (ConnectError, PeerClosed)) and pipes[idx].poll(_LAST_WORDS_SECONDS)
         for idx, each in error.failed.items()
     )
@@ -426,13 +450,13 @@ def _own_idx(collector: Any) -> int | None:
     return idx
 
 
-def _refuse_path(model_id: str) -> None:
+def _refuse_path(collector: Any, model_id: str) -> None:
     """Raise if a ``RayCollector`` would not find the scheme of a model in its actors.
 
     Raises:
         ConfigError: The model's id is a path and not a plain name.
     """
-    if "." in model_id or "[" in model_id:
+    if hasattr(collector, "remote_collectors") and ("." in model_id or "[" in model_id):
         raise ConfigError(
             f"a RayCollector knows models by plain names only, and {model_id!r} is a path: give "
             "the collectors of its actors an attribute for this model (collector_class=), and the "
@@ -441,8 +465,10 @@ def _refuse_path(model_id: str) -> None:
 
 
 def _is_distributed(collector: Any) -> bool:
-    kinds = type(collector).__mro__
-    return any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in kinds)
+    return any(
+        kind.__module__.startswith("torchrl.collectors.distributed")
+        for kind in type(collector).__mro__
+    )
 
 
 def _refuse_ranks(collector: Any) -> None:
@@ -471,6 +497,11 @@ def find_model(collector: Any, model_id: str) -> Any:
         return resolve_model(collector, model_id)
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+def _has_no_weights(policy: Any) -> bool:
+    """Return True for a policy that is no module, such as a ``RandomPolicy``."""
+    return policy is not None and not isinstance(policy, nn.Module)
 
 
 class _NotAModule(ConfigError, TypeError):
@@ -567,17 +598,10 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
     """
     core, weights, timeout = core_of(scheme), given.get("weights"), given.get("timeout")
     life_of(core).check_here()  # has to raise before anything changes
-    worker_ids = given.pop("worker_ids", None)
-    named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
-    if not named:
-        raise ConfigError("worker_ids names nobody: leave it out")
-    for idx in named - {0}:
-        raise ConfigError(
-            f"Worker {idx} not registered: a collector without workers is index 0 itself"
-        )
+    _refuse_other_ids(given.pop("worker_ids", None))
     if is_per_worker(weights):
         raise ConfigError("a collector without workers takes weights as they are, not by index")
-    guard, model = life_of(core).guard, find_model(collector, scheme.model_id or "policy")
+    guard, model = life_of(core).guard, find_model(collector, _model_id_of(scheme))
     coming = scheme.epoch, scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
         guard.held = coming  # the model has these weights already
@@ -602,6 +626,17 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
             f"the collector collects in another thread, where a forward pass of its policy did not "
             f"end within {limit:g} s; nothing was changed. Give the scheme a longer timeout=, or "
             "update once the policy has answered"
+        )
+
+
+def _refuse_other_ids(worker_ids: Any) -> None:
+    """Raise if ``worker_ids`` is given and is not 0, the index of the collector itself."""
+    named = {0} if worker_ids is None else as_indices("worker_ids", worker_ids)
+    if not named:
+        raise ConfigError("worker_ids names nobody: leave it out")
+    for idx in named - {0}:
+        raise ConfigError(
+            f"Worker {idx} not registered: a collector without workers is index 0 itself"
         )
 
 
@@ -683,11 +718,15 @@ class ServerOwner(TorchRLOwner):
         given: dict[str, Any],
     ) -> Any:
         receiver = life_of(core_of(scheme)).receiver
-        if given.get("timeout") == 0 and receiver is not None:
+        if (
+            given.get("timeout") == 0
+            and receiver is not None
+            and not receiver.applier.has_staged
+            and (receiver.error is None or self._ended)
+        ):
             # The server asks before every batch, so return without a call to the other thread if
             # there is nothing to apply.
-            if not receiver.applier.has_staged and (receiver.error is None or self._ended):
-                return None
+            return None
         try:
             update = proceed(**given)
         except ApplyError as exc:

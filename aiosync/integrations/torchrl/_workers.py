@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -247,12 +247,7 @@ class Cascade:
             now = _copy_of(scheme.model) if self._looks else None
             before, self._known = self._known, None
             self._looks = max(0, self._looks - 1)
-            if (
-                before is not None
-                and now is not None
-                and before.keys() == now.keys()
-                and all(torch.equal(tensor, now[name]) for name, tensor in before.items())
-            ):
+            if _are_equal(before, now):
                 self._looks = 0  # the next version differs, so compare no more
                 return
             below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
@@ -265,6 +260,18 @@ class Cascade:
             )
             if self._looks:
                 self._known = now  # set only now, because the update may have failed
+
+
+def _are_equal(
+    one: Mapping[str, torch.Tensor] | None, other: Mapping[str, torch.Tensor] | None
+) -> bool:
+    """Return True if two copies of weights are equal; ``None`` equals no other."""
+    return (
+        one is not None
+        and other is not None
+        and one.keys() == other.keys()
+        and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    )
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
