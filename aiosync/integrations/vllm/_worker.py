@@ -12,7 +12,7 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,8 +318,7 @@ class Reference:
             ManifestMismatch: The items differ; the error names every difference.
         """
         given, known = dict(items), self.entries
-        missing = [name for name in known if name not in given and self._counts(name)]
-        unexpected = [name for name in given if name not in known and self._counts(name)]
+        missing, unexpected = self._lacking(given, known), self._lacking(known, given)
         both = [name for name in given if name in known]
         differences = {name: self._difference(given[name], *known[name]) for name in both}
         mismatched = {name: text for name, text in differences.items() if text}
@@ -333,8 +332,15 @@ class Reference:
                 + (" wire_dtype= of the trainer casts." if cast else ""),
             )
 
-    def _counts(self, name: str) -> bool:
-        return name not in self.optional and not name.endswith("rotary_emb.inv_freq")
+    def _lacking(self, there: Container[str], wanted: Iterable[str]) -> list[str]:
+        """Return the wanted names that are not there, without those that either side may lack."""
+        return [
+            name
+            for name in wanted
+            if name not in there
+            and name not in self.optional
+            and not name.endswith("rotary_emb.inv_freq")
+        ]
 
     def _difference(self, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None) -> str:
         if tuple(tensor.shape) != shape:
