@@ -390,8 +390,10 @@ class Flattener:
             dtypes.append(dtype)
         if exact and exact != self._told:
             self._told = exact
-            text = f"these float64 buffers are sent as they are: {', '.join(exact)}; "
-            text += 'to cast them, too, pass wire_dtype={"*": dtype}'
+            text = (
+                f"these float64 buffers are sent as they are: {', '.join(exact)}; "
+                'to cast them, too, pass wire_dtype={"*": dtype}'
+            )
             log(logging.INFO, "planned", text, model=None)
         return dtypes
 

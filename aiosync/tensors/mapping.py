@@ -266,11 +266,18 @@ class WeightMap:
         """Yield names, the tensors of which each is made, and the dimension that joins several."""
         waiting: dict[tuple[_Fused, str], tuple[tuple[str, ...], dict[int, Any]]] = {}
         for name, tensor in weights:
-            found = self._find_merge(name, used)
-            if found is None:
+            spec, index, captured = next(
+                (
+                    (spec, index, captured)
+                    for spec in self._merges
+                    for index, part in enumerate(spec.parts)
+                    if (captured := part.match(name, used)) is not None
+                ),
+                (None, 0, ()),
+            )
+            if spec is None:
                 yield name, [tensor], 0
                 continue
-            spec, index, captured = found
             used.add(spec.fused)
             fused = spec.fused.fill(captured)
             parts = waiting.setdefault((spec, fused), (captured, {}))[1]
@@ -279,7 +286,7 @@ class WeightMap:
             parts[index] = name, tensor
             if len(parts) == len(spec.parts):
                 del waiting[spec, fused]
-                ordered = dict(parts[index] for index in range(len(parts)))
+                ordered = dict(map(parts.__getitem__, range(len(parts))))
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
                 # The parts of a merged tensor are not kept any longer.
                 del parts, ordered
@@ -295,15 +302,6 @@ class WeightMap:
                 hint=f"They are parts of {', '.join(fused for _, fused in waiting)}. "
                 "Have the trainer send them, or correct merge.",
             )
-
-    def _find_merge(self, name: str, used: set[Pattern]) -> tuple[_Fused, int, Any] | None:
-        """Return the merge that a name is a part of, its index there, and what its stars are."""
-        for spec in self._merges:
-            for index, part in enumerate(spec.parts):
-                captured = part.match(name, used)
-                if captured is not None:
-                    return spec, index, captured
-        return None
 
 
 def _twice(name: str) -> ConfigError:

@@ -127,17 +127,17 @@ class Matching:
             return
         for leaf, name in sent.items():
             shape, dtype = self._layout.manifest.leaves[leaf].shape, self._layout.dtypes[leaf]
-            why = _difference(spot, shape, dtype, self._strict)
-            if why:
+            if why := _difference(spot, shape, dtype, self._strict):
                 self._mismatched[name] = why
         spot.leaves = sorted(sent)
 
     def _note_absence(self, spot: Spot, names: Iterable[str]) -> None:
         """Note that no tensor was sent under the names of a spot; perhaps values were."""
         values = [name for name in names if name in self._sent_values]
-        for name in values:
-            kind = type(self._sent_values[name]).__name__
-            self._mismatched[name] = f"expected a tensor, got a {kind}"
+        self._mismatched |= {
+            name: f"expected a tensor, got a {type(self._sent_values[name]).__name__}"
+            for name in values
+        }
         self._taken.update(values)
         if not (values or spot.is_optional):
             self._missing += names

@@ -381,9 +381,9 @@ def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict
 
 def lacks_memory(model: object) -> bool:
     """Return True if a model is a module with tensors on the meta device."""
-    if not isinstance(model, nn.Module):
-        return False
-    return any(each.is_meta for each in (*model.parameters(), *ModuleTree(model).found.tensors))
+    return isinstance(model, nn.Module) and any(
+        each.is_meta for each in (*model.parameters(), *ModuleTree(model).found.tensors)
+    )
 
 
 # -- TensorDicts and mappings -----------------------------------------------------------------
