@@ -177,7 +177,7 @@ class WeightSender:
                 snapshot = await self.copier.take(plan)
                 snapshot.version = version
                 workers.admission.initial.discard(idx)
-                workers.history.add(idx, snapshot)
+                workers.history.add({idx: snapshot})
                 for link in workers.subscribers:
                     if idx in (None, link.idx):
                         link.offer(snapshot)
@@ -375,10 +375,11 @@ class WeightSender:
         The caller calls :meth:`tell` afterwards. Returns the report if naming was enough, and it
         may be given ``at_once``: no worker has ended without the loop's notice.
         """
-        workers, meter, about = self.workers, self.meter, None
+        workers, meter, about, trace = self.workers, self.meter, None, None
         targets, lost = addressed
         if meter.observers:
-            about = time.perf_counter(), meter.trace(started), workers.counts["wire_nbytes"]
+            trace = meter.trace(started)
+            about = time.perf_counter(), trace, workers.counts["wire_nbytes"]
         workers.version = version = max(workers.version + 1, self._first_version)
         if started >= meter.mark_due:
             meter.mark(version, started)
@@ -386,7 +387,7 @@ class WeightSender:
             workers.on_listed(lost)
         nbytes = 0
         for snapshot in snapshots.values():
-            snapshot.version, snapshot.trace = version, about and about[1]
+            snapshot.version, snapshot.trace = version, trace
             nbytes += snapshot.nbytes
         seen: set[int] = set()  # A call of set[int]() costs more.
         for idx in targets:
@@ -398,7 +399,7 @@ class WeightSender:
                     record.recover()
         send, require = None, self.require
         enough = worker_ids is not None or require == "all" or require <= len(seen)
-        if not (seen and enough and at_once) or len(seen) < len(targets):
+        if not (0 < len(seen) == len(targets) and enough and at_once):
             send = self._sends[version] = Send(
                 version,
                 {*targets},
@@ -409,16 +410,11 @@ class WeightSender:
                 named=worker_ids is not None,
                 waiter=self._loop.create_future(),
                 about=about,
-                timeout=math.inf if timeout is None else timeout,
                 acked=seen,
             )
             self._offer(send, snapshots)
         # The workers are busy with the update from here on: the rest costs no time.
-        for key, snapshot in snapshots.items():
-            if worker_ids is None:
-                workers.history.add(key, snapshot)
-        if worker_ids is not None:
-            workers.history.add_for(targets, snapshots)
+        workers.history.add(snapshots, None if worker_ids is None else targets)
         if LOGGER.isEnabledFor(logging.DEBUG):
             text = f"version {version} is sent to workers {sorted(targets)}"
             log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
@@ -431,11 +427,7 @@ class WeightSender:
             return SendReport(
                 workers.epoch, version, acked, lost=lost, elapsed=elapsed, nbytes=nbytes
             )
-        if not send.waiting:
-            self._settle(send)
-        else:
-            send.look_at = min(time.perf_counter() + FIRST_SECONDS, started + send.timeout)
-            self._look_by(send.look_at)
+        self._wait_for(send, timeout)
         return send
 
     def _offer(self, send: Send, snapshots: Mapping[int | None, Snapshot]) -> None:
@@ -449,6 +441,16 @@ class WeightSender:
                 error = record.error or ConfigError(f"no weights were given for worker {idx}")
                 send.resolve(idx, Outcome(send.version, error=error))
 
+    def _wait_for(self, send: Send, timeout: float | None) -> None:
+        """End a send that waits for no worker; else see to it that it ends in time."""
+        if timeout is not None:
+            send.timeout = timeout
+        if not send.waiting:
+            self._settle(send)
+            return
+        send.look_at = min(time.perf_counter() + FIRST_SECONDS, send.started + send.timeout)
+        self._look_by(send.look_at)
+
     # -- outcomes of sends ---------------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
@@ -460,8 +462,8 @@ class WeightSender:
         return send is not None
 
     def _settle(self, send: Send) -> None:
-        """Give the caller that waits for a send its report or error, once."""
-        workers, future = self.workers, send.waiter
+        """End a send that has its outcomes, once."""
+        workers = self.workers
         if send.acked and send.turns and workers.has_ended():
             send.turns -= 1
             self._loop.call_soon(self._settle, send)  # The loop is about to notice an end.
@@ -478,11 +480,14 @@ class WeightSender:
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        if error is not None or future.done():  # The next send reports the losses.
+        if error is not None or send.waiter.done():  # The next send reports the losses.
             replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
             workers.replaced = replaced | workers.replaced
-        if future.done():
-            return
+        if not send.waiter.done():
+            self._tell_caller(send, error)
+
+    def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
+        workers, future = self.workers, send.waiter
         for idx in send.failed.keys() & workers.records.keys():
             workers.records[idx].reported = True
         if error is None:

@@ -156,52 +156,57 @@ class LateJoinerUpdates:
         # Queues of workers that got other updates than the rest.
         self._own: dict[int, UpdateQueue] = {}
 
-    def add(self, key: int | None, snapshot: Snapshot) -> None:
-        """Register an update that was sent, newest last; take over a reference.
+    def add(
+        self, snapshots: Mapping[int | None, Snapshot], targets: Iterable[int] | None = None
+    ) -> None:
+        """Register the updates of one version that was sent, newest last; take over references.
 
         Args:
-            key: Index of the worker that got it; ``None`` for all workers that got no other update
-                of the same version.
-            snapshot: The update.
+            snapshots: Updates by worker; under ``None`` that of workers without one of their own.
+            targets: Workers that got the version, also lost ones, which get it when they come
+                back; ``None`` for all.
         """
-        common = self._common
-        groups = common.groups
-        # The usual case first: one update, replaced by another one of the same names.
-        if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:
-            [(old,)] = groups
-            if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
-                common.groups = [(snapshot,)]
-                # Release it last: a signal's handler may raise in between.
-                old.release()
-                return
-        if key is None:
-            for idx, own in list(self._own.items()):
-                if own.version < snapshot.version:
-                    self._extend(own, snapshot.retain())
-                    # The queue holds only the update that all workers have.
-                    if own.snapshots() == [snapshot]:
-                        self._own.pop(idx).clear()
-            self._extend(common, snapshot)
+        if targets is not None:
+            self._add_for(targets, snapshots)
             return
-        if key not in self._own:
-            older = [each for each in common.groups if each[-1].version < snapshot.version]
-            self._own[key] = UpdateQueue(older)
-        self._extend(self._own[key], snapshot)
+        groups = self._common.groups
+        for key, snapshot in snapshots.items():
+            # The usual case first: one update, replaced by another one of the same names.
+            if key is None and not self._own and len(groups) == 1 and len(groups[0]) == 1:
+                [(old,)] = groups
+                if old.layout is snapshot.layout and old.values.keys() == snapshot.values.keys():
+                    self._common.groups = [(snapshot,)]
+                    # Release it last: a signal's handler may raise in between.
+                    old.release()
+                    continue
+            if key is None:
+                self._add_for_all(snapshot)
+            else:
+                self._add_for_one(key, snapshot)
+
+    def _add_for_all(self, snapshot: Snapshot) -> None:
+        for idx, own in list(self._own.items()):
+            if own.version < snapshot.version:
+                self._extend(own, snapshot.retain())
+                # The queue holds only the update that all workers have.
+                if own.snapshots() == [snapshot]:
+                    self._own.pop(idx).clear()
+        self._extend(self._common, snapshot)
+
+    def _add_for_one(self, idx: int, snapshot: Snapshot) -> None:
+        if idx not in self._own:
+            older = [each for each in self._common.groups if each[-1].version < snapshot.version]
+            self._own[idx] = UpdateQueue(older)
+        self._extend(self._own[idx], snapshot)
         if len(self._own) == self._num_workers:
             # Every worker has a queue of its own, so no worker would get the common one.
-            common.clear()
+            self._common.clear()
 
-    def add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
-        """Register updates that only these workers got; take over the references.
-
-        Args:
-            targets: The workers, also lost ones, which get their update when they come back.
-            snapshots: Updates by worker; under ``None`` that of workers without one of their own.
-        """
+    def _add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
         for idx in targets:
             mine = snapshots.get(idx) or snapshots.get(None)
             if mine is not None:
-                self.add(idx, mine.retain())
+                self._add_for_one(idx, mine.retain())
         for snapshot in snapshots.values():
             snapshot.release()
 

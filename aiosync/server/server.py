@@ -169,7 +169,7 @@ class ServedModel:
             workers.history.clear()
             for link in workers.links.values():
                 link.begin_epoch(epoch)
-        workers.history.add(None, snapshot)
+        workers.history.add({None: snapshot})
         for link in workers.links.values():
             if link.hello.subscribe and link.outbox.newest < snapshot.version:
                 link.offer(snapshot)
