@@ -29,6 +29,7 @@ LARGER = [
     "generation_server",
     "ray_serve_policy",
     "rpc_trainer",
+    "transformers_batching",
     "two_models",
 ]
 NEEDS = {"fastapi_server": "fastapi", "ray_actors": "ray", "torchrl_collector": "torchrl"}
@@ -202,6 +203,15 @@ def test_a_policy_in_ray_serve() -> None:
     out = run("ray_serve_policy.py", quiet=False)
     assert "version 21 applied by [0, 1]" in out
     assert "got an answer of version 21" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_continuous_batching_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    out = run("transformers_batching.py", quiet=False)
+    assert "the manager has version 21" in out
+    assert "the same weights on both sides: True" in out
 
 
 # -- a weight server in a container -----------------------------------------------------------

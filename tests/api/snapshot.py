@@ -27,6 +27,7 @@ MODULES = [
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.torchrl",
     "aiosync.integrations.trl",
+    "aiosync.integrations.transformers",
     "aiosync.integrations.vllm",
     "aiosync.legacy",
     "aiosync.metrics",
