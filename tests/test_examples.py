@@ -26,6 +26,7 @@ DOCS = ROOT / "docs" / "examples"
 CONTAINER = EXAMPLES / "container"
 LARGER = [
     "distributed_trainer",
+    "four_phase_server",
     "generation_server",
     "ray_serve_policy",
     "rpc_trainer",
@@ -203,6 +204,15 @@ def test_a_policy_in_ray_serve() -> None:
     out = run("ray_serve_policy.py", quiet=False)
     assert "version 21 applied by [0, 1]" in out
     assert "got an answer of version 21" in out
+
+
+@pytest.mark.slow
+def test_a_server_with_the_contract_of_vllm() -> None:
+    pytest.importorskip("uvicorn")
+    out = run("four_phase_server.py")
+    assert "version 20 is active" in out
+    answers, right = re.findall(r"(\d+) (?:answers|of them)", out)
+    assert answers == right
 
 
 @pytest.mark.slow

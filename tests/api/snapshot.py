@@ -24,6 +24,7 @@ MODULES = [
     "aiosync.errors",
     "aiosync.events",
     "aiosync.integrations.asgi",
+    "aiosync.integrations.four_phase",
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.torchrl",
     "aiosync.integrations.trl",

@@ -1,0 +1,304 @@
+"""The phases: the link to the trainer, the update that was begun, the switch and the pause."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from aiosync._log import log
+from aiosync.errors import ConnectError, LocalProtocolError, RecvTimeout
+from aiosync.integrations.four_phase._bodies import (
+    INIT_FIELDS,
+    MAX_TEXT,
+    MAX_WAIT_SECONDS,
+    UPDATE_FIELDS,
+    Body,
+    Refused,
+    fields_of,
+    text_of,
+)
+from aiosync.integrations.vllm import AiosyncInitInfo, AiosyncUpdateInfo
+from aiosync.receiver.scheme_hooks import SchemeHooks
+from aiosync.serving import Admission, AdmissionGate, FeedStatus, Swap
+from aiosync.sync._schemes import core_of
+
+if TYPE_CHECKING:
+    from aiosync.schemes import Ready, WeightSyncScheme
+
+__all__ = ["Phases"]
+
+_LARGEST: Final = 2**63 - 1  # the largest version
+_MODES: Final = ("abort", "wait", "keep")
+
+
+class Phases:
+    """The link to the trainer, the update that was begun, and the pause.
+
+    An update goes from ``None`` to ``begun`` (0), to the version that has arrived, and back: with
+    :meth:`finish`, or with an error of any phase. It also has what ``WeightsMiddleware`` asks of a
+    feed.
+    """
+
+    def __init__(self, gate: AdmissionGate, target: dict[str, Any], max_pause: float) -> None:
+        self.gate = gate
+        self._target = target
+        self._max_pause = max_pause
+        self._label = "default"  # vLLM's own, before the first update
+        self._scheme: WeightSyncScheme | None = None
+        self._update: int | None = None
+        self._pause: Swap | None = None
+        self._pause_end: asyncio.TimerHandle | None = None
+        self._swap: Swap | None = None  # the switch that is under way
+        self._activated_at: float | None = None
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[Body]] = set()
+
+    async def run(self, call: Awaitable[Body]) -> Body:
+        """Run a call to its end, also if its request is cancelled; calls take turns."""
+        return await asyncio.shield(self._start(call))
+
+    def _start(self, call: Awaitable[Body]) -> asyncio.Task[Body]:
+        async def in_turn() -> Body:
+            async with self._turn:
+                return await call
+
+        task = asyncio.ensure_future(in_turn())
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Body]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody hears of it if the request was cancelled
+
+    # -- the trainer -----------------------------------------------------------------------------
+
+    async def init(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Leave the previous trainer, and connect to the one that the body names."""
+        fields = fields_of(body.get("init_info"), "init_info", INIT_FIELDS, needed="address")
+        try:
+            info = AiosyncInitInfo(**fields)
+            scheme = core_of(info.receiving_scheme())
+        except (TypeError, ValueError) as exc:  # TypeError: an unknown field of `tls`
+            raise Refused(400, f"init_info: {exc}"[:MAX_TEXT]) from exc
+        await self._disconnect()
+        self._loop = asyncio.get_running_loop()
+        hooks = SchemeHooks(applied=self._on_flip)
+        index = info.first_worker
+        scheme.init_on_receiver(info.model_id, worker_idx=index, hooks=hooks, **self._target)
+        try:
+            await scheme.connect(timeout=min(info.timeout, MAX_WAIT_SECONDS), initial=False)
+        except BaseException:  # raised again: the caller gets it
+            await scheme.aclose()
+            raise
+        self._scheme = scheme
+        return {"message": "Weight transfer initialized"}
+
+    async def leave(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Disconnect from the trainer; the model keeps its version."""
+        if self._update is not None:
+            raise LocalProtocolError("an update is active: finish it first")
+        await self._disconnect()
+        return {"message": "Weight transfer shut down"}
+
+    async def _disconnect(self) -> None:
+        scheme, self._scheme, self._update = self._scheme, None, None
+        if scheme is not None:
+            await scheme.aclose()
+
+    def _require(self) -> WeightSyncScheme:
+        if self._scheme is None:
+            raise LocalProtocolError(
+                "this server has no trainer: call init_weight_transfer_engine first"
+            )
+        return self._scheme
+
+    # -- one update ------------------------------------------------------------------------------
+
+    async def begin(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Begin an update; the model stays as it is until :meth:`finish`."""
+        self._require()
+        if self._update is not None:
+            raise LocalProtocolError("an update is active already: finish it first")
+        self._update = 0
+        return {"message": "Weight update started"}
+
+    async def await_version(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Wait until the version has arrived that the body names."""
+        scheme = self._require()
+        if self._update is None:
+            raise LocalProtocolError("no update is active: call start_weight_update first")
+        given = body.get("update_info")
+        if isinstance(given, list) and len(given) == 1:  # one for each worker
+            given = given[0]
+        try:
+            fields = fields_of(given, "update_info", UPDATE_FIELDS, needed="version")
+            info = AiosyncUpdateInfo(**fields)
+            self._update = 0 if info.undo else await self._staged(scheme, info)
+        except BaseException:  # raised again; as in vLLM, an error ends the update
+            self._update = None
+            raise
+        return {"message": "Weights updated"}
+
+    async def _staged(self, scheme: WeightSyncScheme, info: AiosyncUpdateInfo) -> int:
+        if not 1 <= info.version <= _LARGEST:
+            raise Refused(400, f"update_info: version must be from 1 to {_LARGEST}")
+        timeout = min(info.timeout, MAX_WAIT_SECONDS)
+        try:
+            await scheme.wait_staged(info.version, timeout=timeout)
+        except RecvTimeout as exc:
+            if (lost := scheme.link_lost) is not None:
+                gone = f"version {info.version} is not here, and the trainer is gone: {lost}"
+                raise ConnectError(gone) from exc
+            raise
+        # Without a staged version the model has it: the trainer did not get the last answer.
+        staged = scheme.staged_version or scheme.version
+        if staged != info.version:
+            text = f"version {info.version} was asked for, and version {staged} is here"
+            raise LocalProtocolError(text)
+        return info.version
+
+    async def finish(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Switch the model to the version that has arrived, and set the label."""
+        label = text_of(body, "weight_version", optional=True)
+        version, self._update = self._update, None
+        if version is None:
+            raise LocalProtocolError("no update is active: call start_weight_update first")
+        scheme = self._require()
+        if version and scheme.staged_version:
+            if self._pause is not None:
+                await self._switch(scheme, self._pause, version)
+            else:
+                async with self.gate.swap(version=self.gate.version) as swap:
+                    await self._switch(scheme, swap, version)
+        self._label = self._label if label is None else label
+        return {"message": "Weight update finished"}
+
+    async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
+        if scheme.staged_version != version:
+            text = f"version {scheme.staged_version} has come in place of version {version}"
+            raise LocalProtocolError(text)
+        self._swap = swap
+        try:
+            await asyncio.to_thread(scheme.apply_pending)
+        finally:
+            self._swap = None
+
+    def _on_flip(self, epoch: int, version: int) -> None:
+        """Activate the version at the gate, before the trainer gets its ack. On any thread."""
+        self._loop.call_soon_threadsafe(self._activate, epoch, version)
+
+    def _activate(self, epoch: int, version: int) -> None:
+        if self._swap is not None:
+            self._swap.activate(version, epoch)
+            self._activated_at = time.monotonic()
+
+    # -- the pause -------------------------------------------------------------------------------
+
+    async def pause(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Wait for the running requests, and keep new ones waiting; idempotent."""
+        mode = query.get("mode", "abort")
+        if mode not in _MODES:
+            raise Refused(400, f"mode must be one of {', '.join(_MODES)}")
+        if self._pause is None:
+            # The gate keeps its version unless the pause is used for a switch.
+            swap = self.gate.swap(version=self.gate.version)
+            self._pause = await swap.__aenter__()
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+        if self._max_pause != math.inf:
+            loop = asyncio.get_running_loop()
+            self._pause_end = loop.call_later(self._max_pause, self._end_late_pause)
+        return {"status": "paused"}
+
+    async def resume(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Let requests in again; idempotent."""
+        swap, self._pause = self._pause, None
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+        if swap is not None:
+            await swap.__aexit__(None, None, None)
+        return {"status": "resumed"}
+
+    def _end_late_pause(self) -> None:
+        text = f"no /resume came within {self._max_pause:g} s of /pause, so the pause was ended"
+        log(logging.WARNING, "pause", text, model=None)
+        self._start(self.resume({}, {}))
+
+    # -- what callers ask ------------------------------------------------------------------------
+
+    async def set_label(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Set the label of the weights without an update."""
+        label = text_of(body, "new_version")
+        assert label is not None
+        self._label = label
+        return {"success": True, "new_version": label}
+
+    async def weight_info(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Return the label of the weights."""
+        return {"weight_version": self._label}
+
+    async def world_size(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Return the number of workers: this process is one."""
+        return {"world_size": 1}
+
+    async def is_paused(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Return True in a pause."""
+        return {"is_paused": self._pause is not None}
+
+    async def health(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Return nothing: the server runs."""
+        return {}
+
+    # -- what WeightsMiddleware asks of a feed ---------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.gate.version
+
+    @property
+    def epoch(self) -> int | None:
+        return self.gate.epoch
+
+    @property
+    def ready(self) -> Ready:
+        return self.gate.ready
+
+    def request(self, **wanted: Any) -> Admission:
+        return self.gate.request(**wanted)
+
+    @property
+    def status(self) -> FeedStatus:
+        scheme, now = self._scheme, time.monotonic()
+        lost = None if scheme is None else scheme.link_lost
+        reason = "" if lost is None else f"the trainer is gone: {lost}"
+        state: Any = "starting" if self.gate.waits_for else "live" if lost is None else "stale"
+        return FeedStatus(
+            state=state,
+            reason=reason,
+            epoch=self.gate.epoch,
+            version=self.gate.version,
+            newest=max(self.gate.version, 0 if scheme is None else scheme.staged_version),
+            connected=scheme is not None and lost is None,
+            age=None if self._activated_at is None else now - self._activated_at,
+            stale_for=0.0,
+            refused=None,
+            reconnects=0,
+            swaps=self.gate.swaps,
+            waits_for=self.gate.waits_for,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._running:
+            await asyncio.wait(self._running)  # each has a deadline
+        async with self._turn:
+            await self.resume({}, {})
+            await self._disconnect()
