@@ -109,6 +109,11 @@ class ContinuousBatchingReceiver:
         if flush not in ("prefix", "abort", "keep"):
             raise ConfigError(f"flush must be 'prefix', 'abort' or 'keep', got {flush!r}")
         _check_manager(manager)
+        if flush == "prefix" and manager.continuous_batching_config.cpu_offload_space != 0:
+            raise ConfigError(
+                "flush='prefix' needs a manager with cpu_offload_space=0: it would share again "
+                "what was offloaded"
+            )
         self.scheme: WeightSyncScheme = scheme
         self.manager: Any = manager
         self.flush: Literal["prefix", "abort", "keep"] = flush

@@ -336,6 +336,30 @@ async def test_a_cancelled_call_goes_on() -> None:
     assert not (await call(app, "/is_paused")).json()["is_paused"]
 
 
+@asynchronous
+@pytest.mark.slow
+async def test_the_end_of_the_server_ends_a_phase_that_waits() -> None:
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict")
+    trainer.init_on_sender(model=models.linear())
+    app = app_of()
+    async with trainer, asyncio.TaskGroup() as group:
+        connecting = group.create_task(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        assert (await call(app, "/start_weight_update", "POST")).status == 200
+        update = b'{"update_info": {"version": 99, "timeout": 500}}'
+        phases = [
+            asyncio.ensure_future(post(app, UPDATE, update)),
+            asyncio.ensure_future(call(app, "/finish_weight_update", "POST")),  # in its turn
+        ]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5.0):
+            await app.aclose()
+        await asyncio.wait(phases, timeout=PATIENCE)
+        assert all(each.cancelled() for each in phases)
+
+
 # -- what is refused --------------------------------------------------------------------------
 
 

@@ -351,6 +351,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ContinuousBatchingReceiver(aiosync.sync.NoWeightSyncScheme(), manager)
         with pytest.raises(ConfigError, match=r"ContinuousBatchingManager of transformers 5\.23"):
             ContinuousBatchingReceiver(scheme, object())
+        manager.continuous_batching_config.cpu_offload_space = 1.0
+        with pytest.raises(ConfigError, match="needs a manager with cpu_offload_space=0"):
+            ContinuousBatchingReceiver(scheme, manager)
         monkeypatch.setattr("importlib.metadata.version", lambda _: "5.22.2")
         with pytest.raises(ConfigError, match=r"ContinuousBatchingManager with transformers 5\.22"):
             ContinuousBatchingReceiver(scheme, manager)

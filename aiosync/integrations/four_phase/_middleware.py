@@ -6,7 +6,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import parse_qs
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FourPhaseMiddleware"]
 
-_Handler: TypeAlias = Callable[[Body, dict[str, str]], Awaitable[Body]]
+_Handler: TypeAlias = Callable[[Body, dict[str, str]], Coroutine[Any, Any, Body]]
 
 
 class FourPhaseMiddleware:

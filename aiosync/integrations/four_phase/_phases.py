@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiosync._log import log
@@ -52,19 +52,23 @@ class Phases:
         self._update: int | None = None
         self._pause: Swap | None = None
         self._pause_end: asyncio.TimerHandle | None = None
-        self._swap: Swap | None = None  # the switch that is under way
+        self._swap: Swap | None = None  # the switch that is under way, and its task
+        self._switching: asyncio.Task[Any] | None = None
         self._activated_at: float | None = None
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[Body]] = set()
 
-    async def run(self, call: Awaitable[Body]) -> Body:
+    async def run(self, call: Coroutine[Any, Any, Body]) -> Body:
         """Run a call to its end, also if its request is cancelled; calls take turns."""
         return await asyncio.shield(self._start(call))
 
-    def _start(self, call: Awaitable[Body]) -> asyncio.Task[Body]:
+    def _start(self, call: Coroutine[Any, Any, Body]) -> asyncio.Task[Body]:
         async def in_turn() -> Body:
-            async with self._turn:
-                return await call
+            try:
+                async with self._turn:
+                    return await call
+            finally:
+                call.close()  # it has not begun if its turn never came
 
         task = asyncio.ensure_future(in_turn())
         self._running.add(task)
@@ -183,11 +187,11 @@ class Phases:
         if scheme.staged_version != version:
             text = f"version {scheme.staged_version} has come in place of version {version}"
             raise LocalProtocolError(text)
-        self._swap = swap
+        self._swap, self._switching = swap, asyncio.current_task()
         try:
             await asyncio.to_thread(scheme.apply_pending)
         finally:
-            self._swap = None
+            self._swap = self._switching = None
 
     def _on_flip(self, epoch: int, version: int) -> None:
         """Activate the version at the gate, before the trainer gets its ack. On any thread."""
@@ -297,8 +301,10 @@ class Phases:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._running - {self._switching}:
+            task.cancel()  # but a switch that has begun must end
         if self._running:
-            await asyncio.wait(self._running)  # each has a deadline
+            await asyncio.wait(self._running)
         async with self._turn:
             await self.resume({}, {})
             await self._disconnect()
