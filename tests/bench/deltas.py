@@ -207,17 +207,24 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-def measure(training: str, optimizer: str, rate: float, between: int) -> dict[str, Any]:
-    """Train, and return the means of all sends after the first few."""
+def training_bits(training: str, optimizer: str, rate: float, between: int) -> Iterator[Bits]:
+    """Train, and yield the weights of each send without end."""
     torch.manual_seed(0)
     build, train = TRAININGS[training]
     model = build()
     steps = train(model, OPTIMIZERS[optimizer](model.parameters(), lr=rate))
-    old, found = _bits(model), defaultdict[str, float](float)
-    for send in range(_SKIPPED + _SENDS):
+    while True:
+        yield _bits(model)
         for _ in range(between):
             next(steps)
-        new = _bits(model)
+
+
+def measure(training: str, optimizer: str, rate: float, between: int) -> dict[str, Any]:
+    """Train, and return the means of all sends after the first few."""
+    states = training_bits(training, optimizer, rate, between)
+    old, found = next(states), defaultdict[str, float](float)
+    for send in range(_SKIPPED + _SENDS):
+        new = next(states)
         if send >= _SKIPPED:
             step = steps_between(old, new)
             sizes_now = sizes(old, new)
