@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
-from aiosync._tasks import Newest, TaskOwner
+from aiosync._tasks import Newest, TaskOwner, in_pool_thread
 from aiosync.errors import (
     AiosyncError,
     PeerClosed,
@@ -52,7 +52,7 @@ from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames
 from aiosync.types import AckStatus
-from aiosync.wire import Current, Fetch, Leave, ManifestMessage, Promise, Take, Update, Welcome
+from aiosync.wire import Ack, Current, Fetch, Leave, ManifestMessage, Promise, Take, Update, Welcome
 
 __all__ = ["WeightReceiver"]
 
@@ -79,6 +79,7 @@ class WeightReceiver:
         transform: Turns an update, in a thread, into the weights that the model wants.
         trainer: Dials the next link after a lost one; ``None`` if a lost link is the end.
         lasting: Seconds for which another link is looked for; ``None`` for ever.
+        takes_deltas: As for :class:`UpdateReader`.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
         outage: Decides what reads do without a trainer.
         log: Called with an event in a word, a sentence, the version and the level.
@@ -111,6 +112,7 @@ class WeightReceiver:
         transform: Transform | None = None,
         trainer: KeptLink[Transport, Welcome] | None = None,
         lasting: float | None = None,
+        takes_deltas: bool = False,
         promises: bool = True,
         outage: Outage,
         meter: Meter,
@@ -119,7 +121,7 @@ class WeightReceiver:
         self.transport: Transport = transport
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner(self.fail)
-        self.updates: UpdateReader = UpdateReader()
+        self.updates: UpdateReader = UpdateReader(takes_deltas)
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         self.ledger: Ledger = Ledger(awaits_hook=lambda: after_apply() is not None)
@@ -204,7 +206,11 @@ class WeightReceiver:
             try:
                 self.transport.subscribe(self._on_message)
                 while True:
-                    self._on_message(await self.transport.recv(into=self.updates.lender))
+                    received = await self.transport.recv(into=self.updates.lender)
+                    work = self.updates.heavy_work(received)
+                    if work is not None:
+                        await in_pool_thread(work)
+                    self._on_message(received)
             except AiosyncError as exc:
                 lost = self.lost = without_frames(exc)
             if self._closed:
@@ -252,6 +258,10 @@ class WeightReceiver:
         self.transport = link
         self.updates.use_link(link)
         self._outgoing.use_link(link)
+        epoch, version = self.updates.base
+        if version:
+            # The trainer ignores an answer that it does not wait for, but for this mark.
+            self._outgoing.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
         self.reconnects += 1
         self._fetch()
 
@@ -383,7 +393,8 @@ class WeightReceiver:
         self._say(self.ledger.report(epoch, version, status, error))
 
     def _say(self, answer: Answer) -> None:
-        self._outgoing.say(make_ack(*answer))
+        is_base = self.updates.base == answer[:2]
+        self._outgoing.say(make_ack(*answer, is_base=is_base))
 
     def _repeat(
         self, epoch: int, version: int, error: StaleVersion, *, named: bool = False

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
+from aiosync.receiver.kept_base import KeptBase
 from aiosync.tensors import FlatBuffer, Layout
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.device_buffer import DeviceBuffer
@@ -110,6 +111,9 @@ class UpdateReader:
     Give it a link with :meth:`use_link`, pass it to ``recv(into=...)`` as :attr:`lender`, and every
     manifest and update to :meth:`read`.
 
+    Args:
+        takes_deltas: Keep the bytes of updates that arrive in checked parts, for deltas to them.
+
     Attributes:
         slots: Reads the slot that the link's word names; ``None`` if the link has no word.
         epoch: Epoch of the versions in slots, once it is known.
@@ -117,7 +121,9 @@ class UpdateReader:
             own memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_deltas: bool = False) -> None:
+        self._kept = KeptBase() if takes_deltas else None
+        self._encoded: memoryview | None = None  # the part that is landing, if it is a delta
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
@@ -154,13 +160,21 @@ class UpdateReader:
             return None
         return assembly.epoch, assembly.version, assembly.good_nbytes
 
+    @property
+    def base(self) -> tuple[int, int]:
+        """Epoch and version of the update to which the next may be a delta; (0, 0) for none."""
+        return (0, 0) if self._kept is None else self._kept.held
+
     def __call__(self, message: Message, nbytes: int) -> list[memoryview]:
         """Lend buffers for the payload of ``message``, checked against its manifest."""
         update, layout = self._layout_of(message, nbytes)
         if self._in_parts:
             assembly, landing = self._assembly_of(update, layout)
-            start, stop = assembly.place(update, nbytes)
-            self._part, self._running = landing.memoryview()[start:stop], RunningChecksum()
+            start, stop = assembly.place(update, _decoded_nbytes(update, nbytes))
+            self._running = RunningChecksum()
+            self._part, self._encoded = landing.memoryview()[start:stop], None
+            if update.base is not None and self._kept is not None:
+                self._part = self._encoded = self._kept.lend(update, nbytes)
             return [self._part]
         self._landing, self._began = self._buffers.take(layout.nbytes), time.perf_counter()
         return [self._landing.memoryview()]
@@ -168,7 +182,7 @@ class UpdateReader:
     def landed(self, nbytes: int) -> None:
         """Add landed bytes of the part to its checksum, while the CPU's caches still hold them."""
         running = self._running
-        if running is not None and nbytes > running.nbytes:
+        if running is not None and self._encoded is None and nbytes > running.nbytes:
             running.update(self._part[running.nbytes : nbytes])
 
     def refuse(self, message: Message) -> NoReturn:
@@ -228,7 +242,11 @@ class UpdateReader:
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")
-        if message.codec != "dense" or (message.chunk is not None and not self._in_parts):
+        is_delta = message.codec == "delta" and message.base is not None and self._in_parts
+        agreed = (is_delta and self._kept is not None) or (
+            message.codec == "dense" and message.base is None
+        )
+        if not agreed or (message.chunk is not None and not self._in_parts):
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
         if nbytes != layout.nbytes and not self._in_parts:
             raise RemoteProtocolError(
@@ -253,16 +271,34 @@ class UpdateReader:
             )
         return current, landing
 
+    def heavy_work(self, received: Received) -> Callable[[], None] | None:
+        """Return the work on a part that must not hold the loop, if there is any.
+
+        It is done in a thread before :meth:`read`, and raises :class:`TransportBroken` for a part
+        that cannot be decoded.
+        """
+        update, kept, landing = received.message, self._kept, self._landing
+        assembly, running = self._assembly, self._running
+        if kept is None or not isinstance(update, Update) or not received.nbytes:
+            return None
+        if landing is None or assembly is None or running is None:
+            return None
+        place = assembly.place(update, _decoded_nbytes(update, received.nbytes))
+        layout, encoded = self._layouts[update.digest], self._encoded
+        return functools.partial(kept.take, update, layout, landing, place, encoded, running)
+
     def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
         """Verify a part that arrived; return the whole update if this was the last part."""
         assembly, landing = self._assembly_of(update, layout)
-        start, stop = assembly.place(update, received.nbytes)
+        start, stop = assembly.place(update, _decoded_nbytes(update, received.nbytes))
         running = self._running if self._running and received.nbytes else RunningChecksum()
-        self._running = None
+        self._running = self._encoded = None
         running.update(landing.memoryview()[start + running.nbytes : stop])
         if not assembly.arrived(update, running.digest()):
             return None
         self._assembly = self._landing = None
+        if self._kept is not None:
+            self._kept.complete(update)
         return landing
 
     # -- memory of other processes -------------------------------------------------------------
@@ -345,12 +381,19 @@ class UpdateReader:
         """Forget every buffer."""
         self._buffers = Buffers()  # buffers that are put back after this are not kept
         self._assembly = self._landing = self._running = None
-        self._part = memoryview(b"")
+        self._part, self._encoded = memoryview(b""), None
+        if self._kept is not None:
+            self._kept.close()
         self._mapped.clear()
         self._layouts.clear()
         if self.slots is not None:
             self.slots.close()
             self.slots = None
+
+
+def _decoded_nbytes(update: Update, nbytes: int) -> int:
+    """Return the number of the leaves' bytes in a frame whose payload has ``nbytes``."""
+    return nbytes if update.base is None else update.base[1]
 
 
 def _nothing() -> None:

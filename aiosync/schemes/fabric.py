@@ -104,6 +104,10 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         """Return True if a worker copies updates, whatever ``apply_copy`` says."""
         return False
 
+    def takes_deltas(self, scheme: _Scheme) -> bool:
+        """Return True if a worker takes updates as changes to the one before."""
+        return False
+
     def subscribes(self, scheme: _Scheme) -> bool:
         """Return True if a worker gets every update, and not only those that it asks for."""
         return True

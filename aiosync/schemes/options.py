@@ -287,6 +287,14 @@ class TCPOptions:
         flag, "Whether a trainer returns to a weight server at which another run has replaced it."
     )
     chunk_nbytes: Option[int] = Option(as_chunk_nbytes, "Bytes that share one checksum.")
+    delta: Option[Literal["auto", "off", "always"]] = Option(
+        one_of("auto", "off", "always"),
+        """Which updates travel as changes to the one before, if both sides say so; experimental.
+
+        ``"auto"``: those that then arrive sooner over the link, as far as it was measured.
+        ``"always"``: all above 64 KiB. Each side keeps one more copy of the weights.
+        """,
+    )
     keepalive: Option[float | None] = Option(
         seconds(none=True), "Seconds after which a silent peer is probed."
     )

@@ -12,12 +12,13 @@ from typing import Literal
 from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
 from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.schemes.options import TCPOptions
+from aiosync.schemes.options import TCPOptions, refuse
 from aiosync.schemes.sources import Sources
 from aiosync.schemes.stream import StreamFabric, StreamScheme
 from aiosync.sender import Streaming, WeightSender, WorkerRegistry
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
+from aiosync.tensors.delta import check_delta
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import TLS, Credentials
@@ -72,6 +73,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         take_over: Trainer of a weight server: bring the server back to this run when it dials again
             and another run has replaced it meanwhile. Otherwise calls raise.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
+        delta: Updates travel as changes to the one before: ``"off"``, ``"auto"`` where they arrive
+            sooner so, or ``"always"``. Both sides need it, and zstandard. Experimental.
         keepalive: Seconds after which the kernel probes a silent TCP peer; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Links that a listening side accepts at a time.
@@ -105,6 +108,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         stall_timeout: float | None = 60.0,
         take_over: bool = False,
         chunk_nbytes: int = 4 * 2**20,
+        delta: Literal["auto", "off", "always"] = "off",
         keepalive: float | None = 30.0,
         handshake_timeout: float = 10.0,
         max_connections: int = 1024,
@@ -134,6 +138,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             stall_timeout=stall_timeout,
             take_over=take_over,
             chunk_nbytes=chunk_nbytes,
+            delta=delta,
             keepalive=keepalive,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
@@ -183,7 +188,15 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
 
     def streaming(self, scheme: TCPWeightSyncScheme) -> Streaming:
         """See :meth:`Fabric.streaming`."""
-        return Streaming(chunk_nbytes=scheme.chunk_nbytes, stall_timeout=scheme.stall_timeout)
+        both = "delta= compares one state of the weights, and per_worker_weights has many"
+        refuse((scheme.delta != "off" and scheme.per_worker_weights, f"{both}: choose one of them"))
+        return Streaming(scheme.chunk_nbytes, scheme.stall_timeout, scheme.delta)
+
+    def takes_deltas(self, scheme: TCPWeightSyncScheme) -> bool:
+        """See :meth:`Fabric.takes_deltas`."""
+        if scheme.delta != "off":
+            check_delta()
+        return scheme.delta != "off"
 
     def early_address(self) -> Address | None:
         """See :meth:`StreamFabric.early_address`."""

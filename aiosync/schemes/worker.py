@@ -288,6 +288,7 @@ class Worker:
             transform=self._transform,
             trainer=None if self.pipe is not None or lasting == 0 else kept,
             lasting=lasting,
+            takes_deltas=fabric.takes_deltas(scheme),
             promises=fabric.promises,
             outage=self._outage,
             meter=life.meter,

@@ -23,6 +23,7 @@ from aiosync.errors import (
 from aiosync.events import WorkerState, WorkerStats
 from aiosync.protocol import draw_epoch
 from aiosync.sender.admission import Admission
+from aiosync.sender.deltas import Deltas
 from aiosync.sender.expected_workers import ExpectedWorkers
 from aiosync.sender.outbox import Outcome, WorkerLeft
 from aiosync.sender.update_queue import LateJoinerUpdates
@@ -53,6 +54,7 @@ class WorkerRegistry:
         streaming: Settings of links whose payloads may be damaged or lost on the way.
 
     Attributes:
+        deltas: Encodes the changes of updates; ``None`` if all travel whole.
         epoch: Epoch of the versions.
         version: The version that was drawn last; 0 before any.
         closed: True once the owner has closed the registry.
@@ -110,6 +112,9 @@ class WorkerRegistry:
             self, strategy, num_workers, is_joining=bool(expected)
         )
         self.expected: ExpectedWorkers = ExpectedWorkers(expected, self)
+        self.deltas: Deltas | None = None
+        if streaming is not None and streaming.delta != "off":
+            self.deltas = Deltas(streaming.chunk_nbytes, self.tasks)
 
     # -- records and links ---------------------------------------------------------------------
 
@@ -349,6 +354,8 @@ class WorkerRegistry:
         self.closed = True
         self._end_links(TransportClosed("this scheme was closed"))
         self.history.clear()
+        if self.deltas is not None:
+            self.deltas.close()
         self.changed.notify()
 
     def _end_links(self, error: AiosyncError) -> None:

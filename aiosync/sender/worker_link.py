@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
@@ -29,9 +29,11 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
+from aiosync.sender.deltas import Delta, Deltas, Pace
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
 from aiosync.sender.update_queue import join_snapshots
+from aiosync.tensors.delta import check_delta
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
@@ -56,8 +58,11 @@ __all__ = ["Streaming", "WorkerLink"]
 
 _NOWAIT_NBYTES = 65536
 
-_Steps: TypeAlias = "Generator[tuple[Message, Sequence[memoryview]] | None]"
+_Payload: TypeAlias = "Sequence[memoryview | bytes]"
+_Steps: TypeAlias = "Generator[tuple[Message, _Payload] | asyncio.Future[bytes | None] | None]"
 """Messages of an update on a link, with ``None`` where other tasks may have a turn.
+
+A future is to be waited for, and not to be cancelled.
 
 Asking for the next one says that the last one was sent. The generator may be given up before any
 step, and made anew.
@@ -72,17 +77,22 @@ class Streaming:
         chunk_nbytes: Bytes of a chunk, a multiple of 64.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
+        delta: Which updates travel as changes to the one before: ``"auto"`` those that arrive
+            sooner so, ``"always"`` all that have a base at the worker.
 
     Raises:
-        ConfigError: A value is not of its type, or out of range.
+        ConfigError: A value is not of its type, or out of range; or zstandard is not installed.
     """
 
     chunk_nbytes: int = 4 * 2**20
     stall_timeout: float | None = 60.0
+    delta: Literal["auto", "off", "always"] = "off"
 
     def __post_init__(self) -> None:
         as_chunk_nbytes("chunk_nbytes", self.chunk_nbytes)
         validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
+        if self.delta != "off":
+            check_delta()
 
 
 class LinkOwner(Protocol):
@@ -94,9 +104,11 @@ class LinkOwner(Protocol):
         sends_parts: True if updates hold parts of the names.
         tasks: Owner of the links' tasks.
         counts: Counts for :class:`SyncStats`, which links add to.
+        deltas: Encodes the changes of updates; ``None`` if all travel whole.
     """
 
     epoch: int
+    deltas: Deltas | None
     streaming: Streaming | None
     tasks: TaskOwner
     counts: dict[str, int]
@@ -164,6 +176,9 @@ class WorkerLink:
         # ``None`` if payloads travel whole.
         self._streaming = registry.streaming if transport.slots is None else None
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        # Version of which the worker keeps the bytes as a base; 0 for none.
+        self._base = 0
+        self._pace = Pace()
         # Stall timer for the worker's answer, and the progress that it saw last.
         self._timer: asyncio.TimerHandle | None = None
         self._progress: tuple[int, int] | None = None
@@ -255,9 +270,10 @@ class WorkerLink:
         streaming = self._streaming
         if streaming and snapshot.nbytes > min(_NOWAIT_NBYTES, streaming.chunk_nbytes):
             return False
+        self._base = 0
         with contextlib.closing(self._steps(snapshot, self.outbox.epoch)) as steps:
             for step in steps:
-                if step is not None and not self.transport.send_nowait(*step):
+                if isinstance(step, tuple) and not self.transport.send_nowait(*step):
                     return False
         return True
 
@@ -291,12 +307,34 @@ class WorkerLink:
             await snapshot.filled()
         if self._announces(snapshot):
             await self._announce(snapshot)
-        with contextlib.closing(self._steps(snapshot, epoch)) as steps:
+        # The parts of an update replace the worker's base one by one.
+        base, self._base = self._base, 0
+        deltas = self._registry.deltas
+        delta = None if deltas is None else deltas.take(snapshot, base)
+        try:
+            if delta is not None and not await self._is_worth(delta):
+                delta.base.release()
+                delta = None
+            await self._write_steps(snapshot, epoch, delta)
+        finally:
+            if delta is not None:
+                delta.base.release()
+
+    async def _is_worth(self, delta: Delta) -> bool:
+        assert self._streaming is not None
+        return self._streaming.delta == "always" or await delta.is_worth(self._pace)
+
+    async def _write_steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None) -> None:
+        if self._registry.deltas is not None:
+            self._pace.begin(snapshot, time.monotonic(), is_delta=delta is not None)
+        with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:
             for step in steps:
                 if step is None:
                     await asyncio.sleep(0)
-                else:
+                elif isinstance(step, tuple):
                     await self.transport.send(*step)
+                else:
+                    await asyncio.wait({step})
 
     def _announces(self, snapshot: Snapshot) -> bool:
         """Return True if reads would find a word whose manifest or segment they may lack."""
@@ -323,7 +361,7 @@ class WorkerLink:
         while self._num_withdrawn == before and not self.outbox.error:
             await self._answered.wait()
 
-    def _steps(self, snapshot: Snapshot, epoch: int) -> _Steps:
+    def _steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None = None) -> _Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
         if self._streaming is not None and self._timer is None:
             # The worker owes an answer from now on. The link may take no byte even of the manifest.
@@ -332,7 +370,7 @@ class WorkerLink:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
         if self._streaming is not None:
-            yield from self._chunks(snapshot, epoch, self._streaming.chunk_nbytes)
+            yield from self._chunks(snapshot, epoch, self._streaming.chunk_nbytes, delta)
         elif publisher is not None and snapshot.slot is not None and not snapshot.values:
             yield from publisher.announcements(snapshot.slot)
             snapshot.slot.seal(version, digest, snapshot.nbytes, snapshot.trace)
@@ -346,7 +384,7 @@ class WorkerLink:
             )
             self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
-    def _chunks(self, snapshot: Snapshot, epoch: int, size: int) -> _Steps:
+    def _chunks(self, snapshot: Snapshot, epoch: int, size: int, delta: Delta | None) -> _Steps:
         """Yield the chunks of an update, from the end of the part that the worker has."""
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
         count, first = max(1, -(-nbytes // size)), 0
@@ -370,21 +408,34 @@ class WorkerLink:
                 yield None
                 continue
             is_last = index == count - 1
+            payload: _Payload = views
+            sent, codec, base = stop - start, "dense", None
+            if delta is not None:
+                chunk = delta.chunk(index)
+                if not chunk.done():
+                    yield chunk
+                encoded = chunk.result()
+                # A worker refuses a delta that is no smaller than its result.
+                if encoded is not None and len(encoded) < stop - start:
+                    payload, sent = [encoded], len(encoded)
+                    codec, base = "delta", (delta.base.version, stop - start)
             yield (
                 Update(
                     epoch,
                     snapshot.version,
                     digest,
+                    codec,
+                    base=base,
                     values=snapshot.values if is_last else {},
                     chunk=(index, count) if count > 1 else None,
                     checksum=sums[index],
                     state=state_checksum(digest, sums) if is_last and index else None,
                     trace=snapshot.trace if is_last else None,
                 ),
-                views,
+                payload,
             )
-            self.sent_nbytes += stop - start
-            self._registry.counts["wire_nbytes"] += stop - start
+            self.sent_nbytes += sent
+            self._registry.counts["wire_nbytes"] += sent
 
     def _look(self) -> None:
         """Drop a worker that owes an answer if it took and answered nothing since the last check.
@@ -486,6 +537,9 @@ class WorkerLink:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Ack):
+            if message.is_base and message.epoch == self.outbox.epoch:
+                self._base = message.version
+                self._pace.arrived(message.version, time.monotonic())
             outcomes, publisher = self.outbox.on_ack(message), self.publisher
             if publisher is not None and publisher.version < self.outbox.applied:
                 publisher.overtaken()
@@ -522,6 +576,7 @@ class WorkerLink:
             self.wanted = self.wanted or 1
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.outbox = Outbox(epoch, self.idx)
+        self._base = 0
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:

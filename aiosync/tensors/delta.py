@@ -22,6 +22,7 @@ a transport.
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,13 +30,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from aiosync.errors import ConfigError, RemoteProtocolError
-from aiosync.wire import CHECKSUM_NBYTES, DTYPE_NBYTES, checksum
+from aiosync.wire import CHECKSUM_NBYTES, DTYPE_NBYTES, Manifest, checksum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = ["apply_delta", "encode_delta"]
+__all__ = ["DeltaLayout", "apply_delta", "check_delta", "encode_delta"]
 
 _Bytes: TypeAlias = "NDArray[np.uint8]"
 _Elements: TypeAlias = "NDArray[Any]"
@@ -58,6 +59,77 @@ _MIN_ZSTD_NBYTES = 64
 _MAX_WINDOW_NBYTES = 2**23
 # Types whose steps are counted in the order of the numbers, so that a step over 0 is a small one.
 _ORDERED = {"bfloat16", "float16", "complex32"}
+
+
+def check_delta() -> None:
+    """Check that deltas can be made and applied here.
+
+    Raises:
+        ConfigError: zstandard is not installed.
+    """
+    _zstandard()
+
+
+class DeltaLayout:
+    """The dtypes in a payload of many tensors, any part of which can be a delta.
+
+    Args:
+        manifest: The manifest of the payload.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        # Neighbours of one dtype, with the padding between them, are one run. Each has its start.
+        self._starts: list[int] = []
+        self._dtypes: list[str] = []
+        for leaf in manifest.leaves:
+            if not self._dtypes or leaf.dtype != self._dtypes[-1]:
+                self._starts.append(leaf.offset)
+                self._dtypes.append(leaf.dtype)
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[slice, str]]:
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, stop)
+        ends = [*self._starts[first + 1 : last], stop]
+        for begin, end, dtype in zip(
+            self._starts[first:last], ends, self._dtypes[first:last], strict=True
+        ):
+            yield slice(max(begin, start), end), dtype
+
+    def encode(self, start: int, stop: int, base: memoryview, new: memoryview) -> bytes:
+        """Encode some bytes of a payload; see :func:`encode_delta`.
+
+        Args:
+            start: Place of the first byte, a multiple of 64.
+            stop: Place behind the last byte, a multiple of 64.
+            base: The whole older payload.
+            new: The whole payload.
+        """
+        parts = list[bytes]()
+        for run, dtype in self._runs(start, stop):
+            part = encode_delta(base[run], new[run], dtype)
+            parts += _LENGTH.pack(len(part)), part
+        return b"".join(parts)
+
+    def apply(
+        self, start: int, stop: int, encoded: Buffer, base: memoryview, out: memoryview
+    ) -> None:
+        """Write some bytes of a payload; see :func:`apply_delta`.
+
+        Args:
+            start: Place of the first byte, a multiple of 64.
+            stop: Place behind the last byte, a multiple of 64.
+            encoded: What :meth:`encode` returned there.
+            base: The whole older payload.
+            out: Memory for the whole payload.
+
+        Raises:
+            ConfigError: zstandard is not installed.
+            RemoteProtocolError: The encoding is malformed, or it was made with another base.
+        """
+        reader = _Reader(encoded, None)
+        for run, dtype in self._runs(start, stop):
+            apply_delta(reader.take(reader.number()), base[run], out[run], dtype)
+        reader.end()
 
 
 def encode_delta(base: Buffer, new: Buffer, dtype: str, *, known: bytes | None = None) -> bytes:

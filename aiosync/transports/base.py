@@ -303,16 +303,24 @@ class Transport(abc.ABC):
         await self.aclose()
 
 
-def make_ack(epoch: int, version: int, status: AckStatus, error: BaseException | None) -> Ack:
+def make_ack(
+    epoch: int,
+    version: int,
+    status: AckStatus,
+    error: BaseException | None,
+    *,
+    is_base: bool = False,
+) -> Ack:
     """Build the acknowledgement message, with the error's type name and text for a NACK."""
     if error is None:
-        return Ack(epoch=epoch, version=version, status=status)
+        return Ack(epoch=epoch, version=version, status=status, is_base=is_base)
     return Ack(
         epoch=epoch,
         version=version,
         status=status,
         error_type=type(error).__name__,
         error_text=str(error) or type(error).__name__,
+        is_base=is_base,
     )
 
 

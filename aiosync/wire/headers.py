@@ -164,7 +164,8 @@ _HAS_CHECKSUM, _HAS_STATE = 1, 2
 _ACK_HEADER = struct.Struct("<BBHQQI")
 _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
-_EXT_KEY, _TRACE_KEY = "x", "trace"
+_EXT_KEY, _TRACE_KEY, _BASE_KEY = "x", "trace", "base"
+_BASE = struct.Struct("<QQ")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _ILLEGAL = (ValueError, TypeError, KeyError, AttributeError, struct.error)
 
@@ -238,6 +239,32 @@ def _encode_field(key: str, value: Any, spec: _Spec) -> Any:
     return value
 
 
+def _entries_of(message: Message) -> dict[str, ExtValue]:
+    """Return the fields of a message that travel in the extension map."""
+    entries: dict[str, ExtValue] = {}
+    if isinstance(message, Update):
+        if message.trace is not None and is_traceparent(message.trace):
+            entries[_TRACE_KEY] = message.trace
+        if message.base is not None:
+            entries[_BASE_KEY] = _BASE.pack(*message.base)
+    elif isinstance(message, Ack) and message.is_base:
+        entries[_BASE_KEY] = True
+    return entries
+
+
+def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) -> None:
+    """Move the entries that :func:`_entries_of` made from the extension map to the fields."""
+    base = ext.get(_BASE_KEY)
+    if cls is Update:
+        if is_traceparent(ext.get(_TRACE_KEY)):
+            found["trace"] = ext.pop(_TRACE_KEY)
+        if isinstance(base, bytes):
+            found["base"] = _BASE.unpack(base)
+            del ext[_BASE_KEY]
+    elif cls is Ack and base is True:
+        found["is_base"] = ext.pop(_BASE_KEY)
+
+
 def encode_header(
     message: Message,
     *,
@@ -272,11 +299,10 @@ def encode_header(
             where = f"{cls.__name__}.{key}"
             rest[key] = value = _encode_field(key, value, spec)
             _check(value, spec, limits)
-        trace = message.trace if cls is Update else None  # type: ignore[union-attr]
-        if trace is not None and is_traceparent(trace):
-            ext = {**(ext or {}), _TRACE_KEY: trace}
+        where = f"{cls.__name__}.{_EXT_KEY}"
+        if own := _entries_of(message):
+            ext = {**(ext or {}), **own}
         if ext:
-            where = f"{cls.__name__}.{_EXT_KEY}"
             rest[_EXT_KEY] = _check_ext(ext)
         where = cls.__name__
         if number > _ACK:
@@ -373,10 +399,13 @@ def _read_map(
                 raise InvalidData(f"unknown field of {cls.__name__}")
         except _ILLEGAL as exc:
             raise _illegal(where, exc) from exc
-    if ext and cls is Update and is_traceparent(ext.get(_TRACE_KEY)):
-        found["trace"] = ext.pop(_TRACE_KEY)
-        ext = ext or None
-    return ext
+    if ext is None:
+        return None
+    try:
+        _take_entries(cls, ext, found)
+    except _ILLEGAL as exc:
+        raise _illegal(_EXT_KEY, exc) from exc
+    return ext or None
 
 
 def _read_fixed(number: int, data: bytes | bytearray | memoryview, found: dict[str, Any]) -> int:

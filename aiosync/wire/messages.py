@@ -141,15 +141,18 @@ class Update:
         epoch: Epoch of the sender, 1 to 2**63 - 1.
         version: Version within the epoch, 1 to 2**63 - 1.
         digest: Digest of the manifest that describes the payload, 16 bytes.
-        codec: Encoding of the payload; ``"dense"`` is the plain bytes of the manifest's leaves.
+        codec: Encoding of the payload; ``"dense"`` is the plain bytes of the manifest's leaves,
+            ``"delta"`` their difference to an older update.
         values: Non-tensor leaves by name; see :func:`aiosync.wire.encode_values`. Tuples
             arrive as lists.
         chunk: (index, count) if the payload is one of several chunks.
-        checksum: Checksum of the frame's payload, 16 bytes, if the link uses one.
+        checksum: Checksum of the leaves' bytes in the frame, 16 bytes, if the link uses one.
         state: Checksum over the whole payload of an update, 16 bytes, on its last chunk;
             see :func:`aiosync.wire.state_checksum`.
         trace: The traceparent of the sender's span, if it has one. It travels in the extension map,
             on the last chunk.
+        base: Version of the older update, of the same epoch, and the number of the leaves' bytes;
+            for the codec ``"delta"`` only. It travels in the extension map.
     """
 
     epoch: int
@@ -161,6 +164,7 @@ class Update:
     checksum: bytes | None = None
     state: bytes | None = None
     trace: str | None = None
+    base: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class Ack:
         status: RECEIVED, APPLIED, NACK or SKIPPED.
         error_type: For a NACK, the name of the exception's type; clipped to 256 bytes.
         error_text: For a NACK, the exception's text; clipped to 3 KiB.
+        is_base: True if the receiver keeps the update's bytes, and takes the next one as a delta to
+            it. It travels in the extension map.
     """
 
     epoch: int
@@ -180,6 +186,7 @@ class Ack:
     status: AckStatus
     error_type: str = ""
     error_text: str = ""
+    is_base: bool = False
 
 
 @dataclass(frozen=True, slots=True)

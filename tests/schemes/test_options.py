@@ -45,6 +45,7 @@ ILLEGAL: dict[str, list[Any]] = {
     "take_over": ["no", None],
     "stall_timeout": [-1, 0],
     "chunk_nbytes": [65, 0],
+    "delta": ["yes", True, None],
     "keepalive": [*NO_SECONDS, 0, math.inf],
     "max_connections": [0, -1, "3", None, math.nan],
     "max_models": [0, "3", None],
@@ -71,6 +72,7 @@ LEGAL: dict[str, Any] = {
     "handshake_timeout": 2,
     "max_connections": 2,
     "chunk_nbytes": 128,
+    "delta": "auto",
     "limits": aiosync.Limits(max_ndim=3),
 }
 # Only the constructor takes these options.

@@ -85,6 +85,8 @@ SAMPLES: list[Message] = [
     Hello("r", "m", 1, 2, "s", True, 3, 4, b"\xff" * 16, True, BIG, BIG, BIG),
     Update(1, 2, DIGEST, values={"lr": 1}, chunk=(1, 2), checksum=b"c" * 16, state=b"s" * 16),
     Update(1, 2, DIGEST, trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+    Update(3, 4, DIGEST, "delta", chunk=(0, 2), checksum=b"c" * 16, base=(3, 64)),
+    Ack(7, 8, AckStatus.RECEIVED, is_base=True),
     Challenge(bytes(32)),
     Challenge(b"\xff" * 32, False),
     Proof(b"n" * 32, b""),

@@ -324,6 +324,33 @@ def test_a_trace_travels_in_the_extension_map() -> None:
     assert decode_header(encode_header(other, ext={"trace": TRACE})) == (other, {"trace": TRACE})
 
 
+def test_what_a_delta_is_made_of_travels_in_the_extension_map() -> None:
+    """A reader of an older release ignores it there; it only sends what it has agreed to."""
+    update = Update(1, 2, DIGEST, "delta", base=(3, 64))
+    base = (3).to_bytes(8, "little") + (64).to_bytes(8, "little")
+    assert encode_header(update, ext={"k": 1}) == raw_header(
+        "update", {"codec": "delta", "x": {"k": 1, "base": base}}, version=2
+    )
+    assert decode_header(encode_header(update, ext={"k": 1})) == (update, {"k": 1})
+    ack = Ack(1, 2, AckStatus.NACK, "E", "no", is_base=True)
+    assert decode_header(encode_header(ack, ext={"k": 1})) == (ack, {"k": 1})
+    assert decode_header(encode_header(Ack(1, 2, AckStatus.APPLIED))) == (
+        Ack(1, 2, AckStatus.APPLIED),
+        None,
+    )
+
+
+@pytest.mark.parametrize("base", [b"", bytes(15), bytes(17)])
+def test_a_base_of_another_size_is_refused(base: bytes) -> None:
+    assert "illegal header" in refused(raw_header("update", {"x": {"base": base}}))
+
+
+@pytest.mark.parametrize("base", [1, True, "x"])
+def test_a_base_of_another_type_is_no_base(base: Any) -> None:
+    data = raw_header("update", {"x": {"base": base}})
+    assert decode_header(data) == (Update(1, 1, DIGEST), {"base": base})
+
+
 def test_error_texts_are_clipped_on_a_character() -> None:
     message = Ack(1, 1, AckStatus.NACK, "E" * 300, "ä" * 5000)
     decoded, _ = decode_header(encode_header(message))

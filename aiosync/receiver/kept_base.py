@@ -1,0 +1,113 @@
+"""The bytes of the last update that arrived whole, against which the next delta is decoded.
+
+They are a copy that nothing else uses: the model may view the update itself, and a program may
+write to its weights. Each part of a new update replaces the bytes of the old one as soon as it was
+verified, since no later part is decoded against them. An update that stops in between leaves bytes
+of two updates, and these are no base.
+"""
+
+from __future__ import annotations
+
+from aiosync.errors import AiosyncError, TransportBroken
+from aiosync.tensors import FlatBuffer, Layout, copy_bytes
+from aiosync.tensors.delta import DeltaLayout
+from aiosync.wire import RunningChecksum, Update
+
+__all__ = ["KeptBase"]
+
+
+class KeptBase:
+    """The base of a worker's next delta."""
+
+    def __init__(self) -> None:
+        self._flat: FlatBuffer | None = None
+        # Digest of a layout, and the dtypes in it.
+        self._layout: tuple[bytes, DeltaLayout] | None = None
+        # Epoch, version and layout of the update that the bytes are of.
+        self._of: tuple[int, int, bytes] | None = None
+        # Epoch and version of the update whose first parts have replaced some of them.
+        self._next: tuple[int, int] | None = None
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Epoch and version of the base; (0, 0) for none."""
+        return (0, 0) if self._of is None or self._next is not None else self._of[:2]
+
+    def lend(self, update: Update, nbytes: int) -> memoryview:
+        """Return memory for a part that is a delta, checked against the base.
+
+        Raises:
+            TransportBroken: The part is none that can be decoded here. Over the next link the
+                sender sends whole updates, as that begins without a base.
+        """
+        version, size = update.base or (0, 0)
+        of, now = (update.epoch, version, update.digest), (update.epoch, update.version)
+        if of != self._of or self._next not in (None, now):
+            self._of = None
+            raise TransportBroken(
+                f"version {update.version} is a delta to version {version}, which is no base here"
+            )
+        if nbytes >= size:
+            raise TransportBroken(f"a delta of {nbytes} bytes is no smaller than {size} bytes")
+        return memoryview(bytearray(nbytes))
+
+    def take(
+        self,
+        update: Update,
+        layout: Layout,
+        landing: FlatBuffer,
+        place: tuple[int, int],
+        encoded: memoryview | None,
+        running: RunningChecksum,
+    ) -> None:
+        """Decode and verify a part that has arrived, and keep its bytes. In a thread.
+
+        Args:
+            update: The message of the part.
+            layout: The layout of the update.
+            landing: Memory of the update; has the bytes of the part, unless it is encoded.
+            place: Start and stop of the part in the update.
+            encoded: The part as a delta, in memory of :meth:`lend`; ``None`` for a part without.
+            running: Checksum of the first bytes of the part; afterwards of all.
+
+        Raises:
+            TransportBroken: The part was damaged on its way, or made with another base; or there
+                is no memory for the base.
+        """
+        start, stop = place
+        memory = landing.memoryview()
+        if self._flat is None or self._flat.nbytes != layout.nbytes:
+            self._of = self._flat = None
+            try:
+                self._flat = FlatBuffer(layout.nbytes)
+            except MemoryError as exc:
+                raise TransportBroken(
+                    f"this process has no memory for a base of {layout.nbytes} bytes"
+                ) from exc
+        base = self._flat.memoryview()
+        if encoded is not None:
+            if self._layout is None or self._layout[0] != layout.digest:
+                self._layout = layout.digest, DeltaLayout(layout.manifest)
+            try:
+                self._layout[1].apply(start, stop, encoded, base, memory)
+            except AiosyncError as exc:
+                self._of = None
+                raise TransportBroken(f"version {update.version} cannot be decoded: {exc}") from exc
+        running.update(memory[start + running.nbytes : stop])
+        if running.digest() != update.checksum:
+            # The part is refused by its checksum, as one without a base is.
+            self._of = None
+            return
+        now = (update.epoch, update.version)
+        if self._next not in (None, now):
+            self._of = None
+        self._next = now
+        copy_bytes(base[start:stop], memory[start:stop])
+
+    def complete(self, update: Update) -> None:
+        """Register that all parts of an update were taken."""
+        self._of, self._next = (update.epoch, update.version, update.digest), None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._flat = self._of = self._next = None

@@ -1,0 +1,198 @@
+"""The newest update of a sender as changes to the one before, encoded once for all links.
+
+Each chunk is encoded in a thread when the first link needs it. The next ones are begun at the same
+time, so that they are encoded while the link carries this one. A sender keeps one older update for
+this, and of the encoded chunks at most a quarter of an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from aiosync._tasks import TaskOwner, in_pool_thread
+from aiosync.sender.snapshots import Snapshot
+from aiosync.tensors.delta import DeltaLayout
+
+__all__ = ["Delta", "Deltas", "Pace"]
+
+# A delta is tried if it saves a third of the bytes, and is encoded three times as fast as the link
+# carries them whole. If it was slower all the same, so many updates travel whole before the next.
+_MOST_RATIO, _MARGIN, _PAUSE = 0.67, 3.0, 50
+# Links carry smaller updates in too short a time to be measured.
+_LEAST_NBYTES = 8 * 2**20
+# Up to this size an update travels whole: it takes one packet or a few.
+_SMALL_NBYTES = 65536
+_KEPT_SHARE = 4
+_AHEAD = 2
+
+
+class Pace:
+    """How fast one link carries updates, whole and as deltas.
+
+    Attributes:
+        rate: Bytes of whole updates for each second, until the worker's answer; 0.0 if unknown.
+        pause: Number of updates that should travel whole, as deltas were slower.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float = 0.0
+        self.pause: int = 0
+        # Version, bytes, time at the start and kind of the update whose answer is awaited.
+        self._timed: tuple[int, int, float, bool] = (0, 0, 0.0, False)
+
+    def begin(self, snapshot: Snapshot, now: float, *, is_delta: bool) -> None:
+        """Register that the link begins to carry an update."""
+        self._timed = (snapshot.version, snapshot.nbytes, now, is_delta)
+
+    def arrived(self, version: int, now: float) -> None:
+        """Register an answer of the worker."""
+        begun, nbytes, began, is_delta = self._timed
+        if version != begun or not nbytes:
+            return
+        self._timed = (0, 0, 0.0, False)
+        seconds = max(now - began, 1e-6)
+        if not is_delta:
+            self.rate, self.pause = nbytes / seconds, max(self.pause - 1, 0)
+        elif seconds * self.rate > nbytes:
+            self.pause = _PAUSE
+
+
+class Delta:
+    """An update as changes to its base. Its users hold a reference to both snapshots.
+
+    Args:
+        base: The older update.
+        new: The update, with the same layout.
+        layout: The dtypes in it.
+        size: Bytes of a chunk.
+        tasks: Owner of the encoding tasks.
+
+    Attributes:
+        base: As given.
+    """
+
+    def __init__(
+        self, base: Snapshot, new: Snapshot, layout: DeltaLayout, size: int, tasks: TaskOwner
+    ) -> None:
+        self.base: Snapshot = base
+        self._new = new
+        self._layout = layout
+        self._size = size
+        self._tasks = tasks
+        # Encoded chunks, and those that are being encoded; ``None`` for one that could not be.
+        self._chunks: dict[int, asyncio.Future[bytes | None]] = {}
+        # Bytes of chunks before and after encoding, and the seconds that it took.
+        self._measured = (0, 0, 0.0)
+
+    async def is_worth(self, pace: Pace) -> bool:
+        """Return True if the update should travel as a delta; encodes a chunk to find out."""
+        nbytes, rate = self._new.nbytes, pace.rate
+        if not rate or nbytes < _LEAST_NBYTES or pace.pause:
+            return False
+        if not self._measured[0]:
+            # Not the first chunk: tensors of another kind are often at the start.
+            await asyncio.wait({self.chunk(-(-nbytes // self._size) // 2, 0)})
+        whole, encoded, seconds = self._measured
+        return encoded < _MOST_RATIO * whole and _MARGIN * rate * seconds < whole
+
+    def chunk(self, index: int, ahead: int = _AHEAD) -> asyncio.Future[bytes | None]:
+        """Return the future of an encoded chunk. Do not cancel it: other links wait for it, too.
+
+        Args:
+            index: Index of the chunk.
+            ahead: Number of the following chunks to begin as well.
+        """
+        nbytes = self._new.nbytes
+        for each in range(index, min(index + 1 + ahead, -(-nbytes // self._size))):
+            if each not in self._chunks:
+                found = self._chunks[each] = asyncio.get_running_loop().create_future()
+                self._tasks.start(self._encode(each, found), "aiosync delta")
+        found = self._chunks[index]
+        done = {each: future for each, future in self._chunks.items() if future.done()}
+        kept = sum(len(future.result() or b"") for future in done.values())
+        for each, future in done.items():
+            if kept * _KEPT_SHARE <= nbytes:
+                break
+            # Links that are still to carry this chunk have it encoded anew.
+            kept -= len(future.result() or b"")
+            del self._chunks[each]
+        return found
+
+    async def _encode(self, index: int, found: asyncio.Future[bytes | None]) -> None:
+        start = index * self._size
+        stop = min(start + self._size, self._new.nbytes)
+        # Empty if no link needs the chunk any more, and the memory has been given back.
+        old, new = (each.buffer.memoryview() for each in (self.base, self._new))
+
+        def encode() -> tuple[bytes, float]:
+            began = time.perf_counter()
+            return self._layout.encode(start, stop, old, new), time.perf_counter() - began
+
+        try:
+            if old.nbytes and new.nbytes:
+                encoded, seconds = await in_pool_thread(encode)
+                whole, nbytes, spent = self._measured
+                self._measured = whole + stop - start, nbytes + len(encoded), spent + seconds
+                found.set_result(encoded)
+        finally:
+            if not found.done():
+                found.set_result(None)
+
+
+class Deltas:
+    """The newest update of a sender, and the one before as its base.
+
+    Args:
+        chunk_nbytes: Bytes of a chunk.
+        tasks: Owner of the encoding tasks.
+    """
+
+    def __init__(self, chunk_nbytes: int, tasks: TaskOwner) -> None:
+        self._size = chunk_nbytes
+        self._tasks = tasks
+        self._newest: Snapshot | None = None
+        self._layout: DeltaLayout | None = None
+        self._delta: Delta | None = None
+
+    def take(self, snapshot: Snapshot, version: int) -> Delta | None:
+        """Register an update that a link is about to write; the newest before becomes its base.
+
+        Args:
+            snapshot: The update.
+            version: The version that the worker keeps as a base; 0 for none.
+
+        Returns:
+            The update as changes to that version, with a reference to its base that the caller
+            releases; ``None`` if the sender does not have that base.
+        """
+        if snapshot.nbytes > _SMALL_NBYTES:
+            self._follow(snapshot)
+        delta = self._delta
+        if delta is None or snapshot is not self._newest or delta.base.version != version:
+            return None
+        delta.base.retain()
+        return delta
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        newest = self._newest
+        if newest is not None and snapshot.version <= newest.version:
+            return
+        old, self._delta, self._newest = self._delta, None, snapshot.retain()
+        if old is not None:
+            old.base.release()
+        if newest is None or newest.layout.digest != snapshot.layout.digest:
+            self._layout = DeltaLayout(snapshot.layout.manifest)
+            if newest is not None:
+                newest.release()
+        else:
+            assert self._layout is not None
+            self._delta = Delta(newest, snapshot, self._layout, self._size, self._tasks)
+
+    def close(self) -> None:
+        """Release both updates."""
+        if self._delta is not None:
+            self._delta.base.release()
+        if self._newest is not None:
+            self._newest.release()
+        self._delta = self._newest = None

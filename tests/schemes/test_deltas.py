@@ -1,0 +1,379 @@
+"""Updates as changes to the one before, over TCP: exact, small, and never without a way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+from aiosync.errors import ConfigError
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests.schemes import _deltas as deltas
+from tests.schemes import _harness as harness
+from tests.schemes import _models as models
+from tests.schemes._harness import PATIENCE
+from tests.support.waiting import free_port
+
+CHUNK = 128 * 1024
+SIZE = sum(each.numel() * each.element_size() for each in deltas.build().buffers())
+
+
+def tcp(url: str = "tcp://127.0.0.1:0", delta: Any = "always", **options: Any) -> Any:
+    return aiosync.TCPWeightSyncScheme(url, delta=delta, chunk_nbytes=CHUNK, **options)
+
+
+def step(model: nn.Module, share: float = 0.01) -> None:
+    """Move a share of the elements by one step."""
+    rng = torch.Generator().manual_seed(0)
+    for each in model.buffers():
+        if each.numel() and each.dtype == torch.bfloat16:
+            each.view(torch.int16)[torch.rand(each.shape, generator=rng) < share] += 1
+
+
+async def sent_nbytes(sender: Any) -> int:
+    """Send, and return the bytes that travelled."""
+    before = sender.stats().wire_nbytes
+    await sender.send()
+    found: int = sender.stats().wire_nbytes - before
+    return found
+
+
+@contextlib.asynccontextmanager
+async def pair(**options: Any) -> Any:
+    """A sender, its model, and a receiver with its model in this process."""
+    model, target = deltas.build(), deltas.build()
+    given = {"sender": {"model": model}}
+    async with harness.here(tcp(**options), target, **given) as (sender, receiver):
+        yield sender, model, receiver, target
+
+
+# -- what travels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_update_of_few_changes_travels_in_few_bytes() -> None:
+    async with pair() as (sender, model, _, target):
+        assert sender.stats().wire_nbytes >= SIZE  # there is no base for the first one
+        for _ in range(3):
+            step(model)
+            assert await sent_nbytes(sender) < SIZE / 30
+            assert deltas.digests(target) == deltas.digests(model)
+
+
+@pytest.mark.asyncio
+async def test_by_default_everything_travels() -> None:
+    assert aiosync.TCPWeightSyncScheme().delta == "off"
+    async with pair(delta="off") as (sender, model, _, target):
+        step(model)
+        assert await sent_nbytes(sender) >= SIZE
+        assert deltas.digests(target) == deltas.digests(model)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("trainer", "worker"), [("always", "off"), ("off", "always")])
+async def test_both_sides_have_to_say_so(trainer: Any, worker: Any) -> None:
+    """So a worker of an older release gets whole updates, too."""
+    sender, model, target = tcp(delta=trainer), deltas.build(), deltas.build()
+    sender.init_on_sender("policy", model=model, num_workers=1)
+    receiver = tcp(sender.address, delta=worker)
+    receiver.init_on_receiver("policy", model=target)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        for _ in range(2):
+            step(model)
+            assert await sent_nbytes(sender) >= SIZE
+            assert deltas.digests(target) == deltas.digests(model)
+
+
+@pytest.mark.asyncio
+async def test_auto_does_not_use_deltas_where_bytes_are_cheap() -> None:
+    async with pair(delta="auto") as (sender, model, _, target):
+        for _ in range(3):
+            step(model)
+            assert await sent_nbytes(sender) >= SIZE
+            assert deltas.digests(target) == deltas.digests(model)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_auto_uses_deltas_on_a_slow_link() -> None:
+    count = 8 * 2**20
+    model, target = (nn.Linear(1, count, dtype=torch.bfloat16, bias=False) for _ in range(2))
+    sender = aiosync.TCPWeightSyncScheme(delta="auto")
+    sender.init_on_sender("policy", model=model, num_workers=1)
+    async with FaultProxy(sender.address) as proxy, sender:
+        proxy.plan = Plan(back=Faults(delay=0.002))  # 33 MB/s at most
+        receiver = aiosync.TCPWeightSyncScheme(proxy.url, delta="auto")
+        receiver.init_on_receiver("policy", model=target)
+        async with receiver:
+            await asyncio.gather(sender.connect(), receiver.connect())
+            found = []
+            for _ in range(3):
+                with torch.no_grad():
+                    model.weight.view(torch.int16)[::100] += 1
+                found.append(await sent_nbytes(sender))
+                assert torch.equal(target.weight, model.weight)
+    assert min(found) < 2 * count / 30
+
+
+@pytest.mark.asyncio
+async def test_a_small_update_travels_whole() -> None:
+    model, target = models.linear(), models.linear()
+    async with harness.here(tcp(), target, sender={"model": model}) as (sender, receiver):
+        for value in (1.0, 2.0, 3.0):
+            await harness.deliver(sender, receiver, value)
+
+
+@pytest.mark.asyncio
+async def test_another_layout_travels_whole_and_is_the_next_base() -> None:
+    """Layouts of the same size with other dtypes are told apart, too."""
+    target = deltas.build()
+    async with harness.here(tcp(strict=False), target, sender={"model": deltas.build()}) as (
+        sender,
+        _,
+    ):
+        for names in (["bfloat16_3"], ["float16_3"], ["bfloat16_3", "bfloat16_0"]):
+            given = {name: torch.ones_like(target.get_buffer(name)) for name in names}
+            for number in range(3):
+                before = sender.stats().wire_nbytes
+                for each in given.values():
+                    each.view(torch.int16)[::50] += 1
+                await sender.send(given)
+                small = sender.stats().wire_nbytes - before < 20_000
+                assert small == (number > 0)
+                for name, each in given.items():
+                    assert torch.equal(target.get_buffer(name), each)
+
+
+# -- what a worker does to its weights -------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("copy", [False, True])
+async def test_what_a_worker_writes_is_no_base(copy: bool) -> None:
+    async with pair(apply_copy=copy) as (sender, model, receiver, target):
+        for _ in range(3):
+            for each in target.buffers():
+                each.fill_(1)
+            step(model)
+            assert await sent_nbytes(sender) < SIZE / 30
+            assert deltas.digests(target) == deltas.digests(model)
+        assert receiver.stats().reconnects == 0
+
+
+@pytest.mark.asyncio
+async def test_a_refused_update_is_a_base_all_the_same() -> None:
+    """What a worker did not take does not matter: its base is what arrived."""
+    async with pair(strict=False) as (sender, model, receiver, target):
+        for wrong in (True, False, True, True, False):
+            step(model)
+            target.bfloat16_3 = torch.zeros(3 if wrong else 70_000, dtype=torch.bfloat16)
+            before = sender.stats().wire_nbytes
+            with pytest.raises(aiosync.PartialSyncError) if wrong else contextlib.nullcontext():
+                await sender.send()
+            assert sender.stats().wire_nbytes - before < SIZE / 30
+        assert deltas.digests(target) == deltas.digests(model)
+        assert receiver.stats().reconnects == 0
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_delta_costs_the_link_and_comes_again_whole() -> None:
+    model, target = deltas.build(), deltas.build()
+    sender = tcp(timeout=PATIENCE)
+    sender.init_on_sender("policy", model=model, num_workers=1)
+    async with FaultProxy(sender.address) as proxy, sender:
+        receiver = tcp(proxy.url)
+        receiver.init_on_receiver("policy", model=target)
+        async with receiver:
+            await asyncio.gather(sender.connect(), receiver.connect())
+            before = proxy.bytes_back
+            step(model)
+            await sender.send()
+            length = proxy.bytes_back - before
+            for number in range(6):
+                # The next link is damaged in its first update, which is a delta.
+                proxy.plan = Plan(back=Faults(corrupt_at=600 + number * length // 7))
+                links = proxy.connections
+                proxy.cut()
+                await harness.until(lambda links=links: proxy.connections > links)
+                await harness.until(lambda: len(sender.sender_transports) == 1)
+                await asyncio.sleep(0.1)  # the worker's word about its base arrives
+                proxy.plan = None
+                step(model)
+                with contextlib.suppress(aiosync.PartialSyncError):
+                    await sender.send()
+                await receiver.wait_for_version(sender.version, timeout=PATIENCE)
+                assert deltas.digests(target) == deltas.digests(model)
+                assert proxy.connections > links + 1
+
+
+@pytest.mark.asyncio
+async def test_a_link_that_comes_back_goes_on_with_deltas() -> None:
+    model, target = deltas.build(), deltas.build()
+    sender = tcp()
+    sender.init_on_sender("policy", model=model, num_workers=1)
+    async with FaultProxy(sender.address) as proxy, sender:
+        receiver = tcp(proxy.url)
+        receiver.init_on_receiver("policy", model=target)
+        async with receiver:
+            await asyncio.gather(sender.connect(), receiver.connect())
+            proxy.cut()
+            await harness.until(lambda: receiver.stats().reconnects == 1)
+            await harness.until(lambda: len(sender.sender_transports) == 1)
+            await asyncio.sleep(0.2)  # the worker's word about its base arrives
+            step(model)
+            assert await sent_nbytes(sender) < SIZE / 30
+            assert deltas.digests(target) == deltas.digests(model)
+
+
+def test_options_that_exclude_each_other_and_a_missing_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def connect(**options: Any) -> None:
+        scheme = tcp(**options)
+        weights = {0: models.linear()} if options else None
+        del weights
+        scheme.init_on_sender("policy", model=models.linear(), num_workers=1)
+        async with scheme:
+            await scheme.connect(timeout=5)
+
+    with pytest.raises(ConfigError, match="per_worker_weights has many: choose one of them"):
+        asyncio.run(connect(per_worker_weights=True))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'aiosync\[delta\]'"):
+        asyncio.run(connect())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_each_side_keeps_one_more_copy() -> None:
+    """NumPy and the flat buffers of less than 1 MiB tell tracemalloc what they allocate."""
+    peaks = {}
+    for mode in ("off", "always"):
+        async with pair(delta=mode) as (sender, model, _, _target):
+            for _ in range(3):
+                step(model)
+                await sender.send()
+            tracemalloc.start()
+            try:
+                for _ in range(5):
+                    step(model)
+                    await sender.send()
+                peaks[mode] = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+    assert peaks["always"] < peaks["off"] + 3 * SIZE
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+async def _history(updates: int, seed: int) -> None:
+    """Random updates to two worker processes that come and go, over links that are damaged."""
+    rng, url = random.Random(seed), f"tcp://127.0.0.1:{free_port()}"
+    model, crew = deltas.build(), dict[int, harness.Worker]()
+    deltas.change(model, rng)
+
+    async def trainer() -> Any:
+        # A damaged length may have a worker wait for bytes that never come.
+        scheme = tcp(url, timeout=PATIENCE, require=1, stall_timeout=3)
+        scheme.init_on_sender("policy", model=model, num_workers=None)
+        await scheme.connect()
+        return scheme
+
+    async def same(worker: harness.Worker, version: int) -> None:
+        await worker.call(deltas.wait_for, sender.stats().epoch, version)
+        assert await worker.call(deltas.worker_digests) == deltas.digests(model)
+
+    sender = await trainer()
+    async with FaultProxy(url) as proxy:
+
+        async def join(idx: int) -> None:
+            crew[idx] = harness.start(tcp(proxy.url), deltas.build)
+            await crew[idx].call(harness.join, idx)
+
+        try:
+            for idx in range(2):
+                await join(idx)
+            for number in range(updates):
+                event = rng.random()
+                if event < 0.02:
+                    idx = rng.randrange(2)
+                    crew[idx].kill()
+                    crew.pop(idx).end()
+                    await join(idx)
+                elif event < 0.04:
+                    await sender.aclose()
+                    sender = await trainer()
+                elif event < 0.09:
+                    plan = Plan(back=Faults(corrupt_at=rng.randrange(2 * SIZE)))
+                    harmed = [plan] * len(crew)
+                    proxy.plan = lambda _, left=harmed: left.pop() if left else None
+                    proxy.cut()
+                elif event < 0.12:
+                    await crew[rng.randrange(2)].call(deltas.overwrite)
+                deltas.change(model, rng)
+                with contextlib.suppress(aiosync.PartialSyncError):
+                    await sender.send()
+                # Sometimes a worker is still at an older version when the next update comes.
+                if number % 3 != 1:
+                    for worker in crew.values():
+                        await same(worker, sender.version)
+            for worker in crew.values():
+                await same(worker, sender.version)
+        finally:
+            await sender.aclose()
+            for worker in crew.values():
+                worker.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("updates", "seed"), [(30, 0), pytest.param(300, 1, marks=pytest.mark.heavy)]
+)
+def test_every_applied_state_is_the_trainers(updates: int, seed: int) -> None:
+    harness.run("uvloop", _history(updates, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("updates", "seed"), [(20, 0), pytest.param(300, 1, marks=pytest.mark.heavy)]
+)
+def test_the_blocking_api_does_the_same(updates: int, seed: int) -> None:
+    rng, model = random.Random(seed), deltas.build()
+    context = harness.context("forkserver")
+    with aiosync.sync.TCPWeightSyncScheme(delta="always", chunk_nbytes=CHUNK) as sender:
+        sender.init_on_sender("policy", model=model, num_workers=1)
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=deltas.blocking_worker, args=(sender.address, theirs), daemon=True
+        )
+        process.start()
+        try:
+            sender.connect(timeout=PATIENCE)
+            for _ in range(updates):
+                deltas.change(model, rng)
+                report = sender.send()
+                ours.send(True)
+                assert ours.recv() == (report.version, deltas.digests(model))
+            assert sender.stats().wire_nbytes < updates * SIZE
+            ours.send(False)
+        finally:
+            harness.end(process)
