@@ -77,7 +77,8 @@ def worker(url: str, nbytes: int, mode: Any, checks: Any) -> None:
         async with scheme:
             await scheme.connect()
             while await asyncio.to_thread(checks.recv):
-                checks.send(_bits(model))
+                spent = time.process_time()
+                checks.send((_bits(model), spent, time.process_time()))
 
     asyncio.run(main())
 
@@ -94,11 +95,14 @@ def _change(model: nn.Module, share: float, rng: np.random.Generator) -> None:
         bits[places] += (far * rng.choice([-1, 1], places.size)).astype(np.int16)
 
 
-async def measure(mib: int, share: float, rate: float, sends: int) -> dict[str, list[float]]:
-    """Return seconds of each send, for each value of ``delta=``."""
+async def measure(
+    mib: int, share: float, rate: float, sends: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return for each value of ``delta=`` the seconds of sends, and of both sides' processors."""
     context, rng = multiprocessing.get_context("spawn"), np.random.default_rng(0)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    pairs, processes = [], []
+    work: dict[str, list[float]] = {mode: [] for mode in MODES}
+    pairs, processes, spent_there = [], [], dict.fromkeys(MODES, 0.0)
     try:
         for mode in MODES:
             model = _model(mib * 2**20)
@@ -118,19 +122,24 @@ async def measure(mib: int, share: float, rate: float, sends: int) -> dict[str, 
         for send in range(sends + 2):
             for mode, scheme, model, checks in pairs:
                 _change(model, share, rng)
-                began = time.perf_counter()
+                began, spent_here = time.perf_counter(), time.process_time()
                 await scheme.send()
-                if send >= 2:
-                    seconds[mode].append(time.perf_counter() - began)
+                elapsed = time.perf_counter() - began
+                spent_here = time.process_time() - spent_here
                 checks.send(True)
-                assert await asyncio.to_thread(checks.recv) == _bits(model)
+                found, there, after = await asyncio.to_thread(checks.recv)
+                assert found == _bits(model)
+                if send >= 2:
+                    seconds[mode].append(elapsed)
+                    work[mode].append(spent_here + there - spent_there[mode])
+                spent_there[mode] = after
         for _, scheme, _, checks in pairs:
             checks.send(False)
             await scheme.aclose()
     finally:
         for process in processes:
             process.terminate()
-    return seconds
+    return seconds, work
 
 
 def main() -> None:
@@ -142,14 +151,16 @@ def main() -> None:
     parser.add_argument("--sends", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    print("Milliseconds: the median (the least; of processors on both sides, the median)")
     print(f"| MiB | Gbit/s | changed | {' | '.join(MODES)} | times faster |")
     for mib in given.mib:
         for gbit in given.gbit:
             for share in given.share:
-                found = asyncio.run(measure(mib, share, gbit * 125e6, given.sends))
+                found, work = asyncio.run(measure(mib, share, gbit * 125e6, given.sends))
                 cells = [statistics.median(found[mode]) for mode in MODES]
                 row = " | ".join(
-                    f"{1000 * each:.0f} ({1000 * min(found[mode]):.0f})"
+                    f"{1000 * each:.0f} ({1000 * min(found[mode]):.0f}; "
+                    f"{1000 * statistics.median(work[mode]):.0f})"
                     for mode, each in zip(MODES, cells, strict=True)
                 )
                 print(
