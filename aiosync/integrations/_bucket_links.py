@@ -1,0 +1,645 @@
+"""Links between one sender and its receivers of buckets, which outlive a sync.
+
+A sync is a round. A receiver says in a Hello that it is ready for one, over the link that it has
+or over a new one. The sender begins with a Welcome once every member is ready, sends each bucket to
+all members at the same time, and after the last one a Current with the number of frames. A member
+answers with one Ack once its consumer has taken all tensors.
+
+===================  ==============================  ==========================================
+state of a member    event                           what follows
+===================  ==============================  ==========================================
+connected            Hello: ready                    ready
+ready                the sender begins               Welcome: in the round
+in the round         a frame is due                  the frame is sent
+in the round         Ack APPLIED after the Current   connected: the link stays
+any                  NACK, end of link, or deadline  failed: the link is closed, others go on
+any                  the sender gives the round up   Refuse with the cause; the link is closed
+===================  ==============================  ==========================================
+
+Everything here runs on the event loop of :mod:`aiosync.sync`, so that links live on while a
+framework blocks its own loop, or makes a new one for each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aiosync._tasks import Notifier, TaskOwner
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ApplyError,
+    ConnectTimeout,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+    RemoteProtocolError,
+    TransportBroken,
+    TransportClosed,
+)
+from aiosync.integrations._buckets import (
+    Frame,
+    Landing,
+    NamedTensor,
+    Room,
+    Weights,
+    bucket_nbytes,
+    each_of,
+    pack,
+)
+from aiosync.protocol import seconds_text, validate_seconds
+from aiosync.rendezvous.listener import StreamListener
+from aiosync.sync._portal import lease
+from aiosync.transports import TLS, Credentials, TCPTransport
+from aiosync.transports.base import make_ack
+from aiosync.transports.credentials import Secret, read_token
+from aiosync.types import AckStatus
+from aiosync.wire import (
+    Ack,
+    Current,
+    Hello,
+    ManifestMessage,
+    Message,
+    Refuse,
+    Update,
+    Welcome,
+    checksum,
+)
+
+__all__ = ["BucketReceiver", "BucketSender", "Options", "Source", "process_name"]
+
+_T = TypeVar("_T")
+
+_MODEL = "buckets"
+# Time for the farewell to a member, and for a NACK to arrive after its link has failed.
+_WORD_SECONDS = 1.0
+# Time for a member whose link has ended to dial again.
+_RETURN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of both ends of the links.
+
+    Attributes:
+        address: Address that a sender listens at: ``tcp://host:port``, by default a free port of
+            the address that Ray has for this host.
+        token: The shared token. Without one here, in ``token_file`` or in the environment variable
+            ``AIOSYNC_TOKEN``, the sender makes one, and the framework carries it to the receivers.
+        token_file: File with the token.
+        tls: Arguments of :class:`aiosync.TLS`, the same on both sides; ``None`` does not encrypt.
+        timeout: Seconds to connect, and the longest time without progress in a sync.
+
+    Raises:
+        ConfigError: An option has an illegal value.
+    """
+
+    address: str | None = None
+    token: str | bytes | Secret | None = field(default=None, repr=False)
+    token_file: str | None = None
+    tls: Mapping[str, Any] | None = None
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        validate_seconds("timeout", self.timeout)
+
+    def credentials(self, made: Secret | None) -> Credentials:
+        """Return this end's credentials, with the token that the sender made if there is no other.
+
+        Raises:
+            ConfigError: The token file or a certificate cannot be used.
+        """
+        token = self.token or read_token(self.token_file, "token_file") or made
+        return Credentials(token=token, tls=None if self.tls is None else TLS(**self.tls))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sender, for its receivers. Frameworks carry it; it may be pickled.
+
+    Attributes:
+        url: Address to dial.
+        token: The token that the sender made; ``None`` if the user gave one to both sides.
+        name: Name of the sender in errors.
+    """
+
+    url: str
+    token: Secret | None
+    name: str
+
+
+def process_name(role: str) -> str:
+    """Return the name of this process in errors of other processes."""
+    return f"{role} ({socket.gethostname()}, process {os.getpid()})"
+
+
+class _Home:
+    """The part of the loop of :mod:`aiosync.sync` that one sender or receiver uses."""
+
+    def __init__(self) -> None:
+        self._lease = lease(self)
+        self._loop = self.call(_running())
+        self.tasks: TaskOwner = TaskOwner(lambda exc: None)
+        self.closing: contextlib.ExitStack = contextlib.ExitStack()
+        self.close = self._lease.abort
+
+    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop, and block this thread until it ends."""
+        return self._lease.call(coroutine)
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine on the loop in the background."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def forgotten(self) -> None:
+        """Do nothing: frameworks never close their engines."""
+
+    def abort(self) -> None:
+        """End every task and link. Called on the loop."""
+        self.tasks.abort()
+        self.closing.close()
+
+
+async def _running() -> asyncio.AbstractEventLoop:
+    return asyncio.get_running_loop()
+
+
+# -- the side that sends --------------------------------------------------------------------------
+
+
+class _Peer:
+    """The sender's end of a link to one receiver.
+
+    Attributes:
+        link: The link.
+        rank: Rank of the receiver.
+        is_ready: True if the receiver waits for the next round.
+        answer: Answer of the receiver to this round.
+        error: Reason why the link was closed.
+    """
+
+    def __init__(self, link: TCPTransport) -> None:
+        self.link = link
+        self.rank = -1
+        self.is_ready = False
+        self.answer: Ack | None = None
+        self.error: AiosyncError | None = None
+
+    def fail(self, error: AiosyncError) -> None:
+        """Note the first error, and close the link."""
+        self.error = self.error or error
+        self.link.abort()
+
+
+class BucketSender:
+    """The side that sends: it listens, and sends each round to its members.
+
+    Args:
+        bucket_size: Size of a bucket in bytes. Two of them are in host memory during a sync.
+        options: Options of the links.
+        role: Role of this process in errors of the receivers.
+
+    Attributes:
+        source: This sender, for its receivers.
+
+    Raises:
+        ConfigError: An option cannot be used.
+    """
+
+    def __init__(self, bucket_size: int, options: Options, role: str) -> None:
+        self._nbytes, self._seconds = bucket_nbytes(bucket_size), options.timeout
+        made = Secret(secrets.token_bytes(32))
+        credentials = options.credentials(made)
+        url = options.address or f"tcp://{_this_host()}:0"
+        self._listener = StreamListener(url, credentials=credentials, untaken=options.timeout)
+        token = made if credentials.token == made else None
+        self.source: Source = Source(self._listener.url, token, process_name(role))
+        self._members: Mapping[bytes, tuple[int, str]] = {}
+        self._peers: dict[bytes, _Peer] = {}
+        # The round: its number, its members, and the errors of those that were not ready.
+        self._number = 0
+        self._round: list[_Peer] = []
+        self._absent: dict[int, AiosyncError] = {}
+        self._changed = Notifier()
+        self._home = _Home()
+        self.close = self._home.close
+        self._home.call(self._listen())
+
+    async def _listen(self) -> None:
+        self._home.closing.callback(self._drop_all)
+        self._home.closing.callback(self._listener.close)
+        self._listener.start(self._on_link, lambda exc: None)
+
+    def _drop_all(self) -> None:
+        for peer in self._peers.values():
+            peer.fail(TransportClosed("this side was closed"))
+
+    def _on_link(self, link: TCPTransport, hello: Hello) -> None:
+        session = hello.session or b""
+        if session in self._peers:
+            self._peers[session].fail(TransportClosed("it dialled again"))
+        peer = self._peers[session] = _Peer(link)
+        self._home.tasks.start(self._listen_to(peer, hello), "aiosync link to a receiver")
+
+    async def _listen_to(self, peer: _Peer, message: Message) -> None:
+        link = peer.link
+        try:
+            while True:
+                if isinstance(message, Hello) and message.model_id == _MODEL:
+                    peer.is_ready = message.subscribe
+                elif isinstance(message, Ack) and message.epoch == self._number:
+                    self._note(peer, message)
+                else:
+                    raise RemoteProtocolError(f"{link.name} sent {type(message).__name__}")
+                self._changed.notify()
+                message = (await link.recv()).message
+        except AiosyncError as exc:
+            peer.fail(exc)
+        finally:
+            link.abort()
+            self._changed.notify()
+
+    def _note(self, peer: _Peer, ack: Ack) -> None:
+        peer.answer = ack
+        if ack.status is AckStatus.NACK:
+            text = f"{peer.link.name}: {ack.error_text}"
+            peer.fail(ApplyError(text, worker_idx=peer.rank, remote_type=ack.error_type))
+
+    def expect(self, members: Mapping[bytes, tuple[int, str]]) -> None:
+        """Set the members of the next rounds, and close the links to all others.
+
+        Args:
+            members: Session of each member: its rank, and its name in errors.
+        """
+        self._home.call(self._expect(members))
+
+    async def _expect(self, members: Mapping[bytes, tuple[int, str]]) -> None:
+        self._members = members
+        for session in self._peers.keys() - members.keys():
+            self._peers.pop(session).fail(TransportClosed("it is no member any more"))
+
+    async def send(self, weights: Weights) -> dict[str, float]:
+        """Send one round to its members, and wait until all of them have taken it.
+
+        The weights are iterated to their end even if every member has failed, because all ranks of
+        a trainer may have to gather each tensor together.
+
+        Args:
+            weights: Names and tensors. Each tensor is copied before the next one is asked for.
+
+        Returns:
+            Seconds, bytes and members of the round.
+
+        Raises:
+            PartialSyncError: Some members did not take it; the others have it.
+            ConfigError: A tensor cannot travel. No member has the whole round.
+
+        Cancellation:
+            Ends the round: its members raise, and their links are closed.
+        """
+        began, nbytes, count = time.perf_counter(), 0, 0
+        source = each_of(weights)
+        busy: Future[Any] = self._home.start(self._begin())
+        try:
+            async for frame in pack(source, self._nbytes):
+                count, nbytes = count + 1, nbytes + len(frame.payload)
+                # The buffer is read once here, while the frame before it is on its way.
+                sum_of_frame = checksum(frame.payload)
+                await asyncio.wrap_future(busy)
+                busy = self._home.start(self._deliver(frame, count, sum_of_frame))
+            await asyncio.wrap_future(busy)
+            busy = self._home.start(self._finish(count))
+            members = await asyncio.wrap_future(busy)
+        except PartialSyncError:
+            raise
+        except BaseException as exc:  # raised again: the members are told first
+            if count == 0:
+                busy.cancel()  # nobody need get ready any more
+            self._home.start(self._give_up(busy, f"{type(exc).__name__}: {exc}"))
+            if isinstance(exc, Exception):
+                async for _ in source:
+                    pass
+            raise
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "nbytes": float(nbytes), "members": float(members)}
+
+    async def _begin(self) -> None:
+        """Wait until the members are ready, and let them begin."""
+        for peer in self._round:
+            peer.fail(TransportClosed("the next sync began before this one had ended"))
+        self._number, self._round, self._absent = self._number + 1, [], {}
+
+        async def welcome(session: bytes, rank: int, name: str) -> None:
+            try:
+                peer = await self._ready(session, name)
+                peer.rank, peer.link.name, peer.is_ready, peer.answer = rank, name, False, None
+                await peer.link.send(Welcome(self._number, 0, rank), timeout=self._seconds)
+                self._round.append(peer)
+            except AiosyncError as exc:
+                self._absent[rank] = exc
+
+        await asyncio.gather(*(welcome(each, *known) for each, known in self._members.items()))
+
+    async def _ready(self, session: bytes, name: str) -> _Peer:
+        state = "connect"
+        grace = min(_RETURN_SECONDS, self._seconds)
+        try:
+            async with asyncio.timeout(self._seconds):
+                while True:
+                    state = "connect"
+                    # A member that was killed does not come back: a shorter time is enough.
+                    async with asyncio.timeout(grace):
+                        while (peer := self._peers.get(session)) is None or peer.error:
+                            await self._changed.wait()
+                    state = "ask for weights"
+                    while peer.error is None:
+                        if peer.is_ready:
+                            return peer
+                        await self._changed.wait()
+        except TimeoutError as exc:
+            why = "; ".join(self._listener.refusals())
+            seconds = seconds_text(grace if state == "connect" else self._seconds)
+            raise ConnectTimeout(
+                f"{name} did not {state} within {seconds}" + (f" (refused: {why})" if why else "")
+            ) from exc
+
+    async def _deliver(self, frame: Frame, count: int, sum_of_frame: bytes) -> None:
+        """Send a frame to all members that have not failed, at the same time."""
+        digest = frame.manifest.digest
+        update = Update(self._number, count, digest, chunk=frame.chunk, checksum=sum_of_frame)
+        messages: list[tuple[Message, list[memoryview]]] = [(update, [frame.payload])]
+        if frame.chunk[0] == 0:
+            messages.insert(0, (ManifestMessage(frame.manifest), []))
+
+        async def send(peer: _Peer) -> None:
+            try:
+                for message, payload in messages:
+                    await peer.link.send(message, payload, timeout=self._seconds)
+            except AiosyncError as exc:
+                await self._hear_out(peer)
+                peer.fail(exc)
+
+        await asyncio.gather(*(send(peer) for peer in self._round if peer.error is None))
+
+    async def _hear_out(self, peer: _Peer) -> None:
+        """Wait for the member's own reason: it may arrive after the error of the link."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WORD_SECONDS):
+                while peer.error is None:
+                    await self._changed.wait()
+
+    async def _finish(self, count: int) -> int:
+        members, self._round = self._round, []
+        number, seconds = self._number, self._seconds
+
+        async def settle(peer: _Peer) -> None:
+            try:
+                if peer.error is None:
+                    await peer.link.send(Current(number, count), timeout=seconds)
+                async with asyncio.timeout(seconds):
+                    while peer.error is None and peer.answer is None:
+                        await self._changed.wait()
+            except AiosyncError as exc:
+                await self._hear_out(peer)
+                peer.fail(exc)
+            except TimeoutError:
+                late = f"{peer.link.name} did not take all weights within {seconds_text(seconds)}"
+                peer.fail(AckTimeout(late, worker_ids=[peer.rank], version=number))
+
+        await asyncio.gather(*map(settle, members))
+        failed = {peer.rank: peer.error for peer in members if peer.error is not None}
+        failed |= self._absent
+        if failed:
+            acked = [peer.rank for peer in members if peer.error is None]
+            raise PartialSyncError(acked=acked, failed=failed, version=number)
+        return len(members)
+
+    async def _give_up(self, busy: Future[Any], cause: str) -> None:
+        """Tell the members that the round failed, and why, once the last frame is sent."""
+        peers, self._round = [*self._peers.values()], []
+
+        async def tell(peer: _Peer) -> None:
+            # A member that does not take it sees the end of its link.
+            with contextlib.suppress(AiosyncError):
+                await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_WORD_SECONDS)
+            peer.fail(TransportClosed("this sync failed"))
+
+        await asyncio.wait([asyncio.wrap_future(busy)])
+        await asyncio.gather(*map(tell, peers))
+
+
+def _this_host() -> str:
+    import ray
+
+    host = str(ray.util.get_node_ip_address()).strip("[]")
+    return f"[{host}]" if ":" in host else host
+
+
+# -- the side that receives -----------------------------------------------------------------------
+
+
+class BucketReceiver:
+    """The side that receives: it dials the sender, and keeps the link from round to round.
+
+    Args:
+        bucket_size: Size of a bucket in bytes, the same as at the sender. Three of them may be in
+            host memory during a sync, and more while the consumer keeps tensors.
+        options: Options of the links.
+
+    Attributes:
+        session: Identifies this object to the sender.
+    """
+
+    def __init__(self, bucket_size: int, options: Options) -> None:
+        self.session: bytes = uuid.uuid4().bytes
+        self._options, self._seconds = options, options.timeout
+        self._room = Room(bucket_nbytes(bucket_size))
+        self._source: Source | None = None
+        self._rank = 0
+        self._link: TCPTransport | None = None
+        self._is_reading = False
+        self._home = _Home()
+        self._home.closing.callback(self._drop)
+        self.close = self._home.close
+
+    def connect(self, source: Source, rank: int) -> None:
+        """Connect to a sender, unless the link to it is still there.
+
+        Args:
+            source: The sender.
+            rank: Rank of this receiver.
+
+        Raises:
+            ConnectError: The sender cannot be reached, or refused this side.
+            ConnectTimeout: The sender did not answer in time.
+        """
+        self._home.call(self._connect(source, rank))
+
+    async def _connect(self, source: Source, rank: int) -> None:
+        if source != self._source:
+            self._drop()
+        self._source, self._rank = source, rank
+        await self._reach(is_ready=False)
+
+    async def _reach(self, *, is_ready: bool) -> TCPTransport:
+        """Return a link over which the sender knows whether this side is ready."""
+        source = self._source
+        assert source is not None
+        # A consumer that failed in the middle of a round has left the rest of it in the link.
+        if self._link is not None and (self._link.ended or self._is_reading):
+            self._drop()
+        link, is_new = self._link, self._link is None
+        if link is None:
+            link = self._link = await TCPTransport.connect(
+                source.url,
+                credentials=self._options.credentials(source.token),
+                name=source.name,
+                untaken=self._seconds,
+                timeout=self._seconds,
+            )
+        if is_new or is_ready:
+            hello = Hello(
+                "receiver",
+                _MODEL,
+                os.getpid(),
+                self._rank,
+                session=self.session,
+                subscribe=is_ready,
+            )
+            await link.send(hello, timeout=self._seconds)
+        return link
+
+    def _drop(self) -> None:
+        link, self._link, self._is_reading = self._link, None, False
+        if link is not None:
+            link.abort()
+
+    async def _begin(self) -> _Reader:
+        """Say that this side is ready, and wait until the sender begins."""
+        if self._source is None:
+            raise LocalProtocolError("there is no sender to receive from: call connect() first")
+        was_kept = self._link is not None and not self._is_reading
+        try:
+            return await self._await_welcome()
+        except (PeerClosed, TransportBroken):
+            if not was_kept:
+                raise
+        # The sender had closed the link meanwhile, and this side did not know yet.
+        self._drop()
+        return await self._await_welcome()
+
+    async def _await_welcome(self) -> _Reader:
+        link = await self._reach(is_ready=True)
+        self._is_reading = True
+        reader = _Reader(link, self._room, self._seconds)
+        await reader.begin()
+        return reader
+
+    async def buckets(self) -> AsyncGenerator[list[NamedTensor], None]:
+        """Yield the tensors of a round, bucket by bucket, while the next bucket arrives.
+
+        The tensors are on the CPU, and the consumer's: their memory is used again only when no
+        tensor refers to it any more.
+
+        Raises:
+            PeerClosed: The sender ended, or gave this round up; the text says why.
+            RecvTimeout: The sender made no progress in time.
+            RemoteProtocolError: The bytes changed on the way, or the two sides have different
+                bucket sizes.
+            LocalProtocolError: There was no :meth:`connect`.
+
+        Cancellation:
+            Leaves the round: the sender is told, and the link is closed.
+        """
+        start = self._home.start
+        reader: _Reader | None = None
+        is_complete = False
+        coming: Future[Any] = start(self._begin())
+        try:
+            reader = await asyncio.wrap_future(coming)
+            coming = start(reader.next_bucket())
+            while (bucket := await asyncio.wrap_future(coming)) is not None:
+                coming = start(reader.next_bucket())
+                yield bucket
+                del bucket
+            await asyncio.wrap_future(start(reader.confirm()))
+            is_complete = True
+        finally:
+            coming.cancel()
+            start(self._end(reader, is_complete=is_complete))
+
+    async def _end(self, reader: _Reader | None, *, is_complete: bool) -> None:
+        # The link may belong to the next round already, if a consumer was slow to fail.
+        if reader is not None and not is_complete:
+            reader.leave()
+        if reader is None or reader.link is self._link:
+            self._is_reading = False
+            if not is_complete:
+                self._drop()
+
+    def clear(self) -> None:
+        """Give the memory of buckets back; tensors that are in use keep theirs."""
+        self._room.clear()
+
+
+class _Reader:
+    """The receiver's half of one round.
+
+    Attributes:
+        link: The link.
+    """
+
+    def __init__(self, link: TCPTransport, room: Room, seconds: float) -> None:
+        self.link = link
+        self._room, self._seconds = room, seconds
+        # The number of the round, and of its frames so far.
+        self._number, self._count = 1, 0
+
+    async def begin(self) -> None:
+        """Wait until the sender begins."""
+        message = await self._next()
+        if not isinstance(message, Welcome):
+            raise RemoteProtocolError(f"{self.link.name} sent {type(message).__name__} first")
+        self._number = message.epoch
+
+    async def next_bucket(self) -> list[NamedTensor] | None:
+        """Return the tensors of the next bucket; ``None`` after the last one."""
+        message = await self._next()
+        if message == Current(self._number, self._count):
+            return None
+        if not isinstance(message, ManifestMessage):
+            raise RemoteProtocolError(f"{self.link.name} sent {message!r:.200} between buckets")
+        landing = Landing(message.manifest, self._room.find(message.manifest))
+        is_complete = False
+        while not is_complete:
+            received = await self.link.recv(into=landing, timeout=self._seconds)
+            is_complete = landing.take(received)
+            self._count += 1
+        return landing.tensors()
+
+    async def _next(self) -> Message:
+        message = (await self.link.recv(timeout=self._seconds)).message
+        if isinstance(message, Refuse):
+            raise PeerClosed(f"{self.link.name} gave this sync up: {message.error_text}")
+        return message
+
+    async def confirm(self) -> None:
+        """Tell the sender that the consumer has taken all tensors."""
+        ack = make_ack(self._number, max(1, self._count), AckStatus.APPLIED, None)
+        await self.link.send(ack, timeout=self._seconds)
+
+    def leave(self) -> None:
+        """Tell the sender that the consumer stopped before the end."""
+        error = ApplyError("its consumer failed before it had taken all weights: see its log")
+        with contextlib.suppress(AiosyncError):
+            self.link.send_nowait(make_ack(self._number, 1, AckStatus.NACK, error))
