@@ -98,7 +98,8 @@ class Options:
             ``AIOSYNC_TOKEN``, the sender makes one, and the framework carries it to the receivers.
         token_file: File with the token.
         tls: Arguments of :class:`aiosync.TLS`, the same on both sides; ``None`` does not encrypt.
-        timeout: Seconds to connect, and the longest time without progress in a sync.
+        timeout: Seconds to connect, and for each bucket to be made, to travel and to be consumed.
+            A receiver waits twice as long, as the sender may have to wait for other receivers.
 
     Raises:
         ConfigError: An option has an illegal value.
@@ -119,7 +120,9 @@ class Options:
         Raises:
             ConfigError: The token file or a certificate cannot be used.
         """
-        token = self.token or read_token(self.token_file, "token_file") or made
+        token = self.token
+        if token is None:
+            token = read_token(self.token_file, "token_file") or made
         return Credentials(token=token, tls=None if self.tls is None else TLS(**self.tls))
 
 
@@ -230,6 +233,8 @@ class BucketSender:
         self._number = 0
         self._round: list[_Peer] = []
         self._absent: dict[int, AiosyncError] = {}
+        # The cause of a failed round, for members that were not ready when it failed.
+        self._owed: dict[bytes, str] = {}
         self._changed = Notifier()
         self._home = _Home()
         self.close = self._home.close
@@ -249,14 +254,20 @@ class BucketSender:
         if session in self._peers:
             self._peers[session].fail(TransportClosed("it dialled again"))
         peer = self._peers[session] = _Peer(link)
-        self._home.tasks.start(self._listen_to(peer, hello), "aiosync link to a receiver")
+        listening = self._listen_to(peer, session, hello)
+        self._home.tasks.start(listening, "aiosync link to a receiver")
 
-    async def _listen_to(self, peer: _Peer, message: Message) -> None:
+    async def _listen_to(self, peer: _Peer, session: bytes, message: Message) -> None:
         link = peer.link
         try:
             while True:
                 if isinstance(message, Hello) and message.model_id == _MODEL:
                     peer.is_ready = message.subscribe
+                    cause = self._owed.pop(session, None)
+                    if session not in self._members:
+                        cause = "this process is no member of it any more"
+                    if peer.is_ready and cause is not None:
+                        await self._refuse(peer, cause)
                 elif isinstance(message, Ack) and message.epoch == self._number:
                     self._note(peer, message)
                 else:
@@ -284,7 +295,7 @@ class BucketSender:
         self._home.call(self._expect(members))
 
     async def _expect(self, members: Mapping[bytes, tuple[int, str]]) -> None:
-        self._members = members
+        self._members, self._owed = members, {}
         for session in self._peers.keys() - members.keys():
             self._peers.pop(session).fail(TransportClosed("it is no member any more"))
 
@@ -337,7 +348,7 @@ class BucketSender:
         """Wait until the members are ready, and let them begin."""
         for peer in self._round:
             peer.fail(TransportClosed("the next sync began before this one had ended"))
-        self._number, self._round, self._absent = self._number + 1, [], {}
+        self._number, self._round, self._absent, self._owed = self._number + 1, [], {}, {}
 
         async def welcome(session: bytes, rank: int, name: str) -> None:
             try:
@@ -426,16 +437,20 @@ class BucketSender:
 
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
         """Tell the members that the round failed, and why, once the last frame is sent."""
-        peers, self._round = [*self._peers.values()], []
-
-        async def tell(peer: _Peer) -> None:
-            # A member that does not take it sees the end of its link.
-            with contextlib.suppress(AiosyncError):
-                await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_WORD_SECONDS)
-            peer.fail(TransportClosed("this sync failed"))
-
         await asyncio.wait([asyncio.wrap_future(busy)])
-        await asyncio.gather(*map(tell, peers))
+        told = {
+            session: peer
+            for session, peer in self._peers.items()
+            if peer.is_ready or peer in self._round
+        }
+        self._round, self._owed = [], dict.fromkeys(self._members.keys() - told, cause)
+        await asyncio.gather(*(self._refuse(peer, cause) for peer in told.values()))
+
+    async def _refuse(self, peer: _Peer, cause: str) -> None:
+        # A member that does not take it sees the end of its link.
+        with contextlib.suppress(AiosyncError):
+            await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_WORD_SECONDS)
+        peer.fail(TransportClosed("this sync failed"))
 
 
 def _this_host() -> str:
@@ -463,6 +478,8 @@ class BucketReceiver:
     def __init__(self, bucket_size: int, options: Options) -> None:
         self.session: bytes = uuid.uuid4().bytes
         self._options, self._seconds = options, options.timeout
+        # The sender may wait for slower members before it goes on with this one.
+        self._patience = 2 * options.timeout
         self._room = Room(bucket_nbytes(bucket_size))
         self._source: Source | None = None
         self._rank = 0
@@ -530,20 +547,19 @@ class BucketReceiver:
             raise LocalProtocolError("there is no sender to receive from: call connect() first")
         was_kept = self._link is not None and not self._is_reading
         try:
-            return await self._await_welcome()
+            link, welcome = await self._hail()
         except (PeerClosed, TransportBroken):
             if not was_kept:
                 raise
-        # The sender had closed the link meanwhile, and this side did not know yet.
-        self._drop()
-        return await self._await_welcome()
+            # The sender had closed the link meanwhile, and this side did not know yet.
+            self._drop()
+            link, welcome = await self._hail()
+        return _Reader(link, welcome, self._room, self._patience)
 
-    async def _await_welcome(self) -> _Reader:
+    async def _hail(self) -> tuple[TCPTransport, Message]:
         link = await self._reach(is_ready=True)
         self._is_reading = True
-        reader = _Reader(link, self._room, self._seconds)
-        await reader.begin()
-        return reader
+        return link, (await link.recv(timeout=self._patience)).message
 
     async def buckets(self) -> AsyncGenerator[list[NamedTensor], None]:
         """Yield the tensors of a round, bucket by bucket, while the next bucket arrives.
@@ -599,26 +615,21 @@ class _Reader:
         link: The link.
     """
 
-    def __init__(self, link: TCPTransport, room: Room, seconds: float) -> None:
+    def __init__(self, link: TCPTransport, first: Message, room: Room, seconds: float) -> None:
         self.link = link
         self._room, self._seconds = room, seconds
+        self._check(first, Welcome)
+        assert isinstance(first, Welcome)
         # The number of the round, and of its frames so far.
-        self._number, self._count = 1, 0
-
-    async def begin(self) -> None:
-        """Wait until the sender begins."""
-        message = await self._next()
-        if not isinstance(message, Welcome):
-            raise RemoteProtocolError(f"{self.link.name} sent {type(message).__name__} first")
-        self._number = message.epoch
+        self._number, self._count = first.epoch, 0
 
     async def next_bucket(self) -> list[NamedTensor] | None:
         """Return the tensors of the next bucket; ``None`` after the last one."""
-        message = await self._next()
+        message = (await self.link.recv(timeout=self._seconds)).message
         if message == Current(self._number, self._count):
             return None
-        if not isinstance(message, ManifestMessage):
-            raise RemoteProtocolError(f"{self.link.name} sent {message!r:.200} between buckets")
+        self._check(message, ManifestMessage)
+        assert isinstance(message, ManifestMessage)
         landing = Landing(message.manifest, self._room.find(message.manifest))
         is_complete = False
         while not is_complete:
@@ -627,11 +638,11 @@ class _Reader:
             self._count += 1
         return landing.tensors()
 
-    async def _next(self) -> Message:
-        message = (await self.link.recv(timeout=self._seconds)).message
+    def _check(self, message: Message, expected: type[Message]) -> None:
         if isinstance(message, Refuse):
             raise PeerClosed(f"{self.link.name} gave this sync up: {message.error_text}")
-        return message
+        if not isinstance(message, expected):
+            raise RemoteProtocolError(f"{self.link.name} sent an unexpected {message!r:.200}")
 
     async def confirm(self) -> None:
         """Tell the sender that the consumer has taken all tensors."""

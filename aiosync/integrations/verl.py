@@ -63,6 +63,7 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
         token_file: File with the token, on each host.
         tls: Arguments of :class:`aiosync.TLS` for both sides; ``None`` does not encrypt.
         timeout: Seconds to connect, and for each bucket to be made, to travel and to be consumed.
+            A receiver waits twice as long, as the sender may have to wait for other receivers.
 
     Raises:
         ConfigError: An option has an illegal value.

@@ -1,0 +1,429 @@
+"""The engine for NeMo-RL, driven through NeMo-RL's life cycle of a refit."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import multiprocessing
+import pickle
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync.integrations.nemo_rl import Engine
+from aiosync.testing import FaultProxy
+from aiosync.testing.proxy import Faults, Plan
+from tests._certificates import certificates
+from tests.integrations._refits import (
+    BUCKET,
+    Tensors,
+    as_bytes,
+    make_weights,
+    refits,
+    run_worker,
+    take,
+    through_one_buffer,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """Collect the engines, which nobody closes, before the leak check."""
+    yield
+    gc.collect()
+
+
+async def test_it_has_the_interface() -> None:
+    engine = Engine(bucket_size=BUCKET, address="tcp://127.0.0.1:0")
+    assert engine.cleanup_after_load is False and engine.shard_expert_weights is False
+    assert inspect.iscoroutinefunction(engine.send_weights)
+    assert inspect.isasyncgenfunction(engine.receive_weight_batches)
+    metadata = engine.prepare()
+    # NeMo-RL adds the rank to it, and sorts by that.
+    assert isinstance(metadata, dict) and "rank" not in metadata
+    assert metadata == engine.prepare()
+    token = metadata["source"].token.value
+    assert len(token) == 32
+    assert token not in pickle.dumps(metadata) and repr(token) not in repr(metadata)
+
+
+@pytest.mark.parametrize(("policies", "rollouts"), [(1, 2), (2, 3), (3, 1)])
+async def test_what_arrives_is_what_was_sent(policies: int, rollouts: int) -> None:
+    async with refits(policies, rollouts) as workers:
+        for step in range(20):
+            weights = make_weights(step)
+            for taken in await workers.refit(weights):
+                assert as_bytes(taken) == as_bytes(weights)
+            for engine in (*workers.policies, *workers.rollouts):
+                engine.finalize()
+
+
+async def test_each_call_may_have_a_loop_of_its_own() -> None:
+    async with refits(1, 1) as workers:
+        for step in range(3):
+            weights = make_weights(step)
+            send = workers.policies[0].send_weights(iter(weights.items()))
+            sending = asyncio.to_thread(asyncio.run, send)
+            taking = asyncio.to_thread(asyncio.run, take(workers.rollouts[0]))
+            _, taken = await asyncio.gather(sending, taking)
+            assert as_bytes(taken) == as_bytes(weights)
+
+
+async def test_links_live_on() -> None:
+    async with refits(ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            for step in range(5):
+                await workers.get_ready(proxy.url)
+                await workers.refit(make_weights(step))
+            assert proxy.connections == 2
+
+
+async def test_memory_that_the_source_uses_again_is_copied_first() -> None:
+    weights = make_weights(1)
+    async with refits(1, 1) as workers:
+        send = workers.policies[0].send_weights(through_one_buffer(weights))
+        _, taken = await asyncio.gather(send, take(workers.rollouts[0]))
+        assert as_bytes(taken) == as_bytes(weights)
+
+
+async def test_tensors_are_the_consumers() -> None:
+    first, second = make_weights(1), make_weights(2)
+    kept: Tensors = {}
+
+    async def keep(engine: Engine) -> None:
+        async for batch in engine.receive_weight_batches():
+            kept.update(batch)
+            batch[0][1].add_(1) if batch[0][1].dtype == torch.float32 else None
+
+    async with refits(1, 1) as workers:
+        await asyncio.gather(
+            workers.policies[0].send_weights(iter(first.items())), keep(workers.rollouts[0])
+        )
+        before = as_bytes(kept)
+        for _ in range(3):
+            assert as_bytes((await workers.refit(second))[0]) == as_bytes(second)
+        assert as_bytes(kept) == before
+
+
+async def test_weights_may_come_asynchronously() -> None:
+    weights = make_weights(1)
+
+    async def gather() -> Any:
+        for item in weights.items():
+            await asyncio.sleep(0)
+            yield item
+
+    async with refits(1, 1) as workers:
+        send = workers.policies[0].send_weights(gather())
+        _, taken = await asyncio.gather(send, take(workers.rollouts[0]))
+        assert as_bytes(taken) == as_bytes(weights)
+
+
+async def test_a_model_without_weights() -> None:
+    async with refits(1, 1) as workers:
+        assert await workers.refit({}) == [{}]
+        assert list((await workers.refit({"a": torch.empty(0)}))[0]) == ["a"]
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+async def _stop_early(engine: Engine) -> None:
+    async for _ in engine.receive_weight_batches():
+        raise OverflowError("this model is full")
+
+
+async def test_a_consumer_that_fails_concerns_no_other() -> None:
+    weights = make_weights(1)
+    async with refits() as workers:
+        send = workers.policies[0].send_weights(iter(weights.items()))
+        good, bad = workers.rollouts
+        sent, taken, failed = await workers.outcomes(send, take(good), _stop_early(bad))
+        assert isinstance(failed, OverflowError)
+        assert as_bytes(taken) == as_bytes(weights)
+        assert isinstance(sent, aiosync.PartialSyncError)
+        assert sent.acked == {0} and isinstance(sent.failed[1], aiosync.ApplyError)
+        assert "rollout rank 1 (" in str(sent) and "process" in str(sent)
+        for taken in await workers.refit(make_weights(2)):
+            assert as_bytes(taken) == as_bytes(make_weights(2))
+
+
+async def test_a_source_that_fails_is_reported_to_all() -> None:
+    def fail() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from make_weights(1).items()
+        raise OverflowError("no more memory")
+
+    async with refits() as workers:
+        send = workers.policies[0].send_weights(fail())
+        sent, *failed = await workers.outcomes(send, *map(take, workers.rollouts))
+        assert isinstance(sent, OverflowError)
+        for each in failed:
+            assert isinstance(each, aiosync.PeerClosed)
+            assert "policy rank (" in str(each) and "OverflowError: no more memory" in str(each)
+        for taken in await workers.refit(make_weights(2)):
+            assert as_bytes(taken) == as_bytes(make_weights(2))
+
+
+async def test_what_cannot_travel_is_refused_and_the_rest_is_gathered() -> None:
+    gathered = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "sparse", "b", "c"):
+            gathered.append(name)
+            yield name, torch.eye(3).to_sparse() if name == "sparse" else torch.eye(3)
+
+    async with refits(1, 1) as workers:
+        send = workers.policies[0].send_weights(gather())
+        sent, failed = await workers.outcomes(send, take(workers.rollouts[0]))
+        assert isinstance(sent, aiosync.ConfigError) and "sparse cannot travel" in str(sent)
+        assert isinstance(failed, aiosync.PeerClosed) and "sparse" in str(failed)
+        assert gathered == ["a", "sparse", "b", "c"]
+
+
+async def test_every_weight_is_gathered_though_nobody_takes_it() -> None:
+    gathered = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in make_weights(1).items():
+            gathered.append(name)
+            yield name, tensor
+
+    async with refits(1, 1) as workers:
+        send = workers.policies[0].send_weights(gather())
+        sent, _ = await workers.outcomes(send, _stop_early(workers.rollouts[0]))
+        assert isinstance(sent, aiosync.PartialSyncError)
+        assert gathered == list(make_weights(1))
+
+
+@pytest.mark.parametrize("after", [2_000, 20_000])
+async def test_a_link_that_is_cut(after: int) -> None:
+    weights = make_weights(1)
+    async with refits(1, 1, ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            proxy.plan = Plan(back=Faults(reset_at=after))
+            await workers.get_ready(proxy.url)
+            send = workers.policies[0].send_weights(iter(weights.items()))
+            sent, failed = await workers.outcomes(send, take(workers.rollouts[0]))
+            assert isinstance(sent, aiosync.PartialSyncError) and "rollout rank 0" in str(sent)
+            assert isinstance(failed, aiosync.TransportError) and "policy rank" in str(failed)
+            proxy.plan = Plan()
+            assert as_bytes((await workers.refit(weights))[0]) == as_bytes(weights)
+
+
+async def test_a_byte_that_changed() -> None:
+    async with refits(1, 1, ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            proxy.plan = Plan(back=Faults(corrupt_at=15_000))
+            await workers.get_ready(proxy.url)
+            send = workers.policies[0].send_weights(iter(make_weights(1).items()))
+            sent, failed = await workers.outcomes(send, take(workers.rollouts[0]))
+            assert isinstance(sent, aiosync.PartialSyncError)
+            assert isinstance(failed, aiosync.RemoteProtocolError)
+
+
+async def test_a_receiver_that_stops_reading() -> None:
+    async def stop_reading(engine: Engine) -> None:
+        async for _ in engine.receive_weight_batches():
+            await asyncio.sleep(60)
+
+    large = {f"w{index}": torch.zeros(2**20) for index in range(32)}
+    async with refits(1, 2, timeout=1.0, bucket_size=2**22) as workers:
+        send = workers.policies[0].send_weights(iter(large.items()))
+        sleeping = asyncio.ensure_future(stop_reading(workers.rollouts[1]))
+        sent, taken = await workers.outcomes(send, take(workers.rollouts[0]))
+        assert list(taken) == list(large)
+        assert isinstance(sent, aiosync.PartialSyncError) and "rollout rank 1" in str(sent)
+        sleeping.cancel()
+        await asyncio.wait([sleeping])
+        assert len((await workers.refit(large))[1]) == len(large)
+
+
+async def test_members_that_do_not_come_are_named() -> None:
+    async with refits(timeout=0.5) as workers:
+        weights = make_weights(1)
+        send = workers.policies[0].send_weights(iter(weights.items()))
+        sent, taken = await workers.outcomes(send, take(workers.rollouts[0]))
+        assert as_bytes(taken) == as_bytes(weights)
+        assert isinstance(sent, aiosync.PartialSyncError)
+        assert "rollout rank 1" in str(sent) and "did not ask for weights within" in str(sent)
+        # Later it comes, and nobody sends.
+        with pytest.raises(aiosync.RecvTimeout, match=r"policy rank"):
+            await take(workers.rollouts[1])
+        assert len(await workers.refit(weights)) == 2
+
+
+async def test_a_cancelled_refit() -> None:
+    async with refits(1, 1) as workers:
+
+        async def slowly() -> Any:
+            for item in make_weights(1).items():
+                await asyncio.sleep(0.01)
+                yield item
+
+        sending = asyncio.ensure_future(workers.policies[0].send_weights(slowly()))
+        taking = asyncio.ensure_future(take(workers.rollouts[0]))
+        await asyncio.sleep(0.1)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(aiosync.TransportError):
+            await taking
+        assert len(await workers.refit(make_weights(2))) == 1
+
+
+async def test_different_sizes_of_buckets() -> None:
+    async with refits(1, 1, theirs=[{"bucket_size": 512}]) as workers:
+        send = workers.policies[0].send_weights(iter(make_weights(1).items()))
+        sent, failed = await workers.outcomes(send, take(workers.rollouts[0]))
+        assert isinstance(sent, aiosync.PartialSyncError)
+        assert isinstance(failed, aiosync.RemoteProtocolError)
+        assert "give both sides the same bucket size" in str(failed)
+
+
+async def test_members_come_and_go() -> None:
+    weights = make_weights(1)
+    async with refits(1, 2) as workers:
+        await workers.refit(weights)
+        first = workers.rollouts.pop(0)
+        await workers.get_ready()
+        assert len(await workers.refit(weights)) == 1
+        with pytest.raises(aiosync.AiosyncError):
+            await take(first)
+        options = {"bucket_size": BUCKET, "address": "tcp://127.0.0.1:0", "timeout": 20.0}
+        workers.rollouts += [Engine(**options), Engine(**options)]
+        await workers.get_ready()
+        for taken in await workers.refit(make_weights(2)):
+            assert as_bytes(taken) == as_bytes(make_weights(2))
+
+
+# -- processes that are killed ---------------------------------------------------------------------
+
+
+class _Process:
+    """A rollout rank or a policy rank in a process of its own, which stops in mid-refit."""
+
+    def __init__(self, role: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=run_worker, args=(role, theirs))
+        self.process.start()
+        theirs.close()
+
+    async def call(self, *message: Any) -> Any:
+        self.pipe.send(message)
+        return await asyncio.to_thread(self.pipe.recv)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+async def test_a_rollout_rank_that_is_killed() -> None:
+    worker = _Process("rollout")
+    async with refits(1, 1, ready=False) as workers:
+        engines = [workers.policies[0], workers.rollouts[0]]
+        metadata = [each.prepare() for each in engines] + [await worker.call("prepare")]
+        sizes = {"train_world_size": 1, "rollout_world_size": 2, "metadata": metadata}
+        engines[0].init_policy_process_group(worker_rank=0, **sizes)
+        await asyncio.to_thread(engines[1].init_rollout_process_group, rollout_rank=0, **sizes)
+        await worker.call("init", {"rollout_rank": 1, **sizes})
+        weights = {f"w{index}": torch.full((2**20,), float(index)) for index in range(16)}
+        sending = asyncio.ensure_future(engines[0].send_weights(iter(weights.items())))
+        taking = asyncio.ensure_future(take(engines[1]))
+        assert await worker.call("stop in the middle") == "in the middle"
+        worker.kill()
+        with pytest.raises(
+            aiosync.PartialSyncError, match=r"rollout rank 1 \(.*closed the link"
+        ) as one:
+            await sending
+        assert one.value.acked == {0}
+        assert as_bytes(await taking) == as_bytes(weights)
+        await workers.get_ready()
+        assert len(await workers.refit(make_weights(1))) == 1
+
+
+async def test_a_policy_rank_that_is_killed() -> None:
+    worker = _Process("policy")
+    async with refits(1, 1, ready=False) as workers:
+        engine = workers.rollouts[0]
+        metadata = [await worker.call("prepare"), engine.prepare()]
+        sizes = {"train_world_size": 1, "rollout_world_size": 1, "metadata": metadata}
+        await worker.call("init", {"worker_rank": 0, **sizes})
+        await asyncio.to_thread(engine.init_rollout_process_group, rollout_rank=0, **sizes)
+        taking = asyncio.ensure_future(take(engine))
+        assert await worker.call("stop in the middle") == "in the middle"
+        worker.kill()
+        with pytest.raises(aiosync.TransportError, match=r"policy rank \("):
+            await taking
+        # Another trainer takes its place.
+        await workers.get_ready()
+        assert as_bytes((await workers.refit(make_weights(1)))[0]) == as_bytes(make_weights(1))
+
+
+# -- credentials and options ----------------------------------------------------------------------
+
+
+async def test_a_token_in_a_file_does_not_travel(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(secrets.token_hex())
+    async with refits(1, 1, token_file=str(file)) as workers:
+        assert workers.policies[0].prepare()["source"].token is None
+        assert len(await workers.refit(make_weights(1))) == 1
+
+
+async def test_a_wrong_token_is_refused() -> None:
+    theirs = [{"token": "another token of 16 bytes"}]
+    async with refits(
+        1, 1, token="a token of at least 16 bytes", theirs=theirs, ready=False
+    ) as one:
+        with pytest.raises(aiosync.AuthError):
+            await one.get_ready()
+
+
+async def test_tls() -> None:
+    made = certificates().both
+    files = {
+        name: str(getattr(made, name)) for name in ("cert", "key", "ca") if getattr(made, name)
+    }
+    async with refits(1, 2, tls={**files, "hostname": "localhost"}) as workers:
+        for taken in await workers.refit(make_weights(1)):
+            assert as_bytes(taken) == as_bytes(make_weights(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"bucket_size": 0}, "bucket_size"),
+        ({"token": ""}, "token"),
+        ({"address": "http://a"}, "address"),
+    ],
+)
+async def test_options_are_checked(options: dict[str, Any], text: str) -> None:
+    options = {"bucket_size": BUCKET, "address": "tcp://127.0.0.1:0"} | options
+    with pytest.raises(aiosync.ConfigError, match=text):
+        Engine(**options).prepare()
+
+
+async def test_the_order_of_calls() -> None:
+    engine = Engine(bucket_size=BUCKET)
+    with pytest.raises(aiosync.LocalProtocolError, match="prepare"):
+        engine.init_policy_process_group(
+            worker_rank=0, train_world_size=1, rollout_world_size=0, metadata=[]
+        )
+    with pytest.raises(aiosync.LocalProtocolError, match="connect"):
+        await take(engine)
