@@ -50,7 +50,7 @@ LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
 TENSOR_LIBRARIES = {"tensordict", "torch"}
 WEB = {"fastapi", "httpx", "starlette", "uvicorn"}
 OPTIONAL = {"gymnasium", "matplotlib", "ray", "rich", "torchrl", "transformers", "typer", "vllm"}
-OPTIONAL |= WEB | {"opentelemetry", "prometheus_client"}
+OPTIONAL |= WEB | {"opentelemetry", "prometheus_client", "verl"}
 UNPICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 FORBIDDEN = {
     "_version": LOOPS | TENSOR_LIBRARIES | OPTIONAL,
@@ -267,7 +267,8 @@ print(json.dumps({
     "loaded": sorted(
         name
         for name in ("gymnasium", "matplotlib", "pytest", "ray", "rich", "tensordict", "torchrl",
-                     "typer", "uvloop", "vllm", "aiosync.sync", "aiosync.testing", "aiosync.cli")
+                     "typer", "uvloop", "verl", "vllm", "aiosync.sync", "aiosync.testing",
+                     "aiosync.cli")
         if name in sys.modules
     ),
 }))

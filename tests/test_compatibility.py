@@ -14,7 +14,17 @@ from aiosync.wire import WIRE_VERSION
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "topics" / "compatibility.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMED = ["torch", "tensordict", "uvloop", "torchrl", "ray", "ray[serve]", "transformers", "vllm"]
+NAMED = [
+    "torch",
+    "tensordict",
+    "uvloop",
+    "torchrl",
+    "ray",
+    "ray[serve]",
+    "transformers",
+    "verl",
+    "vllm",
+]
 
 
 def _asked() -> dict[str, str]:

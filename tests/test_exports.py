@@ -15,7 +15,9 @@ from tests.api import snapshot
 PARAMS = [
     pytest.param(
         name,
-        marks=pytest.mark.skipif(snapshot.needs_vllm(name), reason="vllm is not installed"),
+        marks=pytest.mark.skipif(
+            snapshot.lacks_framework(name), reason="its framework is not installed"
+        ),
     )
     for name in snapshot.MODULES
 ]

@@ -29,7 +29,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -149,12 +149,12 @@ def process_name(role: str) -> str:
 class _Home:
     """The part of the loop of :mod:`aiosync.sync` that one sender or receiver uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: Callable[[], None]) -> None:
+        self._drop = drop
         self._lease = lease(self)
         self._loop = self.call(_running())
         self.tasks: TaskOwner = TaskOwner(lambda exc: None)
-        self.closing: contextlib.ExitStack = contextlib.ExitStack()
-        self.close = self._lease.abort
+        self.close: Callable[[], None] = self._lease.abort
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop, and block this thread until it ends."""
@@ -170,7 +170,7 @@ class _Home:
     def abort(self) -> None:
         """End every task and link. Called on the loop."""
         self.tasks.abort()
-        self.closing.close()
+        self._drop()
 
 
 async def _running() -> asyncio.AbstractEventLoop:
@@ -236,16 +236,15 @@ class BucketSender:
         # The cause of a failed round, for members that were not ready when it failed.
         self._owed: dict[bytes, str] = {}
         self._changed = Notifier()
-        self._home = _Home()
+        self._home = _Home(self._drop)
         self.close = self._home.close
         self._home.call(self._listen())
 
     async def _listen(self) -> None:
-        self._home.closing.callback(self._drop_all)
-        self._home.closing.callback(self._listener.close)
         self._listener.start(self._on_link, lambda exc: None)
 
-    def _drop_all(self) -> None:
+    def _drop(self) -> None:
+        self._listener.close()
         for peer in self._peers.values():
             peer.fail(TransportClosed("this side was closed"))
 
@@ -263,11 +262,10 @@ class BucketSender:
             while True:
                 if isinstance(message, Hello) and message.model_id == _MODEL:
                     peer.is_ready = message.subscribe
-                    cause = self._owed.pop(session, None)
-                    if session not in self._members:
-                        cause = "this process is no member of it any more"
-                    if peer.is_ready and cause is not None:
-                        await self._refuse(peer, cause)
+                    if peer.is_ready and session not in self._members:
+                        await self._refuse(peer, "this process is no member of it any more")
+                    elif peer.is_ready and session in self._owed:
+                        await self._refuse(peer, self._owed.pop(session))
                 elif isinstance(message, Ack) and message.epoch == self._number:
                     self._note(peer, message)
                 else:
@@ -299,7 +297,7 @@ class BucketSender:
         for session in self._peers.keys() - members.keys():
             self._peers.pop(session).fail(TransportClosed("it is no member any more"))
 
-    async def send(self, weights: Weights) -> dict[str, float]:
+    async def send(self, weights: Weights, version: int | None = None) -> dict[str, float]:
         """Send one round to its members, and wait until all of them have taken it.
 
         The weights are iterated to their end even if every member has failed, because all ranks of
@@ -307,6 +305,7 @@ class BucketSender:
 
         Args:
             weights: Names and tensors. Each tensor is copied before the next one is asked for.
+            version: Version for errors; by default the number of the round.
 
         Returns:
             Seconds, bytes and members of the round.
@@ -329,7 +328,7 @@ class BucketSender:
                 await asyncio.wrap_future(busy)
                 busy = self._home.start(self._deliver(frame, count, sum_of_frame))
             await asyncio.wrap_future(busy)
-            busy = self._home.start(self._finish(count))
+            busy = self._home.start(self._finish(count, version))
             members = await asyncio.wrap_future(busy)
         except PartialSyncError:
             raise
@@ -409,7 +408,7 @@ class BucketSender:
                 while peer.error is None:
                     await self._changed.wait()
 
-    async def _finish(self, count: int) -> int:
+    async def _finish(self, count: int, version: int | None) -> int:
         members, self._round = self._round, []
         number, seconds = self._number, self._seconds
 
@@ -432,7 +431,7 @@ class BucketSender:
         failed |= self._absent
         if failed:
             acked = [peer.rank for peer in members if peer.error is None]
-            raise PartialSyncError(acked=acked, failed=failed, version=number)
+            raise PartialSyncError(acked=acked, failed=failed, version=version or number)
         return len(members)
 
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
@@ -485,8 +484,7 @@ class BucketReceiver:
         self._rank = 0
         self._link: TCPTransport | None = None
         self._is_reading = False
-        self._home = _Home()
-        self._home.closing.callback(self._drop)
+        self._home = _Home(self._drop)
         self.close = self._home.close
 
     def connect(self, source: Source, rank: int) -> None:
@@ -594,6 +592,13 @@ class BucketReceiver:
             coming.cancel()
             start(self._end(reader, is_complete=is_complete))
 
+    def stage(self) -> list[NamedTensor]:
+        """Receive a whole round, and return its tensors. Blocks this thread; raises as above."""
+        return self._home.call(self._stage())
+
+    async def _stage(self) -> list[NamedTensor]:
+        return [item async for bucket in self.buckets() for item in bucket]
+
     async def _end(self, reader: _Reader | None, *, is_complete: bool) -> None:
         # The link may belong to the next round already, if a consumer was slow to fail.
         if reader is not None and not is_complete:
@@ -634,6 +639,7 @@ class _Reader:
         is_complete = False
         while not is_complete:
             received = await self.link.recv(into=landing, timeout=self._seconds)
+            self._check(received.message, Update)
             is_complete = landing.take(received)
             self._count += 1
         return landing.tensors()

@@ -9,6 +9,7 @@ outlive a sync. Written for verl 0.9; nothing else in aiosync imports it. See
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -25,7 +26,7 @@ from aiosync.integrations._bucket_links import (
 )
 from aiosync.integrations._buckets import NamedTensor, Weights, each_of
 
-__all__ = ["AiosyncCheckpointEngine"]
+__all__ = ["AiosyncCheckpointEngine", "StagingManager"]
 
 
 def _check_version() -> None:
@@ -42,7 +43,15 @@ def _check_version() -> None:
 
 _check_version()
 
-from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry  # noqa: E402
+import ray  # noqa: E402
+from verl.checkpoint_engine import (  # noqa: E402
+    CheckpointEngine,
+    CheckpointEngineManager,
+    CheckpointEngineRegistry,
+    CheckpointEngineWorker,
+)
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup  # noqa: E402
+from verl.utils.ray_utils import auto_await  # noqa: E402
 
 
 @CheckpointEngineRegistry.register("aiosync")
@@ -85,6 +94,7 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
         )
         self._sender: BucketSender | None = None
         self._receiver: BucketReceiver | None = None
+        self._staged: list[NamedTensor] | None = None
         if is_master:
             self._sender = BucketSender(bucket_size, options, "actor rank 0")
             weakref.finalize(self, self._sender.close)
@@ -143,8 +153,22 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
 
     def finalize(self) -> None:
         """Give the memory of the buckets back. The links stay."""
+        self._staged = None
         if self._receiver is not None:
             self._receiver.clear()
+
+    def stage(self) -> None:
+        """Receive the weights into host memory, for the next :meth:`receive_weights` to yield.
+
+        Blocks until all of them are there. The rollout goes on with the weights that it has.
+
+        Raises:
+            PeerClosed: The actor ended, or gave this sync up; the text says why.
+            RecvTimeout: The actor made no progress in time.
+        """
+        if self._receiver is not None:
+            self._staged = None
+            self._staged = self._receiver.stage()
 
     async def send_weights(
         self, weights: Weights, global_steps: int | None = None
@@ -153,7 +177,7 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
 
         Args:
             weights: Names and tensors, iterated to their end in any case.
-            global_steps: Ignored: verl gives it to both sides.
+            global_steps: Version for errors.
 
         Returns:
             Figures for verl's metrics: ``aiosync/seconds``, ``aiosync/nbytes``,
@@ -168,7 +192,7 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
             async for _ in each_of(weights):
                 pass
             return {}
-        found = await self._sender.send(weights)
+        found = await self._sender.send(weights, global_steps)
         return {f"aiosync/{name}": value for name, value in found.items()}
 
     async def receive_weights(
@@ -188,9 +212,62 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
         """
         if self._receiver is None:
             raise LocalProtocolError("rank 0 of the actor sends weights, and receives none")
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.reverse()
+            while staged:
+                yield staged.pop()
+            return
         async with aclosing(self._receiver.buckets()) as buckets:
             async for bucket in buckets:
                 # A tensor that the consumer has dropped must not stay here.
                 bucket.reverse()
                 while bucket:
                     yield bucket.pop()
+
+
+class StagingManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is optional
+    """Manager that transfers weights while the rollouts generate, and pauses them only to load.
+
+    ``actor_rollout_ref.rollout.checkpoint_manager_class`` names it:
+    ``aiosync.integrations.verl.StagingManager``. Each rollout worker needs host memory for the
+    whole model. A transfer that fails leaves every rollout running, with the weights that it has.
+    """
+
+    @auto_await  # type: ignore[untyped-decorator]  # verl has no types
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """Transfer the weights, then pause the rollouts, load, and let them go on.
+
+        Args:
+            global_steps: Step of the trainer that the weights are of.
+
+        Returns:
+            The actor's metrics of the transfer.
+
+        Raises:
+            RayTaskError: The transfer or a load failed; the cause is the worker's error. The
+                rollouts go on in any case.
+        """
+        if self.backend != "aiosync":
+            raise ConfigError(
+                f"StagingManager needs checkpoint_engine.backend=aiosync, not {self.backend!r}"
+            )
+        workers = [worker for replica in self.replicas for worker in replica.workers]
+        rollout = RayWorkerGroup(
+            worker_handles=workers,
+            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(CheckpointEngineWorker)),
+        )
+        self.build_process_group(rollout)
+        actor, size = self.actor_wg, rollout.world_size
+        sending = actor.update_weights(global_steps=global_steps, mode=self.backend)
+        staging = rollout.execute_checkpoint_engine(["stage"] * size)
+        found = await asyncio.to_thread(ray.get, sending + staging)
+        try:
+            await self.abort_replicas()
+            await self.release_kv_cache_replicas()
+            await asyncio.to_thread(ray.get, rollout.update_weights(global_steps=global_steps))
+        finally:
+            await self.resume_kv_cache_replicas()
+            await self.resume_generation_replicas()
+        await asyncio.to_thread(ray.get, rollout.execute_checkpoint_engine(["finalize"] * size))
+        return {name: value for each in found[: actor.world_size] for name, value in each.items()}

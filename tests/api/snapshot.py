@@ -25,10 +25,12 @@ MODULES = [
     "aiosync.events",
     "aiosync.integrations.asgi",
     "aiosync.integrations.four_phase",
+    "aiosync.integrations.nemo_rl",
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.torchrl",
-    "aiosync.integrations.trl",
     "aiosync.integrations.transformers",
+    "aiosync.integrations.trl",
+    "aiosync.integrations.verl",
     "aiosync.integrations.vllm",
     "aiosync.legacy",
     "aiosync.metrics",
@@ -62,9 +64,10 @@ OPERATORS = {
 }
 
 
-def needs_vllm(module: str) -> bool:
-    """Return True if the module needs vLLM, which may be only in an environment of its own."""
-    return module.endswith(".vllm") and importlib.util.find_spec("vllm") is None
+def lacks_framework(module: str) -> bool:
+    """Return True if the module needs verl or vLLM, and this environment does not have it."""
+    name = module.rpartition(".")[2]
+    return name in ("verl", "vllm") and importlib.util.find_spec(name) is None
 
 
 def describe(module: str) -> str:
@@ -155,8 +158,8 @@ def _signature(value: Any) -> str:
 def main() -> None:
     """Write the files."""
     for module in MODULES:
-        if needs_vllm(module):
-            sys.stderr.write(f"{module}: vllm is not installed, left as it is\n")
+        if lacks_framework(module):
+            sys.stderr.write(f"{module}: its framework is not installed, left as it is\n")
         else:
             (FOLDER / f"{module}.txt").write_text(describe(module))
 

@@ -31,7 +31,7 @@ from tests.integrations._refits import (
     through_one_buffer,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio, pytest.mark.one_loop]
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +311,10 @@ async def test_members_come_and_go() -> None:
 
 
 class _Process:
-    """A rollout rank or a policy rank in a process of its own, which stops in mid-refit."""
+    """A rollout rank or a policy rank in a process of its own, which stops in mid-refit.
+
+    Its start may take most of a minute on a busy machine, as it imports torch.
+    """
 
     def __init__(self, role: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -331,6 +334,7 @@ class _Process:
         self.pipe.close()
 
 
+@pytest.mark.timeout(180)
 async def test_a_rollout_rank_that_is_killed() -> None:
     worker = _Process("rollout")
     async with refits(1, 1, ready=False) as workers:
@@ -355,6 +359,7 @@ async def test_a_rollout_rank_that_is_killed() -> None:
         assert len(await workers.refit(make_weights(1))) == 1
 
 
+@pytest.mark.timeout(180)
 async def test_a_policy_rank_that_is_killed() -> None:
     worker = _Process("policy")
     async with refits(1, 1, ready=False) as workers:
