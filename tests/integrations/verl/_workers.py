@@ -120,7 +120,7 @@ class Adapter:
     def __init__(self) -> None:
         self.replica_rank, self.is_leader_rank = 0, True
         self.fault = ""
-        self.sums: Sums = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.seconds = 0.0
 
     async def update_weights(
@@ -134,7 +134,7 @@ class Adapter:
             if len(got) == 20 and self.fault == "die":
                 os._exit(1)
         self.seconds = time.perf_counter() - began
-        self.sums = {name: sum_of(tensor) for name, tensor in got.items()}
+        self.weights = got
 
 
 class Rollout(CheckpointEngineWorker):  # type: ignore[misc]  # verl has no types
@@ -151,7 +151,8 @@ class Rollout(CheckpointEngineWorker):  # type: ignore[misc]  # verl has no type
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sums(self) -> Sums:
         """Return what arrived in the last sync that was complete."""
-        return self.server_adapter.sums
+        found = self.server_adapter.weights
+        return {name: sum_of(tensor) for name, tensor in found.items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def seconds(self) -> float:

@@ -35,6 +35,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "RAY_raylet_start_wait_time_s": "300",
                 "RAY_TMPDIR": folder,
                 "RAY_USAGE_STATS_ENABLED": "0",
+                # Workers would get no time on a busy machine.
+                "RAY_worker_niceness": "0",
             },
             stdout=subprocess.PIPE,
             stderr=file,
