@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.integrations._bucket_links import (
@@ -44,18 +44,21 @@ def _check_version() -> None:
 _check_version()
 
 import ray  # noqa: E402
-from verl.checkpoint_engine import (  # noqa: E402
-    CheckpointEngine,
-    CheckpointEngineManager,
-    CheckpointEngineRegistry,
-    CheckpointEngineWorker,
-)
+from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker  # noqa: E402
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup  # noqa: E402
 from verl.utils.ray_utils import auto_await  # noqa: E402
 
+if TYPE_CHECKING:
+    # verl has no types, and is not installed where the types of aiosync are checked.
+    _Engine = object
+    _Manager = object
+else:
+    from verl.checkpoint_engine import CheckpointEngine as _Engine
+    from verl.checkpoint_engine import CheckpointEngineManager as _Manager
+
 
 @CheckpointEngineRegistry.register("aiosync")
-class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is optional
+class AiosyncCheckpointEngine(_Engine):
     """verl's end of the links: rank 0 of the actor sends, each rollout worker receives.
 
     verl makes one in each worker, with ``checkpoint_engine.engine_kwargs.aiosync`` as options. The
@@ -226,7 +229,7 @@ class AiosyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl i
                     yield bucket.pop()
 
 
-class StagingManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is optional
+class StagingManager(_Manager):
     """Manager that transfers weights while the rollouts generate, and pauses them only to load.
 
     ``actor_rollout_ref.rollout.checkpoint_manager_class`` names it:
@@ -248,26 +251,27 @@ class StagingManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is 
             RayTaskError: The transfer or a load failed; the cause is the worker's error. The
                 rollouts go on in any case.
         """
-        if self.backend != "aiosync":
+        manager: Any = self
+        if manager.backend != "aiosync":
             raise ConfigError(
-                f"StagingManager needs checkpoint_engine.backend=aiosync, not {self.backend!r}"
+                f"StagingManager needs checkpoint_engine.backend=aiosync, not {manager.backend!r}"
             )
-        workers = [worker for replica in self.replicas for worker in replica.workers]
+        workers = [worker for replica in manager.replicas for worker in replica.workers]
         rollout = RayWorkerGroup(
             worker_handles=workers,
             ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(CheckpointEngineWorker)),
         )
-        self.build_process_group(rollout)
-        actor, size = self.actor_wg, rollout.world_size
-        sending = actor.update_weights(global_steps=global_steps, mode=self.backend)
+        manager.build_process_group(rollout)
+        actor, size = manager.actor_wg, rollout.world_size
+        sending = actor.update_weights(global_steps=global_steps, mode=manager.backend)
         staging = rollout.execute_checkpoint_engine(["stage"] * size)
         found = await asyncio.to_thread(ray.get, sending + staging)
         try:
-            await self.abort_replicas()
-            await self.release_kv_cache_replicas()
+            await manager.abort_replicas()
+            await manager.release_kv_cache_replicas()
             await asyncio.to_thread(ray.get, rollout.update_weights(global_steps=global_steps))
         finally:
-            await self.resume_kv_cache_replicas()
-            await self.resume_generation_replicas()
+            await manager.resume_kv_cache_replicas()
+            await manager.resume_generation_replicas()
         await asyncio.to_thread(ray.get, rollout.execute_checkpoint_engine(["finalize"] * size))
         return {name: value for each in found[: actor.world_size] for name, value in each.items()}
