@@ -9,6 +9,7 @@ import time
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation import ContinuousBatchingConfig
 
 import aiosync.sync
 from aiosync.integrations.transformers import ContinuousBatchingReceiver
@@ -45,7 +46,9 @@ def main() -> None:
     training = threading.Thread(target=train, args=(trainer, policy))
 
     greedy = GenerationConfig(max_new_tokens=50, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(greedy)
+    # Without these figures the cache takes a share of all memory.
+    cache = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=128)
+    manager = model.init_continuous_batching(greedy, cache)
     manager.start()
     manager.add_request([1, 2, 3, 4])  # the first request takes longer
     manager.get_result(timeout=60)

@@ -124,12 +124,12 @@ def test_a_page_shows_what_is_printed(
 # -- larger programs --------------------------------------------------------------------------
 
 
-def run(name: str, *, quiet: bool = True) -> str:
+def run(name: str, *, quiet: bool = True, timeout: float = 55) -> str:
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -219,7 +219,7 @@ def test_a_server_with_the_contract_of_vllm() -> None:
 @pytest.mark.timeout(120)
 def test_continuous_batching_of_transformers() -> None:
     pytest.importorskip("transformers")
-    out = run("transformers_batching.py", quiet=False)
+    out = run("transformers_batching.py", quiet=False, timeout=110)
     assert "the manager has version 21" in out
     assert "the same weights on both sides: True" in out
 
