@@ -455,7 +455,8 @@ class BucketSender:
 def _this_host() -> str:
     import ray
 
-    host = str(ray.util.get_node_ip_address()).strip("[]")
+    address: Any = ray.util
+    host = str(address.get_node_ip_address()).strip("[]")
     return f"[{host}]" if ":" in host else host
 
 
@@ -580,13 +581,14 @@ class BucketReceiver:
         is_complete = False
         coming: Future[Any] = start(self._begin())
         try:
-            reader = await asyncio.wrap_future(coming)
-            coming = start(reader.next_bucket())
+            reading: _Reader = await asyncio.wrap_future(coming)
+            reader = reading
+            coming = start(reading.next_bucket())
             while (bucket := await asyncio.wrap_future(coming)) is not None:
-                coming = start(reader.next_bucket())
+                coming = start(reading.next_bucket())
                 yield bucket
                 del bucket
-            await asyncio.wrap_future(start(reader.confirm()))
+            await asyncio.wrap_future(start(reading.confirm()))
             is_complete = True
         finally:
             coming.cancel()

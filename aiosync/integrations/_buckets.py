@@ -103,7 +103,8 @@ async def pack(weights: AsyncIterator[NamedTensor], nbytes: int) -> AsyncIterato
             entries.append(entry)
             end = _round_up(end + size)
             continue
-        manifest, pieces = plan_manifest([entry]), source.split(nbytes)
+        manifest = plan_manifest([entry])
+        pieces = [source[start : start + nbytes] for start in range(0, size, nbytes)]
         for index, piece in enumerate(pieces):
             flat.tensor()[: piece.numel()].copy_(piece)
             payload = flat.memoryview()[: _round_up(piece.numel())]
