@@ -56,7 +56,7 @@ class Outgoing:
         try:
             while waiting and self._transport.send_batch_nowait(list(waiting)):
                 waiting.clear()
-        except TransportError:
+        except (TransportError, RemoteProtocolError):
             waiting.clear()
             return
         if waiting:
@@ -70,7 +70,7 @@ class Outgoing:
                 transport = self._transport
                 try:
                     await transport.send(self._waiting.popleft())
-                except TransportError:
+                except (TransportError, RemoteProtocolError):
                     if transport is self._transport:  # later messages are for the next link
                         self._waiting.clear()
         finally:
