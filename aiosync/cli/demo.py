@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -60,35 +61,51 @@ def demo(
     with failing("demo", errors) as status:
         from aiosync.cli import ppo
 
-        for option, path in (("--json", json_to), ("--plot", plot_to)):
-            if path is not None and path != "-":
-                write_text(option, path, "")  # a bad path has to fail before the run
+        _empty_files({"--json": json_to, "--plot": plot_to})
         status[0] = 1
         title = (
             f"aiosync demo: CartPole-v1, {workers} workers, {transport.value}, "
             f"{'aiosync.sync' if sync else 'aiosync'}"
         )
-        if console.is_terminal and not console.options.ascii_only:
-            progress = Progress(workers, seconds, lambda line: None)
-            view: AbstractContextManager[None] = live(progress, title, Console(highlight=False))
-        else:
+        is_live = console.is_terminal and not console.options.ascii_only
+        progress = Progress(workers, seconds, _say_nothing if is_live else console.print)
+        if not is_live:
             console.print(title)
-            progress = Progress(workers, seconds, console.print)
-            view = nullcontext()
         # Workers that start slowly on a busy machine are no fault.
         LOGGER.addFilter(lambda record: progress.started > 0 or record.levelno > logging.WARNING)
-        with view:
+        with live(progress, title, Console(highlight=False)) if is_live else nullcontext():
             ppo.train(progress, transport.value, workers, seed, sync)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}
-        rose = "rose" if summary["risen"] else "did not rise"
-        console.print(
-            f"{'Solved' if progress.solved else f'The return {rose}'}: mean return "
-            f"{progress.mean_return(first=True):.1f} -> {progress.mean_return():.1f} in "
-            f"{progress.elapsed:.1f} s, {summary['steps']} steps and {progress.version} versions."
-        )
+        console.print(_end_of(progress, risen=summary["risen"]))
         if json_to is not None:
-            numbers = {name: None if value != value else value for name, value in summary.items()}
-            write_text("--json", json_to, json.dumps(numbers, indent=2))
+            write_text("--json", json_to, _as_json(summary))
         if plot_to is not None:
             write_text("--plot", plot_to, picture(progress, title))
         raise typer.Exit(0 if summary["risen"] else 1)
+
+
+def _end_of(progress: Progress, *, risen: bool) -> str:
+    rose = "The return rose" if risen else "The return did not rise"
+    return (
+        f"{'Solved' if progress.solved else rose}: mean return "
+        f"{progress.mean_return(first=True):.1f} -> {progress.mean_return():.1f} in "
+        f"{progress.elapsed:.1f} s, {sum(progress.returns)} steps and {progress.version} versions."
+    )
+
+
+def _as_json(summary: Mapping[str, Any]) -> str:
+    """Return a summary as JSON, which has no NaN."""
+    return json.dumps(
+        {name: None if value != value else value for name, value in summary.items()}, indent=2
+    )
+
+
+def _empty_files(paths: Mapping[str, str | None]) -> None:
+    """Empty the files that options name: a bad path has to fail before the run."""
+    for option, path in paths.items():
+        if path not in (None, "-"):
+            write_text(option, str(path), "")
+
+
+def _say_nothing(line: str) -> None:
+    """Say nothing, as the live view shows it."""

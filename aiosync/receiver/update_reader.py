@@ -236,17 +236,21 @@ class UpdateReader:
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
 
+    def _is_agreed(self, update: Update) -> bool:
+        """Return True if this link may bring an update, or a part of one, of this codec."""
+        if update.chunk is not None and not self._in_parts:
+            return False
+        if update.codec == "delta":
+            return update.base is not None and self._in_parts and self._kept is not None
+        return update.codec == "dense" and update.base is None
+
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
             self.refuse(message)
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")
-        is_delta = message.codec == "delta" and message.base is not None and self._in_parts
-        agreed = (is_delta and self._kept is not None) or (
-            message.codec == "dense" and message.base is None
-        )
-        if not agreed or (message.chunk is not None and not self._in_parts):
+        if not self._is_agreed(message):
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
         if nbytes != layout.nbytes and not self._in_parts:
             raise RemoteProtocolError(

@@ -268,6 +268,12 @@ class WorkerRegistry:
         else:
             self._offer_history(link)
 
+    def _note_refusal(self, link: WorkerLink, error: ApplyError, version: int) -> None:
+        self.counts["refused"] += 1
+        # Only the first line: a worker that sends long texts must not fill the log.
+        self._log("refused", str(error).partition("\n")[0], link.idx, version)
+        self.expected.keep_cause(link.hello.pid, error)
+
     def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
         """Register the outcomes of versions at a worker."""
         record = self.records.get(link.idx)
@@ -277,11 +283,7 @@ class WorkerRegistry:
             link.skipped += by is not None
             counted = self._on_outcome is None or self._on_outcome(link.idx, outcome)
             if isinstance(error, ApplyError):
-                self.counts["refused"] += 1
-                # Only the first line: a worker that sends long texts must not fill the log.
-                first = str(error).partition("\n")[0]
-                self._log("refused", first, link.idx, outcome.version)
-                self.expected.keep_cause(link.hello.pid, error)
+                self._note_refusal(link, error, outcome.version)
             if record is None or isinstance(error, WorkerLeft):
                 continue
             if error is not None and self.links.get(link.idx) is link:

@@ -384,16 +384,19 @@ class WorkerLink:
             )
             self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
+    def _take_partial(self, snapshot: Snapshot, epoch: int, size: int) -> int:
+        """Return the bytes of this update that the worker has from the link before, once."""
+        *of, has = self._partial
+        self._partial = (None, None, 0)
+        fits = has == snapshot.nbytes or (0 < has < snapshot.nbytes and has % size == 0)
+        return has if fits and of == [epoch, snapshot.version] else 0
+
     def _chunks(self, snapshot: Snapshot, epoch: int, size: int, delta: Delta | None) -> _Steps:
         """Yield the chunks of an update, from the end of the part that the worker has."""
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
-        count, first = max(1, -(-nbytes // size)), 0
-        *of, has = self._partial
-        self._partial = (None, None, 0)
-        fits = has == nbytes or (0 < has < nbytes and has % size == 0)
-        if of == [epoch, snapshot.version] and fits:
-            # The last chunk is always sent: it has the values.
-            first = min(has // size, count - 1)
+        count = max(1, -(-nbytes // size))
+        # The last chunk is always sent: it has the values.
+        first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
             views = snapshot.views(start, stop)
@@ -551,14 +554,7 @@ class WorkerLink:
             self.wanted = message.min_version
             self._registry.answer(self)
         elif isinstance(message, Promise):
-            if self.publisher is not None:
-                self.publisher.promised = message.digest or None
-                # Confirm the withdrawal: a worker that this does not reach goes on looking, in
-                # vain.
-                if not message.digest:
-                    self._num_withdrawn += 1
-                    self.transport.send_nowait(message)
-                self._answered.notify()
+            self._on_promise(message)
         elif isinstance(message, Leave):
             self.lose(WorkerLeft(f"{self.name} left"))
         elif isinstance(message, Refuse):
@@ -568,6 +564,15 @@ class WorkerLink:
                 f"worker {self.idx} sent {type(message).__name__} where only acknowledgements are "
                 "expected"
             )
+
+    def _on_promise(self, message: Promise) -> None:
+        if self.publisher is not None:
+            self.publisher.promised = message.digest or None
+            # Confirm the withdrawal: a worker that this does not reach goes on looking, in vain.
+            if not message.digest:
+                self._num_withdrawn += 1
+                self.transport.send_nowait(message)
+            self._answered.notify()
 
     def begin_epoch(self, epoch: int) -> None:
         """Start the epoch of another sender, in which versions start anew. The link stays."""

@@ -637,11 +637,7 @@ class WeightServer:
             raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
         model = self._models.get(model_id)
         if model is None or (pushes and not model.is_brought):
-            # Models without a version do not count: workers may have asked for wrong names.
-            if sum(each.is_brought for each in self._models.values()) >= self._max_models:
-                raise ConfigError(
-                    f"this server has {self._max_models} models and accepts no more; {self._note()}"
-                )
+            self._check_room()
         if model is None:
             for unused in [name for name, each in self._models.items() if each.is_unused]:
                 self._models.pop(unused).workers.end()
@@ -649,6 +645,16 @@ class WeightServer:
         if pushes:
             model.check_trainer(hello)
         return model
+
+    def _check_room(self) -> None:
+        """Raise if there is no room for another model.
+
+        Models without a version do not count: workers may have asked for wrong names.
+        """
+        if sum(each.is_brought for each in self._models.values()) >= self._max_models:
+            raise ConfigError(
+                f"this server has {self._max_models} models and accepts no more; {self._note()}"
+            )
 
     def _new_model(self, model_id: str) -> ServedModel:
         model = self._models[model_id] = ServedModel(

@@ -317,6 +317,32 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
     if not 2 <= length <= min(found.st_size - 8, _MAX_HEADER_NBYTES):
         raise StoreError("it is cut short, or not a safetensors file")
     header = file.read(length)
+    update, checksum = _parse_header(header, model_id, limits)
+    leaves = update.layout.manifest.leaves
+    expected = 8 + len(header) + sum(leaf.nbytes for leaf in leaves)
+    if found.st_size != expected:
+        raise StoreError(f"it has {found.st_size} bytes instead of {expected}")
+    try:
+        buffer = FlatBuffer(update.layout.nbytes)
+    except MemoryError as exc:
+        raise StoreError(f"no memory for its {update.layout.nbytes} bytes") from exc
+    memory = buffer.memoryview()
+    for leaf in _file_order(update.layout.manifest):
+        with memory[leaf.offset : leaf.offset + leaf.nbytes] as part:
+            file.readinto(part)  # type: ignore[attr-defined]  # a short read fails the checksum
+    if _checksum_of(update.layout.manifest, memory) != checksum:
+        raise StoreError("its tensors are damaged: the checksum differs")
+    for start, end in update.layout.padding():
+        buffer.array[start:end] = 0  # the padding travels, and must not hold this process's memory
+    return replace(update, buffer=buffer, saved_at=found.st_mtime)
+
+
+def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredUpdate, Any]:
+    """Return the update that a header describes, still without its bytes, and their checksum.
+
+    Raises:
+        StoreError: The header is damaged, foreign or beyond the limits.
+    """
     try:
         metadata = json.loads(header)[_METADATA]
         if metadata["aiosync.format"] != _FORMAT:
@@ -347,23 +373,7 @@ def _read(file: BinaryIO, model_id: str, limits: Limits) -> StoredUpdate:
     # Everything else in the header follows from these values: one comparison checks it all.
     if again != header:
         raise StoreError("its header is damaged")
-    leaves = update.layout.manifest.leaves
-    expected = 8 + len(header) + sum(leaf.nbytes for leaf in leaves)
-    if found.st_size != expected:
-        raise StoreError(f"it has {found.st_size} bytes instead of {expected}")
-    try:
-        buffer = FlatBuffer(update.layout.nbytes)
-    except MemoryError as exc:
-        raise StoreError(f"no memory for its {update.layout.nbytes} bytes") from exc
-    memory = buffer.memoryview()
-    for leaf in _file_order(update.layout.manifest):
-        with memory[leaf.offset : leaf.offset + leaf.nbytes] as part:
-            file.readinto(part)  # type: ignore[attr-defined]  # a short read fails the checksum
-    if _checksum_of(update.layout.manifest, memory) != checksum:
-        raise StoreError("its tensors are damaged: the checksum differs")
-    for start, end in update.layout.padding():
-        buffer.array[start:end] = 0  # the padding travels, and must not hold this process's memory
-    return replace(update, buffer=buffer, saved_at=found.st_mtime)
+    return update, checksum
 
 
 def _file_order(manifest: Manifest) -> list[LeafSpec]:
