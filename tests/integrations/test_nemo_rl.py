@@ -250,7 +250,7 @@ async def test_a_receiver_that_stops_reading() -> None:
 
 
 async def test_members_that_do_not_come_are_named() -> None:
-    async with refits(timeout=0.5) as workers:
+    async with refits(timeout=2.0) as workers:
         weights = make_weights(1)
         send = workers.policies[0].send_weights(iter(weights.items()))
         sent, taken = await workers.outcomes(send, take(workers.rollouts[0]))

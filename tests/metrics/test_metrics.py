@@ -117,7 +117,8 @@ async def test_a_gate_says_how_long_requests_waited() -> None:
         async with gate.request(timeout=0.02):
             pass
     assert total(metrics, "aiosync_gate_wait_seconds_count", model="critic") == 1
-    assert total(metrics, "aiosync_gate_wait_seconds_sum", model="critic") >= 0.02
+    # A loop's timer may fire a millisecond early.
+    assert total(metrics, "aiosync_gate_wait_seconds_sum", model="critic") >= 0.018
     async with gate.swap():
         pass
     async with gate.request():
