@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -34,6 +35,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from aiosync._log import log
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
@@ -153,7 +155,7 @@ class _Home:
         self._drop = drop
         self._lease = lease(self)
         self._loop = self.call(_running())
-        self.tasks: TaskOwner = TaskOwner(lambda exc: None)
+        self.tasks: TaskOwner = TaskOwner(_log_crash)
         self.close: Callable[[], None] = self._lease.abort
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -171,6 +173,11 @@ class _Home:
         """End every task and link. Called on the loop."""
         self.tasks.abort()
         self._drop()
+
+
+def _log_crash(error: BaseException) -> None:
+    """Log an error that is no failure of a link; the link's round then ends by its deadline."""
+    log(logging.ERROR, "failed", "a link of buckets ended", model=None, error=error)
 
 
 async def _running() -> asyncio.AbstractEventLoop:
@@ -241,7 +248,7 @@ class BucketSender:
         self._home.call(self._listen())
 
     async def _listen(self) -> None:
-        self._listener.start(self._on_link, lambda exc: None)
+        self._listener.start(self._on_link, _log_crash)
 
     def _drop(self) -> None:
         self._listener.close()

@@ -647,7 +647,7 @@ class NoWeightSyncScheme(WeightSyncScheme, twin_of=aio.NoWeightSyncScheme):
 
 
 class StreamTwin(option_sets.StreamOptions):
-    """What the schemes over streams have beside the others."""
+    """Members that only the schemes over streams have."""
 
     address: Final = attribute[str](aio.TCPWeightSyncScheme.address)
     reconnects: Final = attribute[int](aio.TCPWeightSyncScheme.reconnects)

@@ -1,4 +1,4 @@
-"""What the codec of deltas costs: bytes for each change of real trainings, and its speed.
+"""The cost of the codec of deltas: bytes for each change of real trainings, and its speed.
 
 ``python -m tests.bench.delta_codec`` runs the trainings of ``tests.bench.deltas`` and writes the
 bytes for each changed weight, beside those of the best encoding of that table. Then it measures

@@ -1,4 +1,4 @@
-"""What deltas gain on a slow link: time from ``send()`` until the worker has applied the update.
+"""The gain of deltas on a slow link: time from ``send()`` until the worker has applied the update.
 
 ``python -m tests.bench.delta_link`` runs a trainer, a worker and between them a proxy that carries
 a limited number of bytes for each second, each in a process of its own. It sends weights in
@@ -32,7 +32,7 @@ def _relay(source: socket.socket, target: socket.socket, rate: float) -> None:
     due, block = time.perf_counter(), memoryview(bytearray(_BLOCK_NBYTES))
     while nbytes := source.recv_into(block):
         now = time.perf_counter()
-        # What was not used in the last 20 ms is lost, as it is on a real link.
+        # Capacity that was not used in the last 20 ms is lost, as it is on a real link.
         due = max(due, now - 0.02)
         if rate:
             due += nbytes / rate

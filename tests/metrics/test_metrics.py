@@ -114,11 +114,10 @@ async def test_a_gate_says_how_long_requests_waited() -> None:
         Metrics(gate)
     assert metrics.unready() == [gate]
     with pytest.raises(aiosync.AdmissionTimeout):
-        async with gate.request(timeout=0.02):
+        async with gate.request(timeout=0.03):  # a loop's timer may fire early
             pass
     assert total(metrics, "aiosync_gate_wait_seconds_count", model="critic") == 1
-    # A loop's timer may fire a millisecond early.
-    assert total(metrics, "aiosync_gate_wait_seconds_sum", model="critic") >= 0.018
+    assert total(metrics, "aiosync_gate_wait_seconds_sum", model="critic") >= 0.02
     async with gate.swap():
         pass
     async with gate.request():

@@ -172,7 +172,7 @@ async def test_what_a_worker_writes_is_no_base(copy: bool) -> None:
 
 @pytest.mark.asyncio
 async def test_a_refused_update_is_a_base_all_the_same() -> None:
-    """What a worker did not take does not matter: its base is what arrived."""
+    """A worker's base is the update that arrived, whether or not its model took that."""
     async with pair(strict=False) as (sender, model, receiver, target):
         for wrong in (True, False, True, True, False):
             step(model)

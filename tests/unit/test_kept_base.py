@@ -81,7 +81,7 @@ def test_each_update_is_the_base_of_the_next() -> None:
     worker.receive(1)
     worker.receive(2, 1)
     worker.receive(5, 2)
-    # What the landing memory becomes afterwards does not matter.
+    # Later writes to the landing memory do not matter.
     worker.landing.memoryview()[:] = bytes(SIZE)
     worker.receive(6, 5)
     worker.receive(7)
