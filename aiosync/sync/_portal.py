@@ -362,12 +362,15 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
             :meth:`Lease.at_once` of this thread is under way, for which the portal waits.
     """
     loop = asyncio._get_running_loop()
-    if loop is None and any(portal.has_turn_here for portal in _portals):
-        raise LocalProtocolError(
-            f"aiosync.sync: {what}() was called inside of a send(): call it when that has returned"
-        )
-    mine = any(portal.loop is loop for portal in _portals)
-    if loop is not None and (mine or not may_block):
+    if loop is None:
+        for portal in _portals:
+            if portal.has_turn_here:
+                raise LocalProtocolError(
+                    f"aiosync.sync: {what}() was called inside of a send(): call it when that has "
+                    "returned"
+                )
+        return
+    if not may_block or any(portal.loop is loop for portal in _portals):
         raise LocalProtocolError(
             f"aiosync.sync: {what}() was called inside a running event loop, which it would "
             f"block; use the async API there: `{instead or f'await scheme.{what}()'}` on a scheme "
