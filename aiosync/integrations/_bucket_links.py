@@ -1,15 +1,18 @@
 """Links between one sender and its receivers of buckets, which outlive a sync.
 
 A sync is a round. A receiver says in a Hello that it is ready for one, over the link that it has
-or over a new one. The sender begins with a Welcome once every member is ready, sends each bucket to
-all members at the same time, and after the last one a Current with the number of frames. A member
-answers with one Ack once its consumer has taken all tensors.
+or over a new one. The sender begins with a Welcome once the member is ready, which answers with a
+Hello that says it is not ready for another round; a member whose link ends before may dial again.
+The sender then sends each bucket to all members at the same time, and after the last one a Current
+with the number of frames. A member answers with one Ack once its consumer has taken all tensors.
 
 ===================  ==============================  ==========================================
 state of a member    event                           what follows
 ===================  ==============================  ==========================================
 connected            Hello: ready                    ready
-ready                the sender begins               Welcome: in the round
+ready                the sender begins               Welcome: asked
+asked                Hello: not ready                in the round
+ready, asked         end of link                     it has time to dial again
 in the round         a frame is due                  the frame is sent
 in the round         Ack APPLIED after the Current   connected: the link stays
 any                  NACK, end of link, or deadline  failed: the link is closed, others go on
@@ -358,17 +361,15 @@ class BucketSender:
 
         async def welcome(session: bytes, rank: int, name: str) -> None:
             try:
-                peer = await self._ready(session, name)
-                peer.rank, peer.link.name, peer.is_ready, peer.answer = rank, name, False, None
-                await peer.link.send(Welcome(self._number, 0, rank), timeout=self._seconds)
-                self._round.append(peer)
+                self._round.append(await self._ready(session, rank, name))
             except AiosyncError as exc:
                 self._absent[rank] = exc
 
         await asyncio.gather(*(welcome(each, *known) for each, known in self._members.items()))
 
-    async def _ready(self, session: bytes, name: str) -> _Peer:
-        state = "connect"
+    async def _ready(self, session: bytes, rank: int, name: str) -> _Peer:
+        """Return the link of a member that is in the round."""
+        state, lost = "connect", None
         grace = min(_RETURN_SECONDS, self._seconds)
         try:
             async with asyncio.timeout(self._seconds):
@@ -379,16 +380,23 @@ class BucketSender:
                         while (peer := self._peers.get(session)) is None or peer.error:
                             await self._changed.wait()
                     state = "ask for weights"
-                    while peer.error is None:
-                        if peer.is_ready:
-                            return peer
+                    while not peer.error and not peer.is_ready:
                         await self._changed.wait()
+                    peer.rank, peer.link.name, peer.answer = rank, name, None
+                    # Its link may have ended while it waited, which this side sees by its silence.
+                    with contextlib.suppress(AiosyncError):
+                        await peer.link.send(Welcome(self._number, 0, rank), timeout=self._seconds)
+                    while not peer.error and peer.is_ready:
+                        await self._changed.wait()
+                    if not peer.error:
+                        return peer
+                    lost = peer.error
         except TimeoutError as exc:
             why = "; ".join(self._listener.refusals())
             seconds = seconds_text(grace if state == "connect" else self._seconds)
             raise ConnectTimeout(
                 f"{name} did not {state} within {seconds}" + (f" (refused: {why})" if why else "")
-            ) from exc
+            ) from (lost or exc)
 
     async def _deliver(self, frame: Frame, count: int, sum_of_frame: bytes) -> None:
         """Send a frame to all members that have not failed, at the same time."""
@@ -531,16 +539,14 @@ class BucketReceiver:
                 timeout=self._seconds,
             )
         if is_new or is_ready:
-            hello = Hello(
-                "receiver",
-                _MODEL,
-                os.getpid(),
-                self._rank,
-                session=self.session,
-                subscribe=is_ready,
-            )
-            await link.send(hello, timeout=self._seconds)
+            await self._hello(link, is_ready=is_ready)
         return link
+
+    async def _hello(self, link: TCPTransport, *, is_ready: bool) -> None:
+        hello = Hello(
+            "receiver", _MODEL, os.getpid(), self._rank, session=self.session, subscribe=is_ready
+        )
+        await link.send(hello, timeout=self._seconds)
 
     def _drop(self) -> None:
         link, self._link, self._is_reading = self._link, None, False
@@ -560,7 +566,9 @@ class BucketReceiver:
             # The sender had closed the link meanwhile, and this side did not know yet.
             self._drop()
             link, welcome = await self._hail()
-        return _Reader(link, welcome, self._room, self._patience)
+        reader = _Reader(link, welcome, self._room, self._patience)
+        await self._hello(link, is_ready=False)
+        return reader
 
     async def _hail(self) -> tuple[TCPTransport, Message]:
         link = await self._reach(is_ready=True)
