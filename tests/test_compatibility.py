@@ -21,6 +21,7 @@ NAMED = [
     "torchrl",
     "ray",
     "ray[serve]",
+    "ray[rllib]",
     "transformers",
     "verl",
     "vllm",

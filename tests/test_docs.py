@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import aiosync
+from tests.api import snapshot
 from tests.support.pages import PAGES, ROOT, Block, blocks
 
 # A trainer draws its epoch at random, so each run prints another one.
@@ -53,7 +54,10 @@ def _exists(name: str) -> bool:
             try:
                 importlib.import_module(path)
             except ModuleNotFoundError:
-                return False
+                # An integration whose framework is not here has its promises in a file.
+                promised = snapshot.FOLDER / f"{path}.txt"
+                text = promised.read_text() if snapshot.lacks_framework(path) else ""
+                return f"class {name.rpartition('.')[2]}(" in text
         value = getattr(value, part)
     return True
 

@@ -27,6 +27,7 @@ MODULES = [
     "aiosync.integrations.four_phase",
     "aiosync.integrations.nemo_rl",
     "aiosync.integrations.ray_serve",
+    "aiosync.integrations.rllib",
     "aiosync.integrations.torchrl",
     "aiosync.integrations.transformers",
     "aiosync.integrations.trl",
@@ -65,9 +66,9 @@ OPERATORS = {
 
 
 def lacks_framework(module: str) -> bool:
-    """Return True if the module needs verl or vLLM, and this environment does not have it."""
-    name = module.rpartition(".")[2]
-    return name in ("verl", "vllm") and importlib.util.find_spec(name) is None
+    """Return True if the module needs RLlib, verl or vLLM, and this environment lacks it."""
+    needed = {"rllib": "tree", "verl": "verl", "vllm": "vllm"}.get(module.rpartition(".")[2])
+    return needed is not None and importlib.util.find_spec(needed) is None
 
 
 def describe(module: str) -> str:

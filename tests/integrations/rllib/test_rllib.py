@@ -1,0 +1,243 @@
+"""RLlib's own algorithms, whose weights travel by aiosync. In an environment with Ray's RLlib."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+
+pytest.importorskip("ray.rllib", reason="needs RLlib: pip install 'ray[rllib]==2.60.0'")
+
+import ray
+from ray.rllib.algorithms.impala import IMPALAConfig
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+
+from aiosync.integrations.rllib import AiosyncCallback, AiosyncEnvRunner
+from tests.integrations.rllib._watched import Watching, digest
+
+pytestmark = pytest.mark.timeout(400)
+UPDATES = 20
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Start a cluster of Ray on this host."""
+    # The paths of Ray's sockets must be short.
+    with tempfile.TemporaryDirectory(prefix="rllib-") as folder:
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Check that the loop of aiosync has ended: the connections to its workers are Ray's own."""
+    yield
+    assert "aiosync-portal" not in {thread.name for thread in threading.enumerate()}
+
+
+class OverTCP(AiosyncCallback):
+    """Callback over TCP, with a short timeout."""
+
+    def make_scheme(self) -> aiosync.sync.WeightSyncScheme:
+        """Return a scheme that needs no Ray."""
+        return aiosync.sync.TCPWeightSyncScheme("tcp://127.0.0.1:0", timeout=PATIENCE)
+
+
+@contextlib.contextmanager
+def running(config_class: Any = PPOConfig, callback: Any = AiosyncCallback, **options: Any) -> Any:
+    """Build an algorithm on CartPole with two runners, and stop it at the end."""
+    config = (
+        config_class()
+        .environment("CartPole-v1")
+        .env_runners(num_env_runners=2, env_runner_cls=AiosyncEnvRunner)
+        .callbacks(callback)
+        .training(train_batch_size_per_learner=200)
+        .learners(num_learners=0)
+    )
+    if config_class is PPOConfig:
+        config.training(num_epochs=1, minibatch_size=100)
+    for method, arguments in options.items():
+        getattr(config, method)(**arguments)
+    algorithm = config.build_algo()
+    try:
+        yield algorithm
+    finally:
+        algorithm.stop()
+
+
+def on_runners(algorithm: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """Return a function's results on the runners that train."""
+    found: list[Any] = algorithm.env_runner_group.foreach_env_runner(
+        function, local_env_runner=False
+    )
+    return found
+
+
+def learner_of(algorithm: Any) -> Any:
+    """Return the learner's state, with the weights that runners have."""
+    return algorithm.learner_group.get_state(["learner/rl_module"], inference_only=True)["learner"]
+
+
+def number_of(algorithm: Any) -> int:
+    """Return the number of the learner's updates."""
+    return int(learner_of(algorithm)["weights_seq_no"])
+
+
+def weights_of(algorithm: Any) -> Any:
+    """Return the learner's weights as the runners have them."""
+    return learner_of(algorithm)["rl_module"]["default_policy"]
+
+
+def logits(module: Any) -> Any:
+    """Return a module's outputs for fixed observations."""
+    with torch.no_grad():
+        batch = {"obs": torch.linspace(-1, 1, 12).reshape(3, 4)}
+        return module.forward_inference(batch)["action_dist_inputs"].numpy()
+
+
+def without_grown(module: Any) -> Any:
+    """Return a module's state without the parameter that a test adds."""
+    state = module.get_state(inference_only=True)
+    return {name: value for name, value in state.items() if name != "grown"}
+
+
+@pytest.mark.parametrize("callback", [AiosyncCallback, OverTCP])
+def test_ppo(callback: Any) -> None:
+    with running(callback=callback) as algorithm:
+        for number in range(1, UPDATES + 1):
+            results = algorithm.train()
+            seen = results["learners"]["default_policy"]
+            assert seen["weights_seq_no"] == number
+            # The column of each step says which weights acted: those before this update.
+            assert seen["diff_num_grad_updates_vs_sampler_policy"] == 1.0
+            weights = weights_of(algorithm)
+            fresh = algorithm.env_runner_group.local_env_runner.module
+            fresh.set_state(weights)
+            answers = on_runners(
+                algorithm,
+                lambda runner: runner.sample(num_timesteps=1) and logits(runner.module),
+            )
+            assert len(answers) == 2
+            for answer in answers:
+                assert (answer == logits(fresh)).all()
+        digests = on_runners(algorithm, lambda r: digest(r.module.get_state(inference_only=True)))
+        assert digests == [digest(weights)] * 2
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_impala(server: bool) -> None:
+    with running(
+        IMPALAConfig,
+        Watching,
+        reporting={"min_time_s_per_iteration": 0.2},
+        env_runners={"use_env_runner_state_server": server},
+    ) as algorithm:
+        until = time.monotonic() + 5 * PATIENCE
+        updates = 0
+        while updates < UPDATES and time.monotonic() < until:
+            algorithm.train()
+            updates = number_of(algorithm)
+        assert updates >= UPDATES
+        fragments = [each for seen in on_runners(algorithm, lambda r: r.fragments) for each in seen]
+    # A fragment has one version, and a version one set of weights, whichever runner had it.
+    weights: dict[int, set[str]] = {}
+    for numbers, found in fragments:
+        assert len(numbers) <= 1
+        for number in numbers:
+            weights.setdefault(number, set()).add(found)
+    assert len(weights) >= 5 and max(weights) >= UPDATES // 2
+    assert all(len(found) == 1 for found in weights.values())
+
+
+def test_an_update_that_does_not_fit() -> None:
+    with running() as algorithm:
+        algorithm.train()
+        before = on_runners(algorithm, lambda r: digest(r.module.get_state(inference_only=True)))
+
+        def grow(runner: Any) -> None:
+            if runner.worker_index == 2:
+                runner.module.grown = torch.nn.Parameter(torch.zeros(3))
+
+        on_runners(algorithm, grow)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            algorithm.train()
+        assert list(caught.value.failed) == [1]
+        assert "grown" in str(caught.value)
+        kept = on_runners(algorithm, lambda r: digest(without_grown(r.module)))
+        # The first has the update, and the second what it had.
+        assert kept == [digest(weights_of(algorithm)), before[1]]
+
+
+def test_a_runner_that_dies_is_replaced() -> None:
+    with running(
+        fault_tolerance={
+            "restart_failed_env_runners": True,
+            "delay_between_env_runner_restarts_s": 0.0,
+        }
+    ) as algorithm:
+        algorithm.train()
+        [first, _] = on_runners(algorithm, lambda _: os.getpid())
+        os.kill(first, signal.SIGKILL)
+        until = time.monotonic() + 2 * PATIENCE
+        alive: list[str] = []
+        while time.monotonic() < until:
+            algorithm.train()
+            alive = on_runners(algorithm, lambda r: digest(r.module.get_state(inference_only=True)))
+            if len(alive) == 2 and set(alive) == {digest(weights_of(algorithm))}:
+                break
+        assert alive == [digest(weights_of(algorithm))] * 2
+
+
+def test_a_checkpoint_is_restored(tmp_path: Any) -> None:
+    with running() as algorithm:
+        algorithm.train()
+        algorithm.save_to_path(tmp_path)
+        saved = digest(weights_of(algorithm))
+        algorithm.train()
+        assert digest(weights_of(algorithm)) != saved
+        algorithm.restore_from_path(tmp_path)
+        found = on_runners(
+            algorithm,
+            lambda r: (r.sample(num_timesteps=1), digest(r.module.get_state(inference_only=True))),
+        )
+        assert [each for _, each in found] == [saved] * 2
+
+
+def test_evaluation() -> None:
+    with running(
+        evaluation={
+            "evaluation_interval": 1,
+            "evaluation_num_env_runners": 1,
+            "evaluation_duration": 1,
+        }
+    ) as algorithm:
+        results = algorithm.train()
+        assert results["evaluation"]["env_runners"]["num_episodes"] >= 1
+
+
+def test_without_runners_of_its_own() -> None:
+    with running(env_runners={"num_env_runners": 0}) as algorithm:
+        assert algorithm.train()["env_runners"]["num_env_steps_sampled"] >= 200
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(aiosync.ConfigError, match="env_runner_cls=AiosyncEnvRunner"):
+        with running(env_runners={"env_runner_cls": SingleAgentEnvRunner}):
+            pass
+    monkeypatch.setattr(ray, "__version__", "2.59.0")
+    with pytest.raises(aiosync.ConfigError, match=r"needs Ray 2\.60 or newer, and this is 2\.59"):
+        with running(env_runners={"num_env_runners": 0}):
+            pass
