@@ -36,7 +36,7 @@ from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports._process_end import is_gone
 from aiosync.transports.base import LinkError, Received, again, make_ack, without_frames
-from aiosync.transports.framed_link import ByteStream
+from aiosync.transports.byte_stream import ByteStream
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, ManifestMessage, Setup, Update
 

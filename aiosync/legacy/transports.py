@@ -32,7 +32,7 @@ from aiosync.strategy import WeightStrategy
 from aiosync.sync import InitialSyncTransport
 from aiosync.sync._portal import Lease, lease, refuse_inside_loop
 from aiosync.tensors.values import is_tensordict
-from aiosync.transports.framed_link import ByteStream
+from aiosync.transports.byte_stream import ByteStream
 from aiosync.wire import Setup, encode_frame
 
 if TYPE_CHECKING:

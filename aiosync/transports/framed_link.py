@@ -1,31 +1,28 @@
 """Frames over a non-blocking byte stream, driven by the event loop: no thread, no polling.
 
-:class:`ByteStream` reads and writes a descriptor; :class:`FramedTransport` is the link over such a
-stream: it reads and writes frames, watches the peer's process, and keeps the error that ended the
-link. Payload bytes are written straight from the sender's buffers, and read straight into those
-that the receiver lends. :class:`MPTransport` is such a link over a pipe. Must not import torch,
-anyio, schemes, or another transport.
+:class:`FramedTransport` is the link over such a stream: it writes frames, receives those that its
+``frame_reader`` takes, watches the peer's process, and keeps the error that ended the link. Payload
+bytes are written straight from the sender's buffers, and read straight into those that the receiver
+lends. :class:`MPTransport` is such a link over a pipe. Must not import torch, anyio, schemes, or
+another transport.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from time import perf_counter
 from typing import ClassVar, Self
 
 from aiosync._repr import in_every_state
 from aiosync._tasks import Notifier
 from aiosync.errors import (
     AiosyncError,
-    ConfigError,
     ConnectError,
     PeerClosed,
     ProtocolError,
@@ -52,11 +49,12 @@ from aiosync.transports.base import (
     take_buffers,
     without_frames,
 )
+from aiosync.transports.byte_stream import ByteStream
+from aiosync.transports.frame_reader import WINDOW_NBYTES, FrameReader
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (
     DEFAULT_LIMITS,
     ExtValue,
-    FrameDecoder,
     FrameEnd,
     FrameStart,
     Message,
@@ -64,100 +62,15 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["ByteStream", "FramedTransport", "MPTransport", "MemoryTransport"]
+__all__ = ["FramedTransport", "MPTransport", "MemoryTransport"]
 
 # Every message of a stranger or of a worker fits into these limits, with the text of an error.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 
-# One callback of the loop moves at most this many bytes, so that a large transfer never blocks the
-# loop for long.
-_WINDOW_NBYTES = 2**20
-# A callback that reads also ends after this time, because memory that is touched for the first time
-# is filled more slowly.
-_WINDOW_SECONDS = 0.001
-# One call reads at most this many bytes, so that they are still in the cache when a lender reads
-# them.
-_READ_NBYTES = 2**18
 _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
 _LEAST_SECONDS = 0.01
 _MAX_REASON = 1000  # characters
-_BUFFER_NBYTES = 4 * 2**20
-
-
-class ByteStream:
-    """A non-blocking stream over a connected socket, which it owns.
-
-    Args:
-        end: The socket, or the two-way ``multiprocessing`` connection over it. Unix sockets get
-            kernel buffers of 4 MiB, as far as the system's limits allow.
-
-    Raises:
-        ConfigError: A one-way connection.
-
-    Attributes:
-        sock: The socket.
-        fd: The descriptor to watch.
-        reads_out: True to read on until nothing is left, although that takes one more call. If data
-            and an error of the socket arrive together, uvloop calls back only once: a reader that
-            stopped after the data would never see the error.
-        has_unsent: True if the stream took bytes that it has not given to the kernel yet;
-            :meth:`flush` goes on with them.
-        readv: Reads some bytes, and returns their number; 0 at the end of the stream. ``readv`` and
-            ``writev`` raise ``BlockingIOError`` instead of waiting, and may be replaced by other
-            functions later.
-        writev: Writes some bytes of several buffers, and returns their number.
-    """
-
-    reads_out: ClassVar[bool] = True
-
-    def __init__(self, end: Connection | socket.socket) -> None:
-        self.sock: socket.socket = end if isinstance(end, socket.socket) else _below(end)
-        self.sock.setblocking(False)
-        if self.sock.family == socket.AF_UNIX:
-            # Large transfers are slow with the small buffers that the kernel gives by default.
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
-        self.fd: int = self.sock.fileno()
-        self.has_unsent: bool = False
-        # These call the functions of the system directly, which saves a Python call each time.
-        self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(os.readv, self.fd)
-        self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(os.writev, self.fd)
-
-    def flush(self) -> None:
-        """Give unsent bytes to the kernel, as many as it takes. Never blocks."""
-
-    def close(self, *, farewell: bool = True) -> None:
-        """Close the socket. Idempotent.
-
-        Args:
-            farewell: True to tell the peer, if the stream has a message for that. False in a forked
-                child, because the parent goes on with the link.
-        """
-        del farewell
-        # Reading or writing on must fail: the number of the descriptor may soon be another file's.
-        self.readv = self.writev = _closed
-        self.sock.close()
-
-
-def _closed(_: object) -> int:
-    raise OSError("the stream was closed")
-
-
-def _below(pipe: Connection) -> socket.socket:
-    """Return the socket of a two-way pipe, and close the pipe.
-
-    Raises:
-        ConfigError: The pipe is one-way, so that it is no socket.
-    """
-    fd = os.dup(pipe.fileno())
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError as exc:
-        os.close(fd)
-        raise ConfigError("a link needs two-way pipes: multiprocessing.Pipe()") from exc
-    pipe.close()
-    return sock
 
 
 class FramedTransport(Transport):
@@ -214,17 +127,8 @@ class FramedTransport(Transport):
         self._loop = asyncio.get_running_loop()
         self._on_end: list[Callable[[], None]] = []
 
-        self._decoder = FrameDecoder(self.limits)
         self._handler: Handler | None = None
-        # The event that waits for recv().
-        self._event: FrameStart | FrameEnd | None = None
-        # Wakes recv() for such an event, or for the end of the link.
-        self._arrival = Notifier()
-        self._landed: Callable[[], None] | None = None
-        # The error that ends the link once every message that was read is handled.
-        self._gone: PeerClosed | None = None
-        self._receiving = self._reading = self._read_again = self._hearing_out = False
-        self._next_step_due = False
+        self._reader = FrameReader(self, self.io, self.limits)
 
         # The rest of the frame that is being written.
         self._out: list[memoryview] = []
@@ -235,7 +139,7 @@ class FramedTransport(Transport):
         self._room = Notifier()
         self._sending = self._writing = False
 
-        self._go_on()
+        self._reader.resume()
         close_in_child(self)
 
     @staticmethod
@@ -296,9 +200,8 @@ class FramedTransport(Transport):
         # A destructor may call this after the loop was closed. Then no task waits any more.
         with contextlib.suppress(RuntimeError):
             if not self._loop.is_closed():
-                self._pause()
+                self._reader.stop()
                 self._unwatch()
-                self._arrival.notify()
                 self._room.notify()
                 if self.pidfd >= 0:
                     self._loop.remove_reader(self.pidfd)
@@ -337,16 +240,16 @@ class FramedTransport(Transport):
 
     def refuse_payloads(self) -> None:
         """Allow the peer only small messages, from the next frame on."""
-        self._decoder.limits = _SMALL_MESSAGES
+        self._reader.decoder.limits = _SMALL_MESSAGES
 
     def allow_payloads(self) -> None:
         """Allow the peer all messages within ``limits``, from the next frame on."""
-        self._decoder.limits = self.limits
+        self._reader.decoder.limits = self.limits
 
     @property
     def takes_payloads(self) -> bool:
         """True if the peer may send payloads."""
-        return self._decoder.limits is self.limits
+        return self._reader.decoder.limits is self.limits
 
     def watch_process(self, pid: int) -> None:
         """Notice the end of the peer's process, even if another process holds its descriptors.
@@ -368,18 +271,8 @@ class FramedTransport(Transport):
     def _on_process_end(self) -> None:
         self._loop.remove_reader(self.pidfd)
         # Messages that the peer sent before it died still count.
-        self._hear_out()
-        self._gone = self._gone or PeerClosed(f"the process of {self.name} ended")
-        self._pull()
-
-    def _hear_out(self) -> None:
-        """Read the messages that the peer sent before it closed, without answering them.
-
-        They still count.
-        """
-        self._read_again, self._hearing_out = False, True
-        self._read()
-        self._hearing_out = False
+        self._reader.read_last()
+        self._reader.finish(PeerClosed(f"the process of {self.name} ended"))
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -389,11 +282,7 @@ class FramedTransport(Transport):
         A message that waits for ``recv()`` already goes to the handler at once.
         """
         self._handler = handler
-        waiting = self._event
-        if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self._receiving:
-            self._event = None
-            self._pull(waiting)
-            self._go_on()
+        self._reader.hand_over()
         return True
 
     def deliver(self, received: Received) -> bool:
@@ -402,28 +291,29 @@ class FramedTransport(Transport):
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
         """See :meth:`Transport.recv`. Cancellation: class B."""
-        if self._receiving:
+        reader = self._reader
+        if reader.in_recv:
             raise TransportBusy(f"another recv() is waiting on the link to {self.name}")
-        self._receiving = True
+        reader.in_recv = True
         # The loop needs this time to read: with a timeout of 0, no message would ever be found.
         if timeout is not None:
             timeout = max(timeout, _LEAST_SECONDS)
         try:
-            if self._event is not None:
+            if reader.event is not None:
                 # This is a checkpoint: the message goes on to wait if this call is cancelled here.
                 await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
-                while self._event is None or self.closed:
+                while reader.event is None or self.closed:
                     self.check()
-                    await self._arrival.wait()
-                start, self._event = self._event, None
+                    await reader.arrival.wait()
+                start, reader.event = reader.event, None
                 assert isinstance(start, FrameStart)
                 received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
                 if start.payload_nbytes:
                     received.payload = await self._recv_payload(start, into)
                 # The next message is decoded only after the caller got this one. Otherwise a
                 # handler could get the next one first.
-                self._loop.call_soon(self._go_on)
+                self._loop.call_soon(reader.resume)
                 return received
         except TimeoutError as exc:
             if not deadline.expired():
@@ -433,10 +323,11 @@ class FramedTransport(Transport):
                 f"no whole message from {self.name} within {seconds_text(timeout)}{broken}"
             ) from exc
         finally:
-            self._receiving = False
+            reader.in_recv = False
 
     async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[memoryview]:
-        decoder, nbytes = self._decoder, start.payload_nbytes
+        reader, nbytes = self._reader, start.payload_nbytes
+        decoder = reader.decoder
         try:
             buffers = take_buffers(into, start.message, nbytes, decoder.limits)
         except BaseException:  # goes on to the caller of recv()
@@ -446,133 +337,18 @@ class FramedTransport(Transport):
         decoder.lend(buffers)
         landed = getattr(into, "landed", None)
         if landed is not None:
-            self._landed = lambda: landed(nbytes - decoder.missing_nbytes)
+            reader.landed = lambda: landed(nbytes - decoder.missing_nbytes)
         try:
-            self._go_on()
-            while not isinstance(self._event, FrameEnd):
+            reader.resume()
+            while not isinstance(reader.event, FrameEnd):
                 self.check()
-                await self._arrival.wait()
+                await reader.arrival.wait()
         except BaseException:  # goes on to the caller of recv()
             self.fail(TransportBroken(f"recv() from {self.name} was cut in mid-message"))
             raise
         finally:
-            self._landed = self._event = None
+            reader.landed = reader.event = None
         return buffers
-
-    def _go_on(self) -> None:
-        """Take the next event from bytes that were read already, and go on reading."""
-        if self.closed:
-            return
-        self._pull()
-        if self._event is not None:
-            self._arrival.notify()  # a recv() may have begun to wait before this ran
-        elif self._decoder.is_busy:  # bytes that arrive meanwhile wait in the kernel
-            self._pause()
-        elif self._gone is None and not self.ended:
-            if not self._reading:
-                self._reading = True
-                self._loop.add_reader(self.io.fd, self._read)
-            if self.io.reads_out:
-                self._read_soon()
-
-    def _take_step(self) -> None:
-        self._next_step_due = False
-        self._go_on()
-
-    def _pause(self) -> None:
-        if self._reading:
-            self._reading = False
-            self._loop.remove_reader(self.io.fd)
-
-    def _read_soon(self) -> None:
-        """Read in the next turn of the loop, even if the loop does not report any data."""
-        if not self._read_again:
-            self._read_again = True
-            self._loop.call_soon(self._on_turn)
-
-    def _on_turn(self) -> None:
-        if self._read_again:
-            self._read_again = False
-            if self._reading:
-                self._read()
-
-    def _read(self) -> None:
-        # A turn of the loop reads one window only, so a read that is already scheduled is enough.
-        if self._read_again or self.ended:
-            return
-        io, decoder = self.io, self._decoder
-        budget, until = _WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
-        while not self.ended:
-            buffer = decoder.get_buffer()
-            if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
-                self._pause()
-                break
-            buffer = buffer[: min(budget, _READ_NBYTES)]
-            try:
-                nbytes = io.readv([buffer])
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as exc:
-                self._lost(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
-                break
-            if nbytes:
-                decoder.buffer_updated(nbytes)
-                if self._landed is not None:
-                    self._landed()
-            else:  # the end of the stream; messages that were read before still count
-                self._gone = PeerClosed(f"{self.name} closed the link")
-                self._pause()
-            self._pull()
-            if decoder.is_busy:
-                self._pause()
-                break
-            if not (nbytes and self._event is None and (nbytes == len(buffer) or io.reads_out)):
-                break
-            budget -= nbytes
-            if budget <= 0 or perf_counter() >= until:
-                self._read_soon()
-                break
-        if self._event is not None or self.error is not None:
-            self._arrival.notify()
-
-    def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
-        """Take events from the decoder until one has to wait for ``recv()``, or none is left.
-
-        Args:
-            event: An event that the decoder has returned before, to be handled first.
-        """
-        try:
-            while self._event is None and not self.ended:
-                event = event or self._decoder.next_event()
-                if event is None and self._decoder.is_busy:
-                    if not self._next_step_due:
-                        self._next_step_due = True
-                        self._loop.call_soon(self._take_step)
-                    return
-                if event is None:
-                    if self._gone is not None:
-                        self._lost(self._gone, cut=self._decoder.mid_frame)
-                    return
-                if isinstance(event, FrameEnd) or event.payload_nbytes:
-                    self._event = event
-                elif not self.deliver(Received(event.message, ext=event.ext)):
-                    self._event = event
-                event = None
-        except (ProtocolError, TransportError) as exc:
-            self.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - a bug in a handler; the next call raises it
-            error = TransportBroken(f"a message from {self.name} could not be handled")
-            error.__cause__ = exc
-            self.fail(error)
-
-    def _lost(self, cause: OSError | PeerClosed, *, cut: bool) -> None:
-        closed = PeerClosed(f"{self.name} closed the link")
-        error: TransportError = cause if isinstance(cause, PeerClosed) else closed
-        if cut:
-            error = TransportBroken(f"the link to {self.name} was lost in mid-message: {cause}")
-        if error is not cause:
-            error.__cause__ = cause
-        self.fail(error)
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -611,7 +387,7 @@ class FramedTransport(Transport):
         """Write a small frame without waiting; False when nothing was written."""
         if self.ended:
             self.check()
-        if self._sending or self._out or self._hearing_out:
+        if self._sending or self._out or self._reader.is_last:
             return False
         buffers = [memoryview(frame), *payload]
         try:
@@ -619,8 +395,8 @@ class FramedTransport(Transport):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
-            self._hear_out()
-            self._lost(exc, cut=False)
+            self._reader.read_last()
+            self._reader.lose(exc, cut=False)
             self.check()
         if rest := _after(buffers, nbytes):
             self._out, self._started = [memoryview(b"".join(rest))], True
@@ -733,7 +509,7 @@ class FramedTransport(Transport):
             self._unwatch()
 
     def _write(self) -> None:
-        budget = _WINDOW_NBYTES
+        budget = WINDOW_NBYTES
         try:
             while self._out and budget > 0:
                 nbytes = self.io.writev(_window(self._out, budget))
@@ -746,8 +522,8 @@ class FramedTransport(Transport):
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
-            self._hear_out()
-            self._lost(exc, cut=self._started)
+            self._reader.read_last()
+            self._reader.lose(exc, cut=self._started)
 
     @in_every_state
     def __repr__(self) -> str:

@@ -32,8 +32,9 @@ from aiosync.errors import (
 from aiosync.transports._forks import close_in_child
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
+from aiosync.transports.byte_stream import ByteStream
 from aiosync.transports.credentials import Credentials
-from aiosync.transports.framed_link import ByteStream, FramedTransport
+from aiosync.transports.framed_link import FramedTransport
 from aiosync.transports.tls_stream import TlsStream, why_refused
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (

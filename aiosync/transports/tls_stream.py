@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from aiosync.errors import AuthError, ConfigError, ConnectError, RemoteProtocolError
-from aiosync.transports.framed_link import ByteStream
+from aiosync.transports.byte_stream import ByteStream
 from aiosync.wire import MAGIC, Refuse, encode_frame
 
 __all__ = ["TlsStream", "why_refused"]

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import ClassVar
 
 from aiosync.transports.base import Received
-from aiosync.transports.framed_link import ByteStream, FramedTransport
+from aiosync.transports.byte_stream import ByteStream
+from aiosync.transports.framed_link import FramedTransport
 from aiosync.transports.shared_memory.publisher import SlotPublisher
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import Arena

@@ -1,0 +1,95 @@
+"""Byte streams: non-blocking reads and writes of a connected socket.
+
+A framed link moves its frames over such a stream; TLS, and descriptors beside the bytes, are
+streams of their own. Must not import torch, anyio, schemes, or a transport.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import ClassVar
+
+from aiosync.errors import ConfigError
+
+__all__ = ["ByteStream"]
+
+_BUFFER_NBYTES = 4 * 2**20
+
+
+class ByteStream:
+    """A non-blocking stream over a connected socket, which it owns.
+
+    Args:
+        end: The socket, or the two-way ``multiprocessing`` connection over it. Unix sockets get
+            kernel buffers of 4 MiB, as far as the system's limits allow.
+
+    Raises:
+        ConfigError: A one-way connection.
+
+    Attributes:
+        sock: The socket.
+        fd: The descriptor to watch.
+        reads_out: True to read on until nothing is left, although that takes one more call. If data
+            and an error of the socket arrive together, uvloop calls back only once: a reader that
+            stopped after the data would never see the error.
+        has_unsent: True if the stream took bytes that it has not given to the kernel yet;
+            :meth:`flush` goes on with them.
+        readv: Reads some bytes, and returns their number; 0 at the end of the stream. ``readv`` and
+            ``writev`` raise ``BlockingIOError`` instead of waiting, and may be replaced by other
+            functions later.
+        writev: Writes some bytes of several buffers, and returns their number.
+    """
+
+    reads_out: ClassVar[bool] = True
+
+    def __init__(self, end: Connection | socket.socket) -> None:
+        self.sock: socket.socket = end if isinstance(end, socket.socket) else _below(end)
+        self.sock.setblocking(False)
+        if self.sock.family == socket.AF_UNIX:
+            # Large transfers are slow with the small buffers that the kernel gives by default.
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
+        self.fd: int = self.sock.fileno()
+        self.has_unsent: bool = False
+        # These call the functions of the system directly, which saves a Python call each time.
+        self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(os.readv, self.fd)
+        self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(os.writev, self.fd)
+
+    def flush(self) -> None:
+        """Give unsent bytes to the kernel, as many as it takes. Never blocks."""
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Close the socket. Idempotent.
+
+        Args:
+            farewell: True to tell the peer, if the stream has a message for that. False in a forked
+                child, because the parent goes on with the link.
+        """
+        del farewell
+        # Reading or writing on must fail: the number of the descriptor may soon be another file's.
+        self.readv = self.writev = _closed
+        self.sock.close()
+
+
+def _closed(_: object) -> int:
+    raise OSError("the stream was closed")
+
+
+def _below(pipe: Connection) -> socket.socket:
+    """Return the socket of a two-way pipe, and close the pipe.
+
+    Raises:
+        ConfigError: The pipe is one-way, so that it is no socket.
+    """
+    fd = os.dup(pipe.fileno())
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as exc:
+        os.close(fd)
+        raise ConfigError("a link needs two-way pipes: multiprocessing.Pipe()") from exc
+    pipe.close()
+    return sock

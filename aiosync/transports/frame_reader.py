@@ -1,0 +1,226 @@
+"""The receiving half of a framed link: reads the stream when it is readable, and takes frames.
+
+The link handles a message without payload at once. Every other frame waits for ``recv()``, and
+nothing behind it is decoded meanwhile. Must not import torch, anyio, schemes, or a transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol
+
+from aiosync._tasks import Notifier
+from aiosync.errors import PeerClosed, ProtocolError, TransportBroken, TransportError
+from aiosync.transports.base import LinkError, Received
+from aiosync.transports.byte_stream import ByteStream
+from aiosync.types import Limits
+from aiosync.wire import FrameDecoder, FrameEnd, FrameStart
+
+__all__ = ["WINDOW_NBYTES", "FrameReader"]
+
+WINDOW_NBYTES = 2**20
+"""Most bytes that one callback moves, so that a large transfer never blocks the loop for long."""
+
+# A callback that reads also ends after this time, because memory that is touched for the first time
+# is filled more slowly.
+_WINDOW_SECONDS = 0.001
+# One call reads at most this many bytes, so that they are still in the cache when a lender reads
+# them.
+_READ_NBYTES = 2**18
+
+
+class _Link(Protocol):
+    """Link of a reader, which handles its messages and errors."""
+
+    name: str
+
+    def deliver(self, received: Received) -> bool:
+        """Handle a message without payload. False leaves it to ``recv()``."""
+
+    def fail(self, error: LinkError) -> None:
+        """End the link with ``error``."""
+
+
+class FrameReader:
+    """Reader of the frames of a link.
+
+    The descriptor is registered with the running loop while frames may be read. It is taken out
+    while a manifest is decoded, and while an event waits and the read-ahead is full.
+
+    Args:
+        link: The link; dropped when the reader stops.
+        io: The stream.
+        limits: Bounds on what the peer may announce.
+
+    Attributes:
+        decoder: The decoder of the frames.
+        event: The event that waits for ``recv()``; ``None`` for none.
+        arrival: Wakes ``recv()`` for such an event, or for the end of the link.
+        landed: Called after each read of the present payload; ``None`` for no call.
+        in_recv: True while a ``recv()`` runs, which alone may take the event.
+        is_last: True while :meth:`read_last` runs, so that nothing may be written.
+    """
+
+    def __init__(self, link: _Link, io: ByteStream, limits: Limits) -> None:
+        self.decoder = FrameDecoder(limits)
+        self.event: FrameStart | FrameEnd | None = None
+        self.arrival = Notifier()
+        self.landed: Callable[[], None] | None = None
+        self.in_recv: bool = False
+        self.is_last: bool = False
+        self._link: _Link | None = link
+        self._io = io
+        self._loop = asyncio.get_running_loop()
+        # The error that ends the link once every message that was read is handled.
+        self._gone: PeerClosed | None = None
+        self._watching = self._read_again = self._next_step_due = False
+
+    def stop(self) -> None:
+        """Read no more, and wake ``recv()``. An event that waits stays for it."""
+        self._link = None  # the link refers to this object, which would be a cycle
+        self._pause()
+        self.arrival.notify()
+
+    def finish(self, error: PeerClosed) -> None:
+        """End the link with ``error`` once every message that was read is handled."""
+        self._gone = self._gone or error
+        self._pull()
+
+    def lose(self, cause: OSError | PeerClosed, *, cut: bool) -> None:
+        """End the link because its stream has ended; ``cut`` is true in the middle of a frame."""
+        if (link := self._link) is None:
+            return
+        closed = PeerClosed(f"{link.name} closed the link")
+        error: TransportError = cause if isinstance(cause, PeerClosed) else closed
+        if cut:
+            error = TransportBroken(f"the link to {link.name} was lost in mid-message: {cause}")
+        if error is not cause:
+            error.__cause__ = cause
+        link.fail(error)
+
+    def read_last(self) -> None:
+        """Read the messages that the peer sent before it closed, without answering them.
+
+        They still count.
+        """
+        self._read_again, self.is_last = False, True
+        self._read()
+        self.is_last = False
+
+    def hand_over(self) -> None:
+        """Let the link handle the message that waits, if no ``recv()`` waits for it."""
+        waiting = self.event
+        if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self.in_recv:
+            self.event = None
+            self._pull(waiting)
+            self.resume()
+
+    def resume(self) -> None:
+        """Take the next event from bytes that were read already, and go on reading."""
+        self._pull()
+        if self.event is not None:
+            self.arrival.notify()  # a recv() may have begun to wait before this ran
+        elif self.decoder.is_busy:  # bytes that arrive meanwhile wait in the kernel
+            self._pause()
+        elif self._gone is None and self._link is not None:
+            if not self._watching:
+                self._watching = True
+                self._loop.add_reader(self._io.fd, self._read)
+            if self._io.reads_out:
+                self._read_soon()
+
+    def _take_step(self) -> None:
+        self._next_step_due = False
+        self.resume()
+
+    def _pause(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._loop.remove_reader(self._io.fd)
+
+    def _read_soon(self) -> None:
+        """Read in the next turn of the loop, even if the loop does not report any data."""
+        if not self._read_again:
+            self._read_again = True
+            self._loop.call_soon(self._on_turn)
+
+    def _on_turn(self) -> None:
+        if self._read_again:
+            self._read_again = False
+            if self._watching:
+                self._read()
+
+    def _read(self) -> None:
+        link = self._link
+        # A turn of the loop reads one window only, so a read that is already scheduled is enough.
+        if self._read_again or link is None:
+            return
+        io, decoder = self._io, self.decoder
+        budget, until = WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
+        while self._link is not None:
+            buffer = decoder.get_buffer()
+            if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
+                self._pause()
+                break
+            buffer = buffer[: min(budget, _READ_NBYTES)]
+            try:
+                nbytes = io.readv([buffer])
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as exc:
+                self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
+                break
+            if nbytes:
+                decoder.buffer_updated(nbytes)
+                if self.landed is not None:
+                    self.landed()
+            else:  # the end of the stream; messages that were read before still count
+                self._gone = PeerClosed(f"{link.name} closed the link")
+                self._pause()
+            self._pull()
+            if decoder.is_busy:
+                self._pause()
+                break
+            if not (nbytes and self.event is None and (nbytes == len(buffer) or io.reads_out)):
+                break
+            budget -= nbytes
+            if budget <= 0 or perf_counter() >= until:
+                self._read_soon()
+                break
+        if self.event is not None:
+            self.arrival.notify()
+
+    def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
+        """Take events from the decoder until one has to wait for ``recv()``, or none is left.
+
+        Args:
+            event: An event that the decoder has returned before, to be handled first.
+        """
+        link = self._link
+        if link is None:
+            return
+        try:
+            while self.event is None and self._link is not None:
+                event = event or self.decoder.next_event()
+                if event is None and self.decoder.is_busy:
+                    if not self._next_step_due:
+                        self._next_step_due = True
+                        self._loop.call_soon(self._take_step)
+                    return
+                if event is None:
+                    if self._gone is not None:
+                        self.lose(self._gone, cut=self.decoder.mid_frame)
+                    return
+                if isinstance(event, FrameEnd) or event.payload_nbytes:
+                    self.event = event
+                elif not link.deliver(Received(event.message, ext=event.ext)):
+                    self.event = event
+                event = None
+        except (ProtocolError, TransportError) as exc:
+            link.fail(exc)
+        except Exception as exc:  # noqa: BLE001 - a bug in a handler; the next call raises it
+            error = TransportBroken(f"a message from {link.name} could not be handled")
+            error.__cause__ = exc
+            link.fail(error)
