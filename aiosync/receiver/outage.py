@@ -45,6 +45,10 @@ class Outage:
         cut_off: Time on ``time.monotonic()``'s clock since when no link was of use, and the error
             that ended the last link; ``None`` while a link is of use.
         farewell: True if the trainer closed the last link itself, and did not die.
+        lost_link: The error that ended the last link, or the last attempt to replace it; ``None``
+            while there is a link.
+        progress: Number of parts of updates, and of answers, that arrived.
+        reconnects: Number of links that replaced a lost one.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class Outage:
     ) -> None:
         self.cut_off: tuple[float, AiosyncError] | None = None
         self.farewell: bool = False
+        self.lost_link: AiosyncError | None = None
+        self.progress: int = 0
+        self.reconnects: int = 0
         self._raises = on_lost == "raise"
         self._max_staleness = max_staleness
         self._hooks = hooks
@@ -86,6 +93,11 @@ class Outage:
         if (connected := self._hooks().connected) is not None:
             await run_hook(connected)
 
+    def reconnect(self) -> None:
+        """Note that another link replaces the lost one."""
+        self.lost_link = None
+        self.reconnects += 1
+
     def end_link(
         self, error: AiosyncError, version: int, is_last: bool, wake: Callable[[], object]
     ) -> None:
@@ -97,6 +109,7 @@ class Outage:
             is_last: True if no other link is looked for.
             wake: Called when the model becomes stale.
         """
+        self.lost_link = error
         self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), error)
         held = f"; the model keeps version {version}" if is_last else ""
         if self.farewell:
@@ -120,6 +133,7 @@ class Outage:
 
     async def give_up(self, error: AiosyncError) -> None:
         """Declare the trainer lost, and call the ``lost`` hook, unless it said farewell."""
+        self.lost_link = error
         if not self.farewell:
             self._lost = error
             if (lost := self._hooks().lost) is not None:

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncStats
-from aiosync.protocol import Answer, Inbox, Ledger
+from aiosync.protocol import Answer, Ledger
 from aiosync.receiver.answers import Outgoing
 from aiosync.receiver.applier import Applier
 from aiosync.receiver.guard import Guard
@@ -48,7 +48,6 @@ from aiosync.receiver.scheme_hooks import AfterApply
 from aiosync.receiver.transformer import Transform, Transformer
 from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.receiver.waits import VersionWaits
-from aiosync.rendezvous.dialer import KeptLink
 from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames
 from aiosync.types import AckStatus
@@ -77,8 +76,8 @@ class WeightReceiver:
         after_apply: Asked at each update for the function to await before the trainer is told.
         before_apply: Called on the loop before an update is applied; refuses it if it raises.
         transform: Turns an update, in a thread, into the weights that the model wants.
-        trainer: Dials the next link after a lost one; ``None`` if a lost link is the end.
-        lasting: Seconds for which another link is looked for; ``None`` for ever.
+        reconnect: Dials the next link after a lost one; ``None`` if a lost link is the end. Called
+            with the error, and with a value that changes whenever a link is of use.
         takes_deltas: As for :class:`UpdateReader`.
         promises: Over shared memory, forwards may take new versions before the trainer hears.
         outage: Decides what reads do without a trainer.
@@ -86,12 +85,10 @@ class WeightReceiver:
 
     Attributes:
         updates, applier: The reader of arriving updates, and the applier, which has the model.
-        ledger, inbox: The versions that the worker wants, has, refused and reported.
+        ledger: The versions that the worker wants, has, refused and reported.
         waits: The calls of the program that wait for a version.
         meter, outage: As given.
-        lost: The error that ended the last link, while another one is looked for.
         error: The error after which nothing more will arrive.
-        progress: Number of parts of updates, and of answers, that arrived.
     """
 
     def __init__(
@@ -110,8 +107,8 @@ class WeightReceiver:
         after_apply: Callable[[], AfterApply | None] = lambda: None,
         before_apply: Callable[[int, int], object] | None = None,
         transform: Transform | None = None,
-        trainer: KeptLink[Transport, Welcome] | None = None,
-        lasting: float | None = None,
+        reconnect: Callable[[AiosyncError, object], Awaitable[tuple[Transport, Welcome]]]
+        | None = None,
         takes_deltas: bool = False,
         promises: bool = True,
         outage: Outage,
@@ -125,7 +122,6 @@ class WeightReceiver:
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         self.ledger: Ledger = Ledger(awaits_hook=lambda: after_apply() is not None)
-        self.inbox: Inbox = self.ledger.inbox
         self._transformer: Transformer | None = None
         if transform is not None or before_apply is not None:
             self._transformer = Transformer(transform, before_apply, self._tasks, self._transformed)
@@ -139,7 +135,7 @@ class WeightReceiver:
         say_methods = functools.partial(log, "methods")
         model = WorkerModel(
             guard,
-            self.inbox,
+            self.ledger.inbox,
             resolve=resolve,
             copy=copy,
             strict=strict,
@@ -162,17 +158,13 @@ class WeightReceiver:
         )
         self.meter: Meter = meter
         self._after_apply = after_apply
-        self._trainer = trainer
-        self._lasting = lasting
+        self._reconnect = reconnect
         self._log = log
         self._to_pass_on: Newest[tuple[AfterApply, int, int]]
         self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync applied hook")
-        self.lost: AiosyncError | None = None
         self.outage: Outage = outage
         self.error: BaseException | None = None
         self._error_traceback: TracebackType | None = None
-        self.reconnects: int = 0
-        self.progress: int = 0
         self.waits: VersionWaits = VersionWaits(
             self.applier,
             guard,
@@ -212,23 +204,23 @@ class WeightReceiver:
                         await in_pool_thread(work)
                     self._on_message(received)
             except AiosyncError as exc:
-                lost = self.lost = without_frames(exc)
+                lost = without_frames(exc)
             if self._closed:
                 return
             wake = self.waits.changed.notify
-            outage.end_link(lost, self.inbox.version, self._trainer is None, wake)
-            if self._trainer is None:
+            version, reconnect = self.version, self._reconnect
+            outage.end_link(lost, version, reconnect is None, wake)
+            if reconnect is None:
                 await outage.give_up(lost)
                 self.fail(lost)
                 return
             self.transport.abort()
             try:
-                link, welcome = await self._trainer.reconnect(lost, self._lasting, self.progress)
+                link, welcome = await reconnect(lost, outage.progress)
             except AiosyncError as exc:
-                self.lost = without_frames(exc)
-                held = f"the model keeps version {self.inbox.version}"
+                held = f"the model keeps version {self.version}"
                 self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
-                await outage.give_up(self.lost)
+                await outage.give_up(without_frames(exc))
                 self.fail(exc)
                 return
             self._note_welcome(welcome)
@@ -241,17 +233,18 @@ class WeightReceiver:
 
     def _note_welcome(self, welcome: Welcome) -> None:
         """Log which trainer answers, and whether this link is of use without a newer version."""
-        same = welcome.epoch == self.inbox.newest_epoch
+        inbox = self.ledger.inbox
+        same = welcome.epoch == inbox.newest_epoch
         if same:
             self._log("reconnected", "the trainer is reached again")
         else:
             self._log("restarted", "another trainer answers, or the same one has begun anew")
-        if not welcome.version or (same and welcome.version <= self.inbox.newest):
+        if not welcome.version or (same and welcome.version <= inbox.newest):
             self.outage.cut_off = None
 
     def _use_link(self, link: Transport) -> None:
         """Go on with the link that replaces the lost one."""
-        self.lost = None
+        self.outage.reconnect()
         self.ledger.lose_link()
         self.applier.keep_memory()
         self._promise.begin_link()
@@ -262,7 +255,6 @@ class WeightReceiver:
         if version:
             # The trainer ignores an answer that it does not wait for, but for this mark.
             self._outgoing.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
-        self.reconnects += 1
         self._fetch()
 
     def _on_message(self, received: Received) -> None:
@@ -271,7 +263,7 @@ class WeightReceiver:
         message = received.message
         self._outgoing.check()
         if isinstance(message, Update | ManifestMessage):
-            self.progress += isinstance(message, Update)
+            self.outage.progress += isinstance(message, Update)
             staged = self.updates.read(received)
             if isinstance(message, ManifestMessage):
                 self._promise.withdraw()  # the trainer names its versions only after this
@@ -284,7 +276,7 @@ class WeightReceiver:
             if self._promise.digest is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
-            self.progress += 1
+            self.outage.progress += 1
             if self.guard.words is not None:
                 self.applier.apply_soon()
             if not self.ledger.announce(message.epoch, message.version):
@@ -374,7 +366,7 @@ class WeightReceiver:
         self.waits.changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
-        if staged.epoch != self.inbox.newest_epoch:  # its trainer is gone
+        if staged.epoch != self.ledger.inbox.newest_epoch:  # its trainer is gone
             staged.give_back()
         elif error is None:
             self._take(staged)
@@ -507,11 +499,11 @@ class WeightReceiver:
     @property
     def version(self) -> int:
         """Version that the model has; 0 before any."""
-        return self.inbox.version
+        return self.ledger.inbox.version
 
     def is_ready(self) -> bool:
         """Return True if the model has a version, or a version waits for a model."""
-        return self.inbox.version > 0 or (
+        return self.version > 0 or (
             self.applier.has_staged and self.applier.model.resolve() is None
         )
 
@@ -522,7 +514,7 @@ class WeightReceiver:
 
     def stats(self) -> SyncStats:
         """Return the numbers of this worker's syncs. On any thread."""
-        inbox, lag, current = self.inbox, self.lag, self.applier.model.current
+        inbox, lag, current = self.ledger.inbox, self.lag, self.applier.model.current
         version, worker = inbox.version, self._transformer
         return self.meter.stats(
             under_way=lambda: (
@@ -533,7 +525,7 @@ class WeightReceiver:
             newest_version=lag + (version if inbox.epoch == inbox.newest_epoch else 0),
             lag=lag,
             age=0.0 if current is None else current.age,
-            reconnects=self.reconnects,
+            reconnects=self.outage.reconnects,
         )
 
     # -- waiting -------------------------------------------------------------------------------
@@ -547,7 +539,7 @@ class WeightReceiver:
             if isinstance(self.error, PeerClosed):
                 closed = "the trainer closed the link, or its process ended"
                 looked_for = str(self.error)  # it says for how long
-                raise PeerClosed(closed if self._trainer is None else looked_for) from self.error
+                raise PeerClosed(closed if self._reconnect is None else looked_for) from self.error
             raise self.error.with_traceback(self._error_traceback)  # else it grows at each raise
 
     # -- closing -------------------------------------------------------------------------------

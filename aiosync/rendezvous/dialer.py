@@ -274,15 +274,15 @@ class KeptLink(Generic[_L, _W]):
         return await self._meet(timeout, late)
 
     async def reconnect(
-        self, lost: AiosyncError, seconds: float | None, progress: object
+        self, lost: AiosyncError, progress: object, seconds: float | None
     ) -> tuple[_L, _W]:
         """Replace a link that was lost.
 
         Args:
             lost: The error that ended the link.
+            progress: A value that changes whenever a link is of use, such as the applied version.
             seconds: Seconds to go on trying, counted from the loss of the last link that was of
                 use; ``None`` for no limit.
-            progress: A value that changes whenever a link is of use, such as the applied version.
 
         Returns:
             The new link, and the other end's answer.

@@ -525,7 +525,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         receiver: WeightReceiver = self._require("receive", "receiver", timeout)[0].runtime
         if not await receiver.waits.receive(timeout):
             return None
-        epoch, version = receiver.inbox.epoch or 0, receiver.inbox.version
+        epoch, version = receiver.ledger.inbox.epoch or 0, receiver.ledger.inbox.version
         return AppliedUpdate(epoch, version, self.model_id or "policy", lambda: self.weights)
 
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:

@@ -171,7 +171,7 @@ class SchemeState(SchemeOptions):
         """The run of a trainer that :attr:`version` belongs to; 0 before any version."""
         if self._life.sender is not None:
             return self._life.sender.workers.epoch if self._life.sender.version else 0
-        return 0 if self._life.receiver is None else self._life.receiver.inbox.epoch or 0
+        return 0 if self._life.receiver is None else self._life.receiver.ledger.inbox.epoch or 0
 
     @property
     def lag(self) -> int:
@@ -231,7 +231,7 @@ class SchemeState(SchemeOptions):
         The scheme may be reconnecting at this moment. Once it has given up, this is the reason for
         that, and :meth:`receive` raises it.
         """
-        return None if self._life.receiver is None else self._life.receiver.lost
+        return None if self._life.receiver is None else self._life.receiver.outage.lost_link
 
     @property
     def sender_transports(self) -> dict[int, Transport]:

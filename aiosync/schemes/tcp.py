@@ -295,7 +295,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 # too.
                 seconds = scheme.reconnect if joined else None
                 lost = PeerClosed("the weight server closed the link, or its process ended")
-                link, _ = await kept.reconnect(lost, seconds, applied)
+                link, _ = await kept.reconnect(lost, applied, seconds)
         except AiosyncError as exc:
             if workers.record(idx).error is not exc:
                 workers.not_reached(idx, exc)

@@ -286,8 +286,9 @@ class Worker:
             after_apply=functools.partial(self._after_apply, scheme),
             before_apply=self.hooks.before_apply,
             transform=self._transform,
-            trainer=None if self.pipe is not None or lasting == 0 else kept,
-            lasting=lasting,
+            reconnect=None
+            if self.pipe is not None or lasting == 0
+            else functools.partial(kept.reconnect, seconds=lasting),
             takes_deltas=fabric.takes_deltas(scheme),
             promises=fabric.promises,
             outage=self._outage,
@@ -391,7 +392,7 @@ class Worker:
     def have(self) -> str:
         """Return a text with the model's version, for a call that waits for another one."""
         assert self.runtime is not None
-        lost = self.runtime.lost
+        lost = self.runtime.outage.lost_link
         also = "" if lost is None else f", and the link was lost: {lost}"
         return f"the model has version {self.runtime.version}{also}"
 

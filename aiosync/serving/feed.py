@@ -243,7 +243,7 @@ class WeightFeed:
         """
         if self._receiver is None:
             return 0
-        inbox = self._receiver.inbox
+        inbox = self._receiver.ledger.inbox
         if inbox.newest_epoch != self.gate.epoch:
             return inbox.newest
         return max(inbox.newest - self.gate.version, 0)
@@ -275,12 +275,12 @@ class WeightFeed:
             reason=reason,
             epoch=self.gate.epoch,
             version=version,
-            newest=version if receiver is None else receiver.inbox.newest or version,
+            newest=version if receiver is None else receiver.ledger.inbox.newest or version,
             connected=self._connected,
             age=None if self._activated_at is None else now - self._activated_at,
             stale_for=max((now - since for since, _ in causes), default=0.0),
             refused=None if refusing is None else refusing.version,
-            reconnects=0 if receiver is None else receiver.reconnects,
+            reconnects=0 if receiver is None else receiver.outage.reconnects,
             swaps=self.gate.swaps,
             waits_for=self.gate.waits_for,
         )
@@ -298,7 +298,7 @@ class WeightFeed:
     def _connected(self) -> bool:
         """True if there is a link to the source."""
         receiver = self._receiver
-        return receiver is not None and receiver.lost is None and receiver.error is None
+        return receiver is not None and receiver.outage.lost_link is None and receiver.error is None
 
     def _causes(self) -> list[tuple[float, str]]:
         """Return the reasons why the feed does not follow the source, each with its start time."""
@@ -310,7 +310,7 @@ class WeightFeed:
             return [(self._started, f"the source was not reached yet{last}"), *found]
         if receiver.outage.cut_off is not None:
             text = f"the link to the source was lost: {receiver.outage.cut_off[1]}{last}"
-            if receiver.lost is None:
+            if receiver.outage.lost_link is None:
                 text = f"what is newer has not come since {text}"
             found.insert(0, (receiver.outage.cut_off[0], text))
         if (refusing := receiver.ledger.refusing) is not None:

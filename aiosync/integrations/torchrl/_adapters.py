@@ -706,7 +706,7 @@ class ServerOwner(TorchRLOwner):
         receiver = life_of(core_of(scheme)).receiver
         if receiver is None:
             return 0
-        (epoch, version), inbox = self._known, receiver.inbox
+        (epoch, version), inbox = self._known, receiver.ledger.inbox
         self._known = (inbox.epoch or 0, inbox.version)
         return inbox.version - version if self._known[0] == epoch else 1
 
