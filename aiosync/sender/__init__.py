@@ -3,7 +3,7 @@
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sender import WeightSender
 from aiosync.sender.snapshots import How, Snapshot, SnapshotCopier
-from aiosync.sender.worker_link import Streaming
+from aiosync.sender.update_chunks import Streaming
 
 __all__ = [
     "How",

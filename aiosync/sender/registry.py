@@ -26,9 +26,10 @@ from aiosync.sender.admission import Admission
 from aiosync.sender.deltas import Deltas
 from aiosync.sender.expected_workers import ExpectedWorkers
 from aiosync.sender.outbox import Outcome, WorkerLeft
+from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_ends import LinkPolls, watch_process
-from aiosync.sender.worker_link import Streaming, WorkerLink
+from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.worker_record import WorkerRecord
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello, Leave

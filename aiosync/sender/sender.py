@@ -31,8 +31,9 @@ from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
 from aiosync.sender.steps import why_not_copied
+from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.waits import WorkerWaits
-from aiosync.sender.worker_link import Streaming, WorkerLink
+from aiosync.sender.worker_link import WorkerLink
 from aiosync.tensors import Prepared
 from aiosync.types import Require, SendReport
 

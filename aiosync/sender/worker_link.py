@@ -1,8 +1,5 @@
 """The sender's side of one link: the worker's version, the updates on their way, and its two tasks.
 
-Links whose payloads travel in the stream get them in chunks with checksums; a transfer that was cut
-goes on where it stopped, over the next link.
-
 Updates are written at once if the link takes them, and in a task if not; a second task reads the
 acknowledgements. The end of a worker is noticed by ``transports.framed_link``, which
 ``sender.registry`` has watch the worker's process; that of a plain Ray actor by ``transports.ray``;
@@ -14,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Protocol
 
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
@@ -28,12 +24,11 @@ from aiosync.errors import (
     RemoteProtocolError,
     TransportClosed,
 )
-from aiosync.protocol import as_chunk_nbytes, validate_seconds
-from aiosync.sender.deltas import Delta, Deltas, Pace
+from aiosync.sender.deltas import Delta, Deltas
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
+from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks
 from aiosync.sender.update_queue import join_snapshots
-from aiosync.tensors.delta import check_delta
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
@@ -45,54 +40,15 @@ from aiosync.wire import (
     Hello,
     Leave,
     ManifestMessage,
-    Message,
     Promise,
     Refuse,
-    RunningChecksum,
     Take,
     Update,
-    state_checksum,
 )
 
-__all__ = ["Streaming", "WorkerLink"]
+__all__ = ["WorkerLink"]
 
 _NOWAIT_NBYTES = 65536
-
-_Payload: TypeAlias = "Sequence[memoryview | bytes]"
-_Steps: TypeAlias = "Generator[tuple[Message, _Payload] | asyncio.Future[bytes | None] | None]"
-"""Messages of an update on a link, with ``None`` where other tasks may have a turn.
-
-A future is to be waited for, and not to be cancelled.
-
-Asking for the next one says that the last one was sent. The generator may be given up before any
-step, and made anew.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """Settings of links whose payloads travel in the stream.
-
-    Attributes:
-        chunk_nbytes: Bytes of a chunk, a multiple of 64.
-        stall_timeout: Seconds without progress after which a worker that owes an answer is
-            dropped; ``None`` for never.
-        delta: Which updates travel as changes to the one before: ``"auto"`` those that arrive
-            sooner so, ``"always"`` all that have a base at the worker.
-
-    Raises:
-        ConfigError: A value is not of its type, or out of range; or zstandard is not installed.
-    """
-
-    chunk_nbytes: int = 4 * 2**20
-    stall_timeout: float | None = 60.0
-    delta: Literal["auto", "off", "always"] = "off"
-
-    def __post_init__(self) -> None:
-        as_chunk_nbytes("chunk_nbytes", self.chunk_nbytes)
-        validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
-        if self.delta != "off":
-            check_delta()
 
 
 class LinkOwner(Protocol):
@@ -142,7 +98,6 @@ class WorkerLink:
         wanted: The least version that the worker asked for, until that is answered; else ``None``.
         outbox: Updates on their way, in the sender's present epoch.
         since: Time of the handshake, on ``time.monotonic()``'s clock.
-        sent_nbytes: Bytes of payloads that the link took.
         skipped: Number of versions that a newer one overtook.
         publisher: Names slots to a worker that reads updates in place; ``None`` for others.
     """
@@ -160,7 +115,6 @@ class WorkerLink:
         self.wanted: int | None = None
         epoch = registry.epoch
         self.outbox: Outbox = Outbox(epoch, idx, hello.version or 0 if hello.epoch == epoch else 0)
-        self.sent_nbytes: int = 0
         self.skipped: int = 0
         self.publisher: SlotPublisher | None = None
         self._channel = channel = transport.channel
@@ -174,11 +128,9 @@ class WorkerLink:
         if hello.slots:
             self.publisher = transport.publisher
         # ``None`` if payloads travel whole.
-        self._streaming = registry.streaming if transport.slots is None else None
-        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
-        # Version of which the worker keeps the bytes as a base; 0 for none.
-        self._base = 0
-        self._pace = Pace()
+        self._chunks: UpdateChunks | None = None
+        if registry.streaming is not None and transport.slots is None:
+            self._chunks = UpdateChunks(registry.streaming, hello, registry.counts)
         # Stall timer for the worker's answer, and the progress that it saw last.
         self._timer: asyncio.TimerHandle | None = None
         self._progress: tuple[int, int] | None = None
@@ -199,6 +151,11 @@ class WorkerLink:
     def name(self) -> str:
         """Name of the worker in errors: its address, or its process."""
         return f"worker {self.idx}" if self._channel is None else self._channel.name
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of chunks that the link took."""
+        return 0 if self._chunks is None else self._chunks.sent_nbytes
 
     @property
     def watched(self) -> list[int]:
@@ -267,10 +224,11 @@ class WorkerLink:
     def _write_now(self, snapshot: Snapshot) -> bool:
         if snapshot.filling is not None or snapshot.kept is not None or self._announces(snapshot):
             return False
-        streaming = self._streaming
-        if streaming and snapshot.nbytes > min(_NOWAIT_NBYTES, streaming.chunk_nbytes):
-            return False
-        self._base = 0
+        chunks = self._chunks
+        if chunks is not None:
+            if snapshot.nbytes > min(_NOWAIT_NBYTES, chunks.settings.chunk_nbytes):
+                return False
+            chunks.base = 0
         with contextlib.closing(self._steps(snapshot, self.outbox.epoch)) as steps:
             for step in steps:
                 if isinstance(step, tuple) and not self.transport.send_nowait(*step):
@@ -307,34 +265,21 @@ class WorkerLink:
             await snapshot.filled()
         if self._announces(snapshot):
             await self._announce(snapshot)
-        # The parts of an update replace the worker's base one by one.
-        base, self._base = self._base, 0
-        deltas = self._registry.deltas
-        delta = None if deltas is None else deltas.take(snapshot, base)
+        delta = None
+        if self._chunks is not None and self._registry.deltas is not None:
+            delta = await self._chunks.begin(snapshot, self._registry.deltas)
         try:
-            if delta is not None and not await self._is_worth(delta):
-                delta.base.release()
-                delta = None
-            await self._write_steps(snapshot, epoch, delta)
+            with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:
+                for step in steps:
+                    if step is None:
+                        await asyncio.sleep(0)
+                    elif isinstance(step, tuple):
+                        await self.transport.send(*step)
+                    else:
+                        await asyncio.wait({step})
         finally:
             if delta is not None:
                 delta.base.release()
-
-    async def _is_worth(self, delta: Delta) -> bool:
-        assert self._streaming is not None
-        return self._streaming.delta == "always" or await delta.is_worth(self._pace)
-
-    async def _write_steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None) -> None:
-        if self._registry.deltas is not None:
-            self._pace.begin(snapshot, time.monotonic(), is_delta=delta is not None)
-        with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:
-            for step in steps:
-                if step is None:
-                    await asyncio.sleep(0)
-                elif isinstance(step, tuple):
-                    await self.transport.send(*step)
-                else:
-                    await asyncio.wait({step})
 
     def _announces(self, snapshot: Snapshot) -> bool:
         """Return True if reads would find a word whose manifest or segment they may lack."""
@@ -361,16 +306,16 @@ class WorkerLink:
         while self._num_withdrawn == before and not self.outbox.error:
             await self._answered.wait()
 
-    def _steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None = None) -> _Steps:
+    def _steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None = None) -> Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
-        if self._streaming is not None and self._timer is None:
+        if self._chunks is not None and self._timer is None:
             # The worker owes an answer from now on. The link may take no byte even of the manifest.
             self._look()
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
-        if self._streaming is not None:
-            yield from self._chunks(snapshot, epoch, self._streaming.chunk_nbytes, delta)
+        if self._chunks is not None:
+            yield from self._chunks.steps(snapshot, epoch, delta)
         elif publisher is not None and snapshot.slot is not None and not snapshot.values:
             yield from publisher.announcements(snapshot.slot)
             snapshot.slot.seal(version, digest, snapshot.nbytes, snapshot.trace)
@@ -384,73 +329,14 @@ class WorkerLink:
             )
             self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
-    def _take_partial(self, snapshot: Snapshot, epoch: int, size: int) -> int:
-        """Return the bytes of this update that the worker has from the link before, once."""
-        *of, has = self._partial
-        self._partial = (None, None, 0)
-        fits = has == snapshot.nbytes or (0 < has < snapshot.nbytes and has % size == 0)
-        return has if fits and of == [epoch, snapshot.version] else 0
-
-    def _chunks(self, snapshot: Snapshot, epoch: int, size: int, delta: Delta | None) -> _Steps:
-        """Yield the chunks of an update, from the end of the part that the worker has."""
-        nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
-        count = max(1, -(-nbytes // size))
-        # The last chunk is always sent: it has the values.
-        first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)
-        for index in range(count):
-            start, stop = index * size, min(index * size + size, nbytes)
-            views = snapshot.views(start, stop)
-            # A checksum is computed once for all workers.
-            if index == len(sums):
-                running = RunningChecksum()
-                for view in views:
-                    running.update(view)
-                sums.append(running.digest())
-            if index < first:
-                # Reading much memory must not hold the loop.
-                yield None
-                continue
-            is_last = index == count - 1
-            payload: _Payload = views
-            sent, codec, base = stop - start, "dense", None
-            if delta is not None:
-                chunk = delta.chunk(index)
-                if not chunk.done():
-                    yield chunk
-                encoded = chunk.result()
-                # A worker refuses a delta that is no smaller than its result.
-                if encoded is not None and len(encoded) < stop - start:
-                    payload, sent = [encoded], len(encoded)
-                    codec, base = "delta", (delta.base.version, stop - start)
-            yield (
-                Update(
-                    epoch,
-                    snapshot.version,
-                    digest,
-                    codec,
-                    base=base,
-                    values=snapshot.values if is_last else {},
-                    chunk=(index, count) if count > 1 else None,
-                    checksum=sums[index],
-                    state=state_checksum(digest, sums) if is_last and index else None,
-                    trace=snapshot.trace if is_last else None,
-                ),
-                payload,
-            )
-            self.sent_nbytes += sent
-            self._registry.counts["wire_nbytes"] += sent
-
     def _look(self) -> None:
         """Drop a worker that owes an answer if it took and answered nothing since the last check.
 
         The timer goes on when the answer comes: making one costs as much as a small send.
         """
-        assert self._streaming is not None
-        owed, timeout, channel = (
-            self.outbox.unreceived,
-            self._streaming.stall_timeout,
-            self._channel,
-        )
+        assert self._chunks is not None
+        owed, channel = self.outbox.unreceived, self._channel
+        timeout = self._chunks.settings.stall_timeout
         self._timer = None
         if owed is None or timeout is None:
             return
@@ -540,9 +426,8 @@ class WorkerLink:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Ack):
-            if message.is_base and message.epoch == self.outbox.epoch:
-                self._base = message.version
-                self._pace.arrived(message.version, time.monotonic())
+            if message.is_base and message.epoch == self.outbox.epoch and self._chunks is not None:
+                self._chunks.note_base(message.version)
             outcomes, publisher = self.outbox.on_ack(message), self.publisher
             if publisher is not None and publisher.version < self.outbox.applied:
                 publisher.overtaken()
@@ -581,7 +466,8 @@ class WorkerLink:
             self.wanted = self.wanted or 1
         outcomes = self.outbox.close(TransportClosed("another sender took over"))
         self.outbox = Outbox(epoch, self.idx)
-        self._base = 0
+        if self._chunks is not None:
+            self._chunks.base = 0
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:

@@ -1,0 +1,160 @@
+"""The chunks of updates on a link whose payloads travel in the stream.
+
+Each chunk has a checksum. A transfer that was cut goes on where it stopped, over the next link; an
+update may travel as the changes to one that the worker keeps. Must not import the receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from aiosync.protocol import as_chunk_nbytes, validate_seconds
+from aiosync.sender.deltas import Delta, Deltas, Pace
+from aiosync.sender.snapshots import Snapshot
+from aiosync.tensors.delta import check_delta
+from aiosync.wire import Hello, Message, RunningChecksum, Update, state_checksum
+
+__all__ = ["Steps", "Streaming", "UpdateChunks"]
+
+_Payload: TypeAlias = "Sequence[memoryview | bytes]"
+Steps: TypeAlias = "Generator[tuple[Message, _Payload] | asyncio.Future[bytes | None] | None]"
+"""Messages of an update on a link, with ``None`` where other tasks may have a turn.
+
+A future is to be waited for, and not to be cancelled.
+
+Asking for the next one says that the last one was sent. The generator may be given up before any
+step, and made anew.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """Settings of links whose payloads travel in the stream.
+
+    Attributes:
+        chunk_nbytes: Bytes of a chunk, a multiple of 64.
+        stall_timeout: Seconds without progress after which a worker that owes an answer is
+            dropped; ``None`` for never.
+        delta: Which updates travel as changes to the one before: ``"auto"`` those that arrive
+            sooner so, ``"always"`` all that have a base at the worker.
+
+    Raises:
+        ConfigError: A value is not of its type, or out of range; or zstandard is not installed.
+    """
+
+    chunk_nbytes: int = 4 * 2**20
+    stall_timeout: float | None = 60.0
+    delta: Literal["auto", "off", "always"] = "off"
+
+    def __post_init__(self) -> None:
+        as_chunk_nbytes("chunk_nbytes", self.chunk_nbytes)
+        validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
+        if self.delta != "off":
+            check_delta()
+
+
+class UpdateChunks:
+    """The chunks of the updates of one link.
+
+    Args:
+        settings: Size of the chunks, and which updates travel as deltas.
+        hello: The worker's Hello, which tells how much of an update the link before left there.
+        counts: Counts of the registry, which the bytes of chunks are added to.
+
+    Attributes:
+        settings: As given.
+        base: Version of which the worker keeps the bytes as a base; 0 for none.
+        sent_nbytes: Bytes of chunks that the link took.
+    """
+
+    def __init__(self, settings: Streaming, hello: Hello, counts: dict[str, int]) -> None:
+        self.settings: Streaming = settings
+        self.base: int = 0
+        self.sent_nbytes: int = 0
+        self._counts = counts
+        self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
+        self._pace = Pace()
+
+    def note_base(self, version: int) -> None:
+        """Note that the worker keeps the bytes of this version."""
+        self.base = version
+        self._pace.arrived(version, time.monotonic())
+
+    async def begin(self, snapshot: Snapshot, deltas: Deltas) -> Delta | None:
+        """Return the update as changes to the worker's base, or ``None`` to send it whole.
+
+        The caller releases the base of the delta.
+        """
+        # The parts of an update replace the worker's base one by one.
+        base, self.base = self.base, 0
+        delta = deltas.take(snapshot, base)
+        is_worth = False
+        try:
+            if delta is not None:
+                is_worth = self.settings.delta == "always" or await delta.is_worth(self._pace)
+        finally:
+            if delta is not None and not is_worth:
+                delta.base.release()
+        self._pace.begin(snapshot, time.monotonic(), is_delta=is_worth)
+        return delta if is_worth else None
+
+    def _take_partial(self, snapshot: Snapshot, epoch: int, size: int) -> int:
+        """Return the bytes of this update that the worker has from the link before, once."""
+        *of, has = self._partial
+        self._partial = (None, None, 0)
+        fits = has == snapshot.nbytes or (0 < has < snapshot.nbytes and has % size == 0)
+        return has if fits and of == [epoch, snapshot.version] else 0
+
+    def steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None) -> Steps:
+        """Yield the chunks of an update, from the end of the part that the worker has."""
+        size = self.settings.chunk_nbytes
+        nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
+        count = max(1, -(-nbytes // size))
+        # The last chunk is always sent: it has the values.
+        first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)
+        for index in range(count):
+            start, stop = index * size, min(index * size + size, nbytes)
+            views = snapshot.views(start, stop)
+            # A checksum is computed once for all workers.
+            if index == len(sums):
+                running = RunningChecksum()
+                for view in views:
+                    running.update(view)
+                sums.append(running.digest())
+            if index < first:
+                # Reading much memory must not hold the loop.
+                yield None
+                continue
+            is_last = index == count - 1
+            payload: _Payload = views
+            sent, codec, base = stop - start, "dense", None
+            if delta is not None:
+                chunk = delta.chunk(index)
+                if not chunk.done():
+                    yield chunk
+                encoded = chunk.result()
+                # A worker refuses a delta that is no smaller than its result.
+                if encoded is not None and len(encoded) < stop - start:
+                    payload, sent = [encoded], len(encoded)
+                    codec, base = "delta", (delta.base.version, stop - start)
+            yield (
+                Update(
+                    epoch,
+                    snapshot.version,
+                    digest,
+                    codec,
+                    base=base,
+                    values=snapshot.values if is_last else {},
+                    chunk=(index, count) if count > 1 else None,
+                    checksum=sums[index],
+                    state=state_checksum(digest, sums) if is_last and index else None,
+                    trace=snapshot.trace if is_last else None,
+                ),
+                payload,
+            )
+            self.sent_nbytes += sent
+            self._counts["wire_nbytes"] += sent
