@@ -16,7 +16,7 @@ from aiosync.rendezvous.handshake import admit
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_ends import is_up
 from aiosync.sender.worker_link import WorkerLink
-from aiosync.sender.worker_record import WorkerRecord
+from aiosync.sender.worker_record import WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello
 
@@ -42,7 +42,7 @@ class AdmissionOwner(Protocol):
     model_id: str
     epoch: int
     version: int
-    records: dict[int, WorkerRecord]
+    records: WorkerRecords
     links: dict[int, WorkerLink]
     history: LateJoinerUpdates
     tasks: TaskOwner

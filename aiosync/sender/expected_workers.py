@@ -18,7 +18,7 @@ from aiosync.sender.outbox import Send
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_ends import ProcessWatch
 from aiosync.sender.worker_link import WorkerLink
-from aiosync.sender.worker_record import WorkerRecord
+from aiosync.sender.worker_record import WorkerRecord, WorkerRecords
 from aiosync.types import Require
 
 __all__ = ["ExpectedWorkers"]
@@ -37,7 +37,7 @@ class JoinedWorkers(Protocol):
     """
 
     model_id: str
-    records: dict[int, WorkerRecord]
+    records: WorkerRecords
     links: dict[int, WorkerLink]
     history: LateJoinerUpdates
     changed: Notifier

@@ -30,14 +30,11 @@ from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_ends import LinkPolls, watch_process
 from aiosync.sender.worker_link import WorkerLink
-from aiosync.sender.worker_record import WorkerRecord
+from aiosync.sender.worker_record import REMEMBERED, WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
 from aiosync.wire import Current, Hello, Leave
 
 __all__ = ["WorkerRegistry"]
-
-# Most records kept of workers that went and did not come back.
-_REMEMBERED = 64
 
 
 class WorkerRegistry:
@@ -65,11 +62,9 @@ class WorkerRegistry:
         links: Links of the workers that are connected, by index, in its order; replaced, never
             changed, so that any thread may iterate over them.
         polls: Poll objects over the links.
-        replaced: Errors of workers that died unreported and whose index has a new holder, by index.
         history: Updates for workers that join later.
         changed: Wakes the calls that wait for any change here.
         on_empty: Called when the last worker's link was lost.
-        on_forget: Called with the index of a worker whose record was dropped.
         counts: Counts for :class:`SyncStats`: bytes of payloads that links took, and how often a
             worker skipped or refused a version, or came back.
         tasks: Owner of the background tasks.
@@ -97,14 +92,12 @@ class WorkerRegistry:
         self._on_crash = on_crash
         self.crash: tuple[BaseException, TracebackType | None] | None = None
         self.closed: bool = False
-        self.records: dict[int, WorkerRecord] = {}
+        self.records: WorkerRecords = WorkerRecords()
         self.links: dict[int, WorkerLink] = {}
         self.polls: LinkPolls = LinkPolls()
-        self.replaced: dict[int, AiosyncError] = {}
         self.history: LateJoinerUpdates = LateJoinerUpdates(parts, num_workers)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
-        self.on_forget: Callable[[int], object] = lambda idx: None
         self.counts: dict[str, int] = dict.fromkeys(
             ("wire_nbytes", "skipped", "refused", "reconnects"), 0
         )
@@ -189,7 +182,7 @@ class WorkerRegistry:
         if old is not None:
             gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
         if gone is not None and is_untold and record.joined != hello.pid:
-            self.replaced[idx] = gone
+            self.records.replaced[idx] = gone
         record.recover()
         record.joined, record.subscribes = hello.pid, hello.subscribe
         link = WorkerLink(idx, transport, hello, self)
@@ -223,7 +216,7 @@ class WorkerRegistry:
         self, planned: Collection[int | None], worker_ids: set[int] | None
     ) -> tuple[set[int], dict[int, AiosyncError]]:
         """Return the workers that a send addresses, and the lost ones that it has to do without."""
-        known, targets, lost = set(), set(), dict(self.replaced)
+        known, targets, lost = set(), set(), dict(self.records.replaced)
         for idx, record in self.records.items():
             link, error = self.links.get(idx), record.error
             if link is None and (error is None or not record.subscribes):
@@ -330,27 +323,16 @@ class WorkerRegistry:
 
     def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
         """Note that a report lists these workers as lost."""
-        self.replaced = {}
+        self.records.replaced = {}
         for idx in lost:
             self.record(idx).listed = True
-        if len(lost) > _REMEMBERED:
+        if len(lost) > REMEMBERED:
             self._forget()
 
     def _forget(self) -> None:
-        """Drop all but the last records of workers that went, as new indices may come for ever."""
-        kept = {*self.expected.indices, *self.admission.arriving.values()}
-        gone = [
-            idx
-            for idx, each in self.records.items()
-            if (each.reported or each.listed or each.has_left)
-            and idx not in kept
-            and idx not in self.links
-        ]
-        for idx in gone[:-_REMEMBERED]:
-            del self.records[idx]
-            self.replaced.pop(idx, None)
+        arriving = self.admission.arriving.values()
+        for idx in self.records.forget_gone({*self.expected.indices, *arriving, *self.links}):
             self.history.forget(idx)
-            self.on_forget(idx)
 
     def end(self) -> None:
         """Close every link; updates on their way fail with ``TransportClosed``."""

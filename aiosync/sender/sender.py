@@ -108,7 +108,7 @@ class WeightSender:
             streaming=streaming,
         )
         # The flattener of a forgotten worker refers to the last weights that it got.
-        self.workers.on_forget = lambda idx: copier.flatteners.pop(idx, None)
+        self.workers.records.on_forget = lambda idx: copier.flatteners.pop(idx, None)
         copier.ring = self._ring
         self.waits: WorkerWaits = WorkerWaits(self.workers, self._ring)
         self._how: How = how
@@ -483,7 +483,7 @@ class WeightSender:
         self._count(send, outcome)
         if error is not None or send.waiter.done():  # The next send reports the losses.
             replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
-            workers.replaced = replaced | workers.replaced
+            workers.records.replaced = replaced | workers.records.replaced
         if not send.waiter.done():
             self._tell_caller(send, error)
 

@@ -1,14 +1,17 @@
-"""The sender's record of one worker, which stays when the worker's link ends."""
+"""The sender's records of workers, which stay when the links of the workers end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from aiosync.errors import AiosyncError
 from aiosync.sender.outbox import WorkerLeft
 
-__all__ = ["WorkerRecord"]
+__all__ = ["REMEMBERED", "WorkerRecord", "WorkerRecords"]
+
+REMEMBERED = 64
+"""Most records kept of workers that went and did not come back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,3 +57,37 @@ class WorkerRecord:
     def recover(self) -> None:
         """Clear the error: the worker is connected, or has a newer version."""
         self.error, self.version, self.reported = None, 0, True
+
+
+class WorkerRecords(dict[int, WorkerRecord]):
+    """Records of workers, by index; a worker that goes has its record moved to the end.
+
+    Attributes:
+        replaced: Errors of workers that died unreported and whose index has a new holder, by index.
+        on_forget: Called with the index of a worker whose record was dropped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[int, AiosyncError] = {}
+        self.on_forget: Callable[[int], object] = lambda idx: None
+
+    def forget_gone(self, kept: Collection[int]) -> list[int]:
+        """Drop all but the last workers that went, as new indices may come for ever.
+
+        Args:
+            kept: Indices of the records to keep.
+
+        Returns:
+            The indices whose records were dropped.
+        """
+        gone = [
+            idx
+            for idx, each in self.items()
+            if (each.reported or each.listed or each.has_left) and idx not in kept
+        ][:-REMEMBERED]
+        for idx in gone:
+            del self[idx]
+            self.replaced.pop(idx, None)
+            self.on_forget(idx)
+        return gone
