@@ -58,8 +58,6 @@ class Applier:
         model: As given.
         flipped: As given; may be assigned.
         manual: As given; see :meth:`apply_by_hand`.
-        take: Calls :meth:`apply` for the guard, and holds no reference that keeps this object
-            alive.
         turns: Has the updates applied between two reads.
         results: Updates that were not reported yet, each with the update whose memory the model no
             longer needs: the one before it, or itself.
@@ -89,10 +87,9 @@ class Applier:
         self.waiting: Staged | None = None
         self.askers: int = 0
         self.flipped = flipped
-        self.take: Callable[[], object] = weakly(self, Applier.apply)
-        self.turns: Turns = Turns(
-            guard, ledger.inbox, take=self.take, waits=lambda: model.waits, ended=self._end_turn
-        )
+        # The guard holds no reference that keeps this object alive.
+        take = weakly(self, Applier.apply)
+        self.turns: Turns = Turns(guard, model, ledger.inbox, take=take, ended=self._end_turn)
         self._guard = guard
         self._ledger = ledger
         self._promise = promise
@@ -109,7 +106,6 @@ class Applier:
         self._before: Staged | None = None
         # The word whose update was refused, and the error, for the next read to raise.
         self._refused_word: tuple[int, BaseException] | None = None
-        self._closed = False
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -209,7 +205,7 @@ class Applier:
             )
         finally:
             if self._taking is not None:  # an interrupt cut the apply short
-                self._guard.submit(self.take)
+                self._guard.submit(self.turns.take)
             if asyncio._get_running_loop() is self._loop:
                 self._report(False)
         [staged] = results
@@ -244,7 +240,7 @@ class Applier:
         while True:
             error: Exception | None = None
             try:
-                has_model = self.model.follow(self.waiting, closed=self._closed)
+                has_model = self.model.follow(self.waiting, closed=self.turns.is_over)
             except Exception as exc:  # the trainer gets it
                 if is_interrupt(exc):
                     raise
@@ -271,7 +267,7 @@ class Applier:
 
     def _begin(self, by_hand: bool) -> bool:
         """Note the update to take now: the named one, or the waiting one; False for none."""
-        if self._closed or (self.manual and not (by_hand or self.askers)):
+        if self.turns.is_over or (self.manual and not (by_hand or self.askers)):
             return False
         looks = self._reads_words and self._updates.slots is not None
         named = self.look() if looks else None
@@ -306,7 +302,7 @@ class Applier:
         if has_to_tell:
             self._tell(staged, unused)
         self._taking = self._before = None
-        if self._closed and staged.taken:
+        if self.turns.is_over and staged.taken:
             self._leave_model(staged, target)
         if error is not None:
             self._raise_at_read(staged.version, error, looked)
@@ -501,7 +497,6 @@ class Applier:
 
     def end(self) -> Staged | None:
         """Apply nothing more; return the waiting update, which will never be applied."""
-        self._closed = True
         self.turns.end()
         # Stop before the memory is given back, so that no read takes another version.
         self._guard.ignore_word()

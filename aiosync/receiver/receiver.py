@@ -492,7 +492,7 @@ class WeightReceiver:
             and not applier.manual
             and applier.model.may_follow
         ):
-            promise.make(staged.layout.digest, slots.words, applier.take)
+            promise.make(staged.layout.digest, slots.words, applier.turns.take)
 
     # -- state ---------------------------------------------------------------------------------
 

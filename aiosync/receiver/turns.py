@@ -16,6 +16,7 @@ from aiosync._tasks import call_soon
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.interrupts import is_interrupt
+from aiosync.receiver.model import WorkerModel
 
 __all__ = ["Turns"]
 
@@ -27,37 +28,41 @@ class Turns:
 
     Args:
         guard: Keeps reads and updates apart.
+        model: The model, which says if applying waits for an accelerator.
         inbox: Has the version of the model.
         take: Applies the noted updates, under the guard; keeps no object alive.
-        waits: Returns True if applying waits for an accelerator.
         ended: Called after each try, on the loop: with True if a thread has applied a version.
+
+    Attributes:
+        take: As given.
+        is_over: True once :meth:`end` was called.
     """
 
     def __init__(
         self,
         guard: Guard,
+        model: WorkerModel,
         inbox: Inbox,
         *,
         take: Callable[[], object],
-        waits: Callable[[], bool],
         ended: Callable[[bool], object],
     ) -> None:
+        self.take: Callable[[], object] = take
+        self.is_over: bool = False
         self._guard = guard
+        self._model = model
         self._inbox = inbox
-        self._take = take
-        self._waits = waits
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
         self._thread = 0  # its ident
-        self._is_last = False
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
         """Apply the noted updates between two reads: now, or as soon as the reads end."""
-        if self._in_thread is not None or (self._waits() and not self._is_last):
-            self._guard.offer(self._take)  # a read that begins before the thread does applies it
+        if self._in_thread is not None or (self._model.waits and not self.is_over):
+            self._guard.offer(self.take)  # a read that begins before the thread does applies it
             if self._in_thread is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(1, "aiosync-apply")
@@ -68,7 +73,7 @@ class Turns:
                 )
             return
         try:
-            done = self._guard.submit(self._take)
+            done = self._guard.submit(self.take)
         except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
             done = False
@@ -100,13 +105,13 @@ class Turns:
             self._end_turn(done, pause, changed=changed)
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
-        if not done and self._timer is None and not self._is_last:
+        if not done and self._timer is None and not self.is_over:
             self._timer = self._loop.call_later(pause, self._look_again, pause)
         self._ended(changed)
 
     def _look_again(self, pause: float) -> None:
         self._timer = None
-        if not self._is_last:
+        if not self.is_over:
             self.submit(min(2 * pause, _LOOK_SECONDS[1]))
 
     def interrupt_loop(self, error: BaseException) -> None:
@@ -120,7 +125,7 @@ class Turns:
 
     def end(self) -> None:
         """Start no thread and no timer any more."""
-        self._is_last = True
+        self.is_over = True
 
     def close(self) -> None:
         """Cancel the timer, and let the thread end."""
