@@ -36,7 +36,7 @@ from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 from aiosync.receiver.caches import clear_caches
 from aiosync.receiver.code_marks import is_automatic, never_traced, no_guard
 from aiosync.receiver.forwards import Forwards
-from aiosync.spans import VersionSpan, epoch_text
+from aiosync.receiver.read_versions import ReadVersions
 
 __all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]
 
@@ -50,7 +50,6 @@ _PAUSE_SECONDS = 0.001
 # long.
 _FIRST_TURN_SECONDS = 0.08
 _LAST_TURN = 6
-_MOST_RUNS = 256
 
 # These make torch operations of a thread do something else than they say: dispatch modes (tracers,
 # fake tensors) and transforms of torch.func. Private API; without it torch refuses updates there.
@@ -67,7 +66,6 @@ _FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Read: TypeAlias = "FrameType | asyncio.Task[Any] | None"
-_Where: TypeAlias = "asyncio.Task[object] | threading.Thread"
 
 
 def _is_plain() -> bool:
@@ -123,6 +121,7 @@ class Guard:
             the code that applies updates. Does not change during a read.
         has_computed: True if a read that computes has begun since this was set to false.
         on_compute: Called under the lock by the read that sets :attr:`has_computed`, in its thread.
+        read_versions: The versions that reads used.
     """
 
     def __init__(self) -> None:
@@ -156,16 +155,7 @@ class Guard:
         self.held: tuple[int, int] = (0, 0)
         self.has_computed: bool = False
         self.on_compute: Callable[[], object] | None = None
-        # For each thread or task in which reads ended: the epoch, and runs of (version, reads),
-        # until span() takes them. ``None`` until the first call of span().
-        self._runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
-        self._runs = None
-        # Epoch and version of the last read: of a thread without a task, of each task, and of the
-        # last task that read.
-        self._last_read = threading.local()
-        self._last_of: weakref.WeakKeyDictionary[asyncio.Task[Any], tuple[int, int]]
-        self._last_of = weakref.WeakKeyDictionary()
-        self._last_task: tuple[Callable[[], object], tuple[int, int]] = no_guard, self.held
+        self.read_versions: ReadVersions = ReadVersions(self._lock)
 
     # -- readers -------------------------------------------------------------------------------
 
@@ -247,12 +237,12 @@ class Guard:
                         loop = asyncio._get_running_loop()
                         task = None if loop is None else asyncio.current_task(loop)
                         if task is None:
-                            self._last_read.held = self.held
+                            self.read_versions.of_thread.held = self.held
                         else:
                             # Quick if the same task reads the same version again.
-                            last, held = self._last_task
+                            last, held = self.read_versions.last_task
                             if held is not self.held or last() is not task:
-                                self._note_task(task)
+                                self.read_versions.note(task, self.held)
                     return
             first()
 
@@ -311,9 +301,14 @@ class Guard:
                 del self._open[thread]
             else:
                 self._end_read(thread, read)
-            if computes and self._runs is not None and reads and not self._is_inside(thread):
+            if (
+                computes
+                and self.read_versions.runs is not None
+                and reads
+                and not self._is_inside(thread)
+            ):
                 # The read is counted before a newer version is applied.
-                self._count_read(*self.held)
+                self.read_versions.count(*self.held)
             if not self._open and self._applying is None:
                 if self._pending or (words is not None and words[0] != self.seen):
                     # A transform of torch.func may go on with the weights that this forward used.
@@ -331,22 +326,6 @@ class Guard:
             self.has_computed = True
             if self.on_compute is not None:
                 self.on_compute()
-
-    def _note_task(self, task: asyncio.Task[Any]) -> None:
-        """Keep the version that a read of this task uses."""
-        self._last_of[task] = self.held
-        self._last_task = weakref.ref(task), self.held
-
-    def last_read(self) -> tuple[int, int] | None:
-        """Return epoch and version of the last read of this task, or else of this thread.
-
-        ``None`` before any read.
-        """
-        task = current_task()
-        if task is None:
-            return getattr(self._last_read, "held", None)
-        with self._lock:
-            return self._last_of.get(task)
 
     @never_traced
     def take(self) -> None:
@@ -380,35 +359,6 @@ class Guard:
         task = current_task()
         reads = self._open.get(thread, ())
         return any(read is task or isinstance(read, FrameType) for read in reads)
-
-    def _count_read(self, epoch: int, version: int) -> None:
-        """Count a read of this thread or task that has ended, with the version that it had.
-
-        Memory is bounded: if span() is never called, the two oldest of many runs become one of the
-        older version. Reads in an earlier epoch count as version 0, which is no version.
-        """
-        assert self._runs is not None
-        here = current_task() or threading.current_thread()
-        known, runs = self._runs.get(here, (epoch, []))
-        if known != epoch:
-            runs[:] = [(0, sum(count for _, count in runs))]
-        count = runs.pop()[1] if runs and runs[-1][0] == version else 0
-        runs.append((version, count + 1))
-        if len(runs) > _MOST_RUNS:
-            runs[:2] = [(min(runs[0][0], runs[1][0]), runs[0][1] + runs[1][1])]
-        self._runs[here] = epoch, runs
-
-    def span(self) -> VersionSpan | None:
-        """Return the versions of the reads that ended here since the last call.
-
-        Counting begins with the first call. ``None`` if no read was counted.
-        """
-        with self._lock:
-            if self._runs is None:
-                self._runs = weakref.WeakKeyDictionary()
-            here = current_task() or threading.current_thread()
-            epoch, runs = self._runs.pop(here, (0, []))
-        return VersionSpan.from_runs(runs, epoch_text(epoch)) if runs else None
 
     def _pause_before(self, thread: int, read: _Read) -> float:
         """Return the seconds that an outermost read should wait now, and then look again; or 0."""

@@ -305,7 +305,7 @@ class SchemeState(SchemeOptions):
         one inside of another included. A read in another thread, as by ``asyncio.to_thread()``, is
         none of this thread's: ask there, or use :meth:`reading`.
         """
-        held = self._life.guard.last_read()
+        held = self._life.guard.read_versions.last()
         return None if held is None else LastRead(*held)
 
     def span(self) -> VersionSpan | None:
@@ -322,7 +322,7 @@ class SchemeState(SchemeOptions):
             ``first`` is 0 if a version was of another run of the trainer than the newest, or there
             was none.
         """
-        return self._life.guard.span()
+        return self._life.guard.read_versions.span()
 
     def staleness(
         self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"

@@ -92,13 +92,14 @@ MUTANTS = [
     Mutant(
         "a forward inside of a block counts beside it",
         "receiver/guard.py",
-        "if computes and self._runs is not None and reads and not self._is_inside(thread):",
-        "if self._runs is not None and reads:",
+        "computes\n                and self.read_versions.runs is not None\n"
+        "                and reads\n                and not self._is_inside(thread)\n",
+        "self.read_versions.runs is not None\n                and reads\n",
         contract("spans"),
     ),
     Mutant(
         "what another run made counts as this one's",
-        "receiver/guard.py",
+        "receiver/read_versions.py",
         "        if known != epoch:",
         "        if False:",
         contract("other_trainer"),
@@ -365,8 +366,8 @@ MUTANTS = [
     Mutant(
         "a lost link is not replaced",
         "schemes/worker.py",
-        "None if self.pipe is not None or lasting == 0 else kept,",
-        "None,",
+        "else functools.partial(kept.reconnect, seconds=lasting),",
+        "else None,",
         contract("cut_link"),
     ),
     Mutant(
@@ -577,15 +578,15 @@ MUTANTS = [
     Mutant(
         "a worker's loop waits for an accelerator",
         "receiver/turns.py",
-        "if self._in_thread is not None or (self._waits() and not self._is_last):",
+        "if self._in_thread is not None or (self._model.waits and not self.is_over):",
         "if False:",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(
         "a read does not wait for the thread that is to apply",
         "receiver/turns.py",
-        "self._guard.offer(self._take)  # a",
-        "self._guard._apply = self._take  # a",
+        "self._guard.offer(self.take)  # a",
+        "self._guard._apply = self.take  # a",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(
