@@ -117,12 +117,12 @@ class Notifier:
     def __init__(self) -> None:
         self.waiting: dict[asyncio.Future[None], None] = {}
 
-    async def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
+    async def wait(self, unless: Callable[[], bool] | None = None) -> None:
         """Wait for the next :meth:`notify`, unless ``unless()`` is true once registered."""
         waiter = asyncio.get_running_loop().create_future()
         self.waiting[waiter] = None
         try:
-            if not unless():
+            if unless is None or not unless():
                 await waiter
         finally:
             self.waiting.pop(waiter, None)

@@ -281,13 +281,16 @@ class Applier:
         """Have the model take the noted update, also again after an interrupt cut this short."""
         staged, guard, model = self._taking, self._guard, self.model
         assert staged is not None
-        if self._is_overtaken(staged):
+        inbox = self._ledger.inbox
+        has = inbox.version if staged.epoch == inbox.epoch else 0
+        if staged.slot is None and staged.version < has:  # the word has overtaken it
             self._tell(staged, None)
             self._taking = None
             return staged
         target = model.target  # the loop may close the model meanwhile
         began = time.perf_counter() if self._meter.observers else 0.0
-        if error is None and not self._has(staged):
+        # A call that was interrupted may have put this version into the model.
+        if error is None and staged.version != has:
             error = model.load(staged)
         # No message asked for this version, so no answer reports a refusal: a read has to raise it.
         looked = staged.slot is not None and guard.words is not None and not self._ledger.owed
@@ -307,18 +310,6 @@ class Applier:
         if error is not None:
             self._raise_at_read(staged.version, error, looked)
         return staged
-
-    def _has(self, staged: Staged) -> bool:
-        """Return True if the model has this version, put there by a call that was interrupted."""
-        inbox = self._ledger.inbox
-        return staged.epoch == inbox.epoch and staged.version == inbox.version
-
-    def _is_overtaken(self, staged: Staged) -> bool:
-        """Return True if the model has a newer version, which the word named."""
-        inbox = self._ledger.inbox
-        return (
-            staged.slot is None and staged.epoch == inbox.epoch and staged.version < inbox.version
-        )
 
     def _leave(self, staged: Staged, unused: Staged | None, looked: bool) -> bool:
         """Give memory back that the model no longer needs; True if the trainer has to be told."""

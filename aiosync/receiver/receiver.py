@@ -449,20 +449,15 @@ class WeightReceiver:
             return
         if LOGGER.isEnabledFor(logging.DEBUG):
             self._log("applied", f"the model has version {version}", version, logging.DEBUG)
-        self._applied(epoch, version)
+        after = self._after_apply()
+        if after is None:
+            self._answer(epoch, version, AckStatus.APPLIED)
+        elif (old := self._to_pass_on.begin((after, epoch, version))) is not None:
+            self._answer(*old[1:], AckStatus.SKIPPED)
         if staged.slot is not None:
             self._promise_next()
             if self.ledger.is_fetching:
                 self._has_come(epoch, version)
-
-    def _applied(self, epoch: int, version: int) -> None:
-        after = self._after_apply()
-        if after is None:
-            self._answer(epoch, version, AckStatus.APPLIED)
-            return
-        old = self._to_pass_on.begin((after, epoch, version))
-        if old is not None:
-            self._answer(*old[1:], AckStatus.SKIPPED)
 
     async def _pass_on(self, applied: tuple[AfterApply, int, int]) -> None:
         after, epoch, version = applied

@@ -117,11 +117,6 @@ class WorkerRegistry:
         return self.records.setdefault(idx, WorkerRecord())
 
     @property
-    def sends_parts(self) -> bool:
-        """True if updates hold parts of the names."""
-        return self.history.parts
-
-    @property
     def subscribers(self) -> list[WorkerLink]:
         """Links of the workers that get every update, not only the versions that they ask for."""
         return [link for link in self.links.values() if link.hello.subscribe]

@@ -16,7 +16,7 @@ from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.deltas import Delta, Deltas, Pace
 from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.delta import check_delta
-from aiosync.wire import Hello, Message, RunningChecksum, Update, state_checksum
+from aiosync.wire import Hello, Message, Update, checksum, state_checksum
 
 __all__ = ["Steps", "Streaming", "UpdateChunks"]
 
@@ -121,10 +121,7 @@ class UpdateChunks:
             views = snapshot.views(start, stop)
             # A checksum is computed once for all workers.
             if index == len(sums):
-                running = RunningChecksum()
-                for view in views:
-                    running.update(view)
-                sums.append(running.digest())
+                sums.append(checksum(*views))
             if index < first:
                 # Reading much memory must not hold the loop.
                 yield None

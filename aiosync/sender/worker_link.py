@@ -28,7 +28,7 @@ from aiosync.sender.deltas import Delta, Deltas
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
 from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks
-from aiosync.sender.update_queue import join_snapshots
+from aiosync.sender.update_queue import LateJoinerUpdates, join_snapshots
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
@@ -57,7 +57,7 @@ class LinkOwner(Protocol):
     Attributes:
         epoch: Epoch of the sender.
         streaming: Settings of links whose payloads travel in the stream.
-        sends_parts: True if updates hold parts of the names.
+        history: Updates for workers that join later.
         tasks: Owner of the links' tasks.
         counts: Counts for :class:`SyncStats`, which links add to.
         deltas: Encodes the changes of updates; ``None`` if all travel whole.
@@ -68,9 +68,7 @@ class LinkOwner(Protocol):
     streaming: Streaming | None
     tasks: TaskOwner
     counts: dict[str, int]
-
-    @property
-    def sends_parts(self) -> bool: ...
+    history: LateJoinerUpdates
 
     def on_outcomes(self, link: WorkerLink, outcomes: Sequence[Outcome]) -> None:
         """Register outcomes of versions; also called without any, as calls may wait for less."""
@@ -190,7 +188,7 @@ class WorkerLink:
 
     def offer(self, *group: Snapshot) -> None:
         """Make ``group`` the next update of this worker; the newest wins."""
-        replaced = self.outbox.offer(group, parts=self._registry.sends_parts)
+        replaced = self.outbox.offer(group, parts=self._registry.history.parts)
         if replaced:
             self._registry.on_outcomes(self, replaced)
         self._pump()

@@ -122,8 +122,8 @@ class FrameReader:
         self._pull()
         if self.event is not None:
             self.arrival.notify()  # a recv() may have begun to wait before this ran
-        elif self.decoder.is_busy:  # bytes that arrive meanwhile wait in the kernel
-            self._pause()
+        elif self._next_step_due and self.decoder.is_busy:
+            self._pause()  # bytes that arrive meanwhile wait in the kernel
         elif self._gone is None and self._link is not None:
             if not self._watching:
                 self._watching = True
@@ -180,7 +180,7 @@ class FrameReader:
                 self._gone = PeerClosed(f"{link.name} closed the link")
                 self._pause()
             self._pull()
-            if decoder.is_busy:
+            if self._next_step_due and decoder.is_busy:
                 self._pause()
                 break
             if not (nbytes and self.event is None and (nbytes == len(buffer) or io.reads_out)):

@@ -364,18 +364,22 @@ def _too_large(what: str, nbytes: int, most: int) -> FrameTooLarge:
     return FrameTooLarge(f"a {what} of {nbytes} bytes was announced; at most {most} are allowed")
 
 
-def checksum(data: Buffer) -> bytes:
+def checksum(*pieces: Buffer) -> bytes:
     """Return the checksum of some bytes: XXH3-128, seed 0, in its canonical (big-endian) form.
 
     The checksum finds accidents, not attacks. The bytes are not copied.
 
     Args:
-        data: Contiguous memory of any item type; the checksum is that of its bytes.
+        pieces: Contiguous memory of any item type; the checksum is that of the bytes of all pieces,
+            one after the other.
 
     Returns:
         16 bytes.
     """
-    return xxhash.xxh3_128_digest(data)
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
 
 
 class RunningChecksum:

@@ -469,26 +469,22 @@ class SlotReader:
             slot: The slot.
             keep: True if this process goes on using the memory; its content is kept.
         """
-        self._leave(slot, keep=keep)
+        view, index = slot.view, slot.index
+        with FORKING:
+            held = self._held
+            # The word may have named the same slot for a newer version, which the model holds now.
+            if index in view.locked and (
+                held is None or held is slot or held.view is not view or held.index != index
+            ):
+                if keep:
+                    view.keep(index)
+                    # This mapping goes with its last view. The next version there gets a new one.
+                    view.maps.pop(index, None)
+                view.unlock(index)
+                if self._held is slot:
+                    self._held = None
         if self._closed:
             self.close()  # it waited for this copy
-
-    def _leave(self, slot: NamedSlot, *, keep: bool) -> None:
-        with FORKING:
-            # The word may have named the same slot for a newer version, which the model holds now.
-            held = self._held
-            if held is not None and held is not slot:
-                if held.view is slot.view and held.index == slot.index:
-                    return
-            if slot.index not in slot.view.locked:
-                return
-            if keep:
-                slot.view.keep(slot.index)
-                # This mapping goes with its last view. The next version there gets a new mapping.
-                slot.view.maps.pop(slot.index, None)
-            slot.view.unlock(slot.index)
-            if self._held is slot:
-                self._held = None
 
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""
