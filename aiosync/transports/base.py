@@ -44,11 +44,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from aiosync.transports.framed_link import FramedTransport
+    from aiosync.transports.byte_stream import ByteStream
     from aiosync.transports.shared_memory.publisher import SlotPublisher
     from aiosync.transports.shared_memory.reader import SlotReader
 
 __all__ = [
+    "Channel",
     "Handler",
     "Lender",
     "LinkError",
@@ -142,6 +143,32 @@ class TransportBackend(Protocol):
         """See :meth:`Transport.abort`."""
 
 
+class Channel(Protocol):
+    """The framed stream below a link, as the code above the transports uses it.
+
+    ``FramedTransport`` of ``framed_link`` is one, and describes the attributes.
+    """
+
+    io: ByteStream
+    limits: Limits
+    name: str
+    ended: bool
+    pidfd: int
+    written_nbytes: int
+
+    def refuse_payloads(self) -> None:
+        """Allow the peer only small messages, from the next frame on."""
+
+    def allow_payloads(self) -> None:
+        """Allow the peer all messages within ``limits``, from the next frame on."""
+
+    def watch_process(self, pid: int) -> None:
+        """Notice the end of the peer's process."""
+
+    def call_on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once when the link ends."""
+
+
 class Transport(abc.ABC):
     """One established link between a sender and a receiver.
 
@@ -174,7 +201,7 @@ class Transport(abc.ABC):
         del wanted
 
     @property
-    def channel(self) -> FramedTransport | None:
+    def channel(self) -> Channel | None:
         """The framed stream below this link, which watches the peer's process; ``None`` without."""
         return None
 
