@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aiosync._repr import in_every_state
 from aiosync.errors import (
@@ -29,7 +29,7 @@ from aiosync.schemes.internal import life_of
 from aiosync.schemes.sources import Given, is_per_worker, resolve_model, resolve_path
 from aiosync.strategy import WeightStrategy
 from aiosync.sync._portal import refuse_inside_loop
-from aiosync.sync._schemes import core_of, run_on_loop
+from aiosync.sync._schemes import Adapter, core_of, run_on_loop
 from aiosync.tensors import Target
 from aiosync.transports._forks import FORKING
 from aiosync.transports.base import without_frames
@@ -37,13 +37,37 @@ from aiosync.transports.base import without_frames
 if TYPE_CHECKING:
     from typing import Self
 
-    from aiosync.legacy.schemes import WeightSyncScheme
-
 __all__ = ["WeightReceiver", "WeightSender"]
 
 # Time from the first send on in which sends wait for workers that have not attached yet.
 _GRACE_SECONDS = 2.0
 _READ_SECONDS = 60.0  # longest time that an update waits for the forwards of other threads
+
+
+class WeightSyncScheme(Adapter, Protocol):
+    """A scheme of this generation, as its two ends use it; ``legacy.schemes`` has the class."""
+
+    @property
+    def strategy(self) -> Any: ...
+    @property
+    def strict(self) -> bool: ...
+    @property
+    def buffers(self) -> Literal["all", "persistent"]: ...
+    @property
+    def guard(self) -> Literal["forward", "reading"]: ...
+    @property
+    def apply_copy(self) -> bool: ...
+    @property
+    def model_id(self) -> str | None: ...
+    @property
+    def worker_idx(self) -> int | None: ...
+    @property
+    def context(self) -> Any: ...
+    def make_transport(self, end: Any) -> Any: ...
+    def prepare_weights(
+        self, weights: Any, model_id: str | None, strategy: Any, context: Any
+    ) -> Any: ...
+    def register_sent(self, weights: Any) -> None: ...
 
 
 class OfScheme:
