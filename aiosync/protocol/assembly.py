@@ -65,7 +65,7 @@ class Assembly:
         Args:
             update: The message that announces the chunk. It has the epoch, version and digest of
                 this update.
-            nbytes: Bytes of the frame's payload.
+            nbytes: Bytes of the frame's payload. A delta takes the place of its result.
 
         Returns:
             Start and stop of the chunk's bytes in the payload of the update.
@@ -75,6 +75,8 @@ class Assembly:
                 ``state`` although it is not the last. No byte of the update counts as verified any
                 more.
         """
+        if update.base is not None:
+            nbytes = update.base[1]
         index, count = update.chunk or (0, 1)
         good, is_last = len(self._sums), index == count - 1
         if index == 0 and (self._resumed or not good):

@@ -170,7 +170,7 @@ class UpdateReader:
         update, layout = self._layout_of(message, nbytes)
         if self._in_parts:
             assembly, landing = self._assembly_of(update, layout)
-            start, stop = assembly.place(update, _decoded_nbytes(update, nbytes))
+            start, stop = assembly.place(update, nbytes)
             self._running = RunningChecksum()
             self._part, self._encoded = landing.memoryview()[start:stop], None
             if update.base is not None and self._kept is not None:
@@ -236,21 +236,17 @@ class UpdateReader:
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
 
-    def _is_agreed(self, update: Update) -> bool:
-        """Return True if this link may bring an update, or a part of one, of this codec."""
-        if update.chunk is not None and not self._in_parts:
-            return False
-        if update.codec == "delta":
-            return update.base is not None and self._in_parts and self._kept is not None
-        return update.codec == "dense" and update.base is None
-
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):
             self.refuse(message)
         layout = self._layouts.get(message.digest)
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")
-        if not self._is_agreed(message):
+        if message.codec == "delta":
+            is_agreed = message.base is not None and self._in_parts and self._kept is not None
+        else:
+            is_agreed = message.codec == "dense" and message.base is None
+        if not is_agreed or (message.chunk is not None and not self._in_parts):
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
         if nbytes != layout.nbytes and not self._in_parts:
             raise RemoteProtocolError(
@@ -287,14 +283,14 @@ class UpdateReader:
             return None
         if landing is None or assembly is None or running is None:
             return None
-        place = assembly.place(update, _decoded_nbytes(update, received.nbytes))
+        place = assembly.place(update, received.nbytes)
         layout, encoded = self._layouts[update.digest], self._encoded
         return functools.partial(kept.take, update, layout, landing, place, encoded, running)
 
     def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
         """Verify a part that arrived; return the whole update if this was the last part."""
         assembly, landing = self._assembly_of(update, layout)
-        start, stop = assembly.place(update, _decoded_nbytes(update, received.nbytes))
+        start, stop = assembly.place(update, received.nbytes)
         running = self._running if self._running and received.nbytes else RunningChecksum()
         self._running = self._encoded = None
         running.update(landing.memoryview()[start + running.nbytes : stop])
@@ -393,11 +389,6 @@ class UpdateReader:
         if self.slots is not None:
             self.slots.close()
             self.slots = None
-
-
-def _decoded_nbytes(update: Update, nbytes: int) -> int:
-    """Return the number of the leaves' bytes in a frame whose payload has ``nbytes``."""
-    return nbytes if update.base is None else update.base[1]
 
 
 def _nothing() -> None:

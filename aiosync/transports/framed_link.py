@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections import deque
@@ -379,9 +380,8 @@ class FramedTransport(Transport):
 
     def send_batch_nowait(self, messages: Sequence[Message]) -> bool:
         """See :meth:`Transport.send_batch_nowait`."""
-        return self.write_nowait(
-            b"".join([encode_frame(message, 0, limits=self.limits) for message in messages])
-        )
+        encode = functools.partial(encode_frame, limits=self.limits)
+        return self.write_nowait(b"".join(map(encode, messages)))
 
     def write_nowait(self, frame: bytes, payload: Sequence[memoryview] = ()) -> bool:
         """Write a small frame without waiting; False when nothing was written."""
@@ -398,8 +398,9 @@ class FramedTransport(Transport):
             self._reader.read_last()
             self._reader.lose(exc, cut=False)
             self.check()
-        if rest := _after(buffers, nbytes):
-            self._out, self._started = [memoryview(b"".join(rest))], True
+        if nbytes < sum(map(len, buffers)):
+            self._out = [memoryview(b"".join(_after(buffers, nbytes)))]
+            self._started = True
         if self._out or self.io.has_unsent:
             self._watch()
         return True

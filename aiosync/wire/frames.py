@@ -326,7 +326,7 @@ class FrameDecoder:
         """
         large = self.missing_nbytes >= _LARGE_NBYTES
         self._ahead = _DIRECT_NBYTES if large else READ_AHEAD_NBYTES
-        self._pieces = [each for each in reversed(buffers) if each.nbytes]
+        self._pieces = [*filter(len, reversed(buffers))]
         self.needs_buffers = False
         self._in_payload = True
         self._fill()
