@@ -8,6 +8,6 @@ NVIDIA's. Must not import torch, asyncio or anything else of aiosync but the err
 from __future__ import annotations
 
 from aiosync.device_memory.cuda import CudaDriver, uuid_of
-from aiosync.device_memory.memory import DeviceMemory, Driver, DriverError
+from aiosync.device_memory.memory import DeviceMemory, Driver, DriverError, file_of
 
-__all__ = ["CudaDriver", "DeviceMemory", "Driver", "DriverError", "uuid_of"]
+__all__ = ["CudaDriver", "DeviceMemory", "Driver", "DriverError", "file_of", "uuid_of"]

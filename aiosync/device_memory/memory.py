@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from aiosync.errors import ConfigError
 
-__all__ = ["DeviceMemory", "Driver", "DriverError"]
+__all__ = ["DeviceMemory", "Driver", "DriverError", "file_of"]
 
 
 class DriverError(Exception):
@@ -105,14 +105,14 @@ class DeviceMemory:
                 driver.release(handle)
             undo.pop_all()
         self._give_back = weakref.finalize(
-            self, _give_back, driver, self.address, nbytes, self.fd, _file_of(self.fd), os.getpid()
+            self, _give_back, driver, self.address, nbytes, self.fd, file_of(self.fd), os.getpid()
         )
         self._give_back.atexit = False
 
     def forget(self) -> None:
         """Close the descriptor in a forked child, where views may keep this object."""
         self._give_back.detach()
-        _close(self.fd, _file_of(self.fd))
+        _close(self.fd, file_of(self.fd))
 
     @classmethod
     def allocate(cls, driver: Driver, nbytes: int) -> Self:
@@ -173,11 +173,12 @@ def _give_back(
 
 def _close(fd: int, file: tuple[int, int] | None) -> None:
     # If foreign code has closed a descriptor, another file may have its number.
-    if fd >= 0 and file is not None and _file_of(fd) == file:
+    if fd >= 0 and file is not None and file_of(fd) == file:
         os.close(fd)
 
 
-def _file_of(fd: int) -> tuple[int, int] | None:
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Return the device and inode of a descriptor's file; ``None`` if the descriptor is closed."""
     try:
         found = os.fstat(fd)
     except OSError:

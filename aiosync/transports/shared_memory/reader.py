@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aiosync.device_memory import file_of
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._forks import FORKING, close_in_child, keep_across_fork
 from aiosync.transports.shared_memory.slots import (
@@ -71,7 +72,7 @@ class SharedBlock:
     @property
     def is_open(self) -> bool:
         """True unless this process, perhaps by foreign code, has closed the descriptor."""
-        return self.file is not None and _file_of(self.fd) == self.file
+        return self.file is not None and file_of(self.fd) == self.file
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -99,7 +100,7 @@ class _SegmentView:
         self.locked: set[int] = set()
         self._slot_nbytes = about.slot_nbytes
         self._fd = fd
-        self._file = _file_of(fd)
+        self._file = file_of(fd)
         self._lock_fd = reopen(fd, os.O_RDONLY)
         # No code reads or writes through this open file: its position is a mark of it. To look at
         # the mark takes a quarter of the time of os.fstat().
@@ -185,7 +186,7 @@ class _SegmentView:
         Raises:
             TransportBroken: Foreign code has closed it.
         """
-        if _file_of(self._fd) != self._file:
+        if file_of(self._fd) != self._file:
             raise TransportBroken(_CLOSED)
         return self._fd
 
@@ -215,7 +216,7 @@ class _SegmentView:
         """Close the descriptors, which releases every lock. Views of slots keep their memory."""
         for fd in (self._fd, self._lock_fd):
             # If foreign code has closed a descriptor, another file may have its number.
-            if _file_of(fd) == self._file:
+            if file_of(fd) == self._file:
                 os.close(fd)
         for block in self.blocks.values():
             block.close()
@@ -341,7 +342,7 @@ class SlotReader:
                 of = self.segments.get(message.segment_id & 255)
                 if of is None or of.segment_id != message.segment_id or message.index in of.blocks:
                     raise RemoteProtocolError("the peer announced device memory for no slot")
-                of.blocks[message.index] = SharedBlock(fd, message, _file_of(fd))
+                of.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
                 fd = -1
             elif message.segment_id & 255 in self.segments:
                 raise RemoteProtocolError("the peer announced a segment twice")
@@ -526,12 +527,3 @@ def _pause(until: float) -> None:
     if time.monotonic() > until:
         raise ApplyError("the trainer was stopped while it wrote a version")
     time.sleep(_PAUSE_SECONDS)
-
-
-def _file_of(fd: int) -> tuple[int, int] | None:
-    """Return the device and inode of a descriptor's file; ``None`` if the descriptor is closed."""
-    try:
-        found = os.fstat(fd)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
