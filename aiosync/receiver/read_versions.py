@@ -36,7 +36,7 @@ class ReadVersions:
     """
 
     def __init__(self, lock: threading.RLock) -> None:
-        self.of_thread = threading.local()
+        self.of_thread: threading.local = threading.local()
         self.last_task: tuple[Callable[[], object], tuple[int, int]] = no_guard, (0, 0)
         self.runs: weakref.WeakKeyDictionary[_Where, tuple[int, list[tuple[int, int]]]] | None
         self.runs = None

@@ -64,9 +64,9 @@ class FrameReader:
     """
 
     def __init__(self, link: _Link, io: ByteStream, limits: Limits) -> None:
-        self.decoder = FrameDecoder(limits)
+        self.decoder: FrameDecoder = FrameDecoder(limits)
         self.event: FrameStart | FrameEnd | None = None
-        self.arrival = Notifier()
+        self.arrival: Notifier = Notifier()
         self.landed: Callable[[], None] | None = None
         self.in_recv: bool = False
         self.is_last: bool = False
