@@ -7,8 +7,8 @@ nothing behind it is decoded meanwhile. Must not import torch, anyio, schemes, o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from time import perf_counter
 from typing import Protocol
 
 from aiosync._tasks import Notifier
@@ -158,7 +158,7 @@ class FrameReader:
         if self._read_again or link is None:
             return
         io, decoder = self._io, self.decoder
-        budget, until = WINDOW_NBYTES, perf_counter() + _WINDOW_SECONDS
+        budget, until = WINDOW_NBYTES, time.perf_counter() + _WINDOW_SECONDS
         while self._link is not None:
             buffer = decoder.get_buffer()
             if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
@@ -186,7 +186,7 @@ class FrameReader:
             if not (nbytes and self.event is None and (nbytes == len(buffer) or io.reads_out)):
                 break
             budget -= nbytes
-            if budget <= 0 or perf_counter() >= until:
+            if budget <= 0 or time.perf_counter() >= until:
                 self._read_soon()
                 break
         if self.event is not None:
