@@ -40,6 +40,7 @@ MODULES = [
     "aiosync.strategy",
     "aiosync.sync",
     "aiosync.testing",
+    "aiosync.testing.sim",
     "aiosync.transports",
     "aiosync.types",
 ]

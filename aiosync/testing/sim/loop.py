@@ -1,0 +1,387 @@
+"""The event loop of a simulation: virtual time, and an order of events that a seed decides.
+
+Every simulated process has a queue of its own, in which callbacks keep the order that asyncio
+promises. The seed decides which process makes the next step, in which order descriptors are
+reported, and how long each step takes. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from contextvars import Context, ContextVar
+from random import Random
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+
+__all__ = ["Descriptor", "Process", "SimLoop", "SimulationError", "current_process"]
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+# One callback takes up to this time.
+_STEP_SECONDS = 2e-5
+# A call in a thread takes up to this time.
+_THREAD_SECONDS = 2e-3
+
+_process: ContextVar[Process] = ContextVar("aiosync_simulated_process")
+
+
+class SimulationError(AssertionError):
+    """Error of a simulation: a check failed, a program failed, or nothing can happen any more."""
+
+
+class Descriptor(Protocol):
+    """A simulated file that the loop watches."""
+
+    owner: Process
+
+    @property
+    def is_readable(self) -> bool:
+        """True if reading would not wait."""
+
+    @property
+    def is_writable(self) -> bool:
+        """True if writing would not wait."""
+
+
+class Process:
+    """A simulated process: the tasks and callbacks that a program starts. Made by the world.
+
+    Args:
+        name: Name in the trace and in errors.
+        number: Number of the process, which is its process id.
+
+    Attributes:
+        name: As given.
+        number: As given.
+        is_alive: False once its program has ended, or after :meth:`World.kill`.
+        stopped_until: Virtual time before which it makes no step.
+        tasks: The tasks that it has started.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.is_alive: bool = True
+        self.stopped_until: float = 0.0
+        self.tasks: list[asyncio.Task[Any]] = []
+        # Calls that wait for its end.
+        self.waiters: list[asyncio.Future[None]] = []
+        self.ready: deque[asyncio.Handle] = deque()
+        # Callbacks that this turn of the process still makes before it looks at its descriptors.
+        self.turn: int = 0
+        # True if a descriptor may be ready.
+        self.is_due: bool = False
+        self.readers: dict[int, asyncio.Handle] = {}
+        self.writers: dict[int, asyncio.Handle] = {}
+
+    @property
+    def unfinished(self) -> list[asyncio.Task[Any]]:
+        """Tasks of this process that have not ended."""
+        return [task for task in self.tasks if not task.done()]
+
+    def __repr__(self) -> str:
+        return f"<Process {self.name}: {'alive' if self.is_alive else 'ended'}>"
+
+
+def current_process() -> Process:
+    """Return the simulated process that runs now.
+
+    Raises:
+        SimulationError: No simulated process runs.
+    """
+    process = _process.get(None)
+    if process is None:
+        raise SimulationError("no simulated process runs here")
+    return process
+
+
+# A set has its members in the order of their hashes. Those of tasks and futures are their addresses
+# in memory, which differ from run to run.
+
+
+class _Task(asyncio.Task[_T]):
+    _numbers = itertools.count()
+
+    def __init__(self, coro: Generator[Any, Any, _T], **options: Any) -> None:
+        self._number = next(self._numbers)
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(asyncio.Future[_T]):
+    _numbers = itertools.count()
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        self._number = next(self._numbers)
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Ready:
+    """The queue of the loop, which puts each callback into the queue of its process.
+
+    Args:
+        outside: Process of the callbacks that no simulated process has made.
+    """
+
+    def __init__(self, outside: Process) -> None:
+        self._outside = outside
+
+    def append(self, handle: Any) -> None:
+        process = handle._context.get(_process, self._outside)
+        if process.is_alive:
+            process.ready.append(handle)
+
+    def clear(self) -> None:
+        """Do nothing: the queues end with their processes."""
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """Event loop of simulated processes. Time passes only in it.
+
+    Args:
+        random: Decides the order of the steps.
+        horizon: Virtual time at which a simulation that has not ended counts as stuck.
+        after_step: Called with the process after each of its steps.
+
+    Attributes:
+        now: Virtual time in seconds.
+        processes: The live processes.
+        running: The process that makes the present step, or made the last one.
+        descriptors: The open simulated files, by number.
+        steps: Number of steps so far.
+        digest: A number that stands for all steps and their times so far.
+    """
+
+    _ready: Any
+    _scheduled: list[Any]
+
+    def __init__(
+        self, random: Random, horizon: float, after_step: Callable[[Process], None]
+    ) -> None:
+        super().__init__()
+        self.now: float = 1000.0
+        self.processes: list[Process] = []
+        self.descriptors: dict[int, Descriptor] = {}
+        self.steps: int = 0
+        self.digest: int = 0
+        self._random = random
+        self._horizon = self.now + horizon
+        self._after_step = after_step
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        outside = self.running = Process("outside", 0)
+        self.processes.append(outside)
+        self._ready = _Ready(outside)
+        self.set_task_factory(self._make_task)
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        process = _process.get(None) if context is None else context.get(_process)
+        task = _Task[Any](coro, loop=self, context=context)
+        if process is not None:
+            process.tasks.append(task)
+        return task
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """See :meth:`asyncio.loop.create_future`."""
+        return _Future[Any](loop=self)
+
+    def time(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+    def read_clock(self) -> float:
+        """Return the virtual time, which passes a little: a loop that waits for it must end."""
+        self.now += 1e-7
+        return self.now
+
+    def start(self, process: Process, program: Any) -> asyncio.Task[Any]:
+        """Run a coroutine as the program of a process."""
+        self.processes.append(process)
+        return self.call_in(process, self.create_task, program)
+
+    def call_in(self, process: Process, call: Callable[..., _T], *args: Any) -> _T:
+        """Make a call as a process would."""
+        context = Context()
+        context.run(_process.set, process)
+        return context.run(call, *args)
+
+    # -- events outside of all processes -------------------------------------------------------
+
+    def at(self, when: float, callback: Callable[[], None]) -> None:
+        """Make a call at a virtual time, outside of all processes."""
+        heapq.heappush(self._events, (when, next(self._numbers), callback))
+
+    def touch(self, fd: int, process: Process) -> None:
+        """Have a process look at its descriptors if it watches this one."""
+        if fd in process.readers or fd in process.writers:
+            process.is_due = True
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _run_once(self) -> None:
+        self.now += self._random.random() * _STEP_SECONDS
+        self._fire()
+        while not (runnable := self._runnable()):
+            self._advance()
+            self._fire()
+        if len(runnable) > 1:
+            self._step(runnable[int(self._random.random() * len(runnable))])
+        else:
+            self._step(runnable[0])
+
+    def _runnable(self) -> list[Process]:
+        now = self.now
+        return [
+            each
+            for each in self.processes
+            if (each.ready or each.is_due) and each.stopped_until <= now
+        ]
+
+    def _fire(self) -> None:
+        """Make the calls that are due, and hand timers that are due to their processes."""
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
+        timers = self._scheduled
+        while timers and (timers[0]._when <= self.now or self._is_void(timers[0])):
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            if not self._is_void(timer):
+                self._ready.append(timer)
+
+    @staticmethod
+    def _is_void(handle: Any) -> bool:
+        if handle._cancelled:
+            return True
+        process = handle._context.get(_process)
+        return process is not None and not process.is_alive
+
+    def _advance(self) -> None:
+        """Let time pass until something happens."""
+        events, timers = self._events, self._scheduled
+        when = min(
+            events[0][0] if events else math.inf,
+            timers[0]._when if timers else math.inf,
+            *(each.stopped_until for each in self.processes if each.ready or each.is_due),
+            math.inf,
+        )
+        if when > self._horizon:
+            waiting = [
+                f"{each.name}: {task.get_name()}"
+                for each in self.processes
+                for task in each.unfinished
+            ]
+            what = "nothing can happen any more" if when == math.inf else "the time is up"
+            raise SimulationError(f"{what}, and these tasks wait: {', '.join(waiting)}")
+        self.now = max(when, self.now)
+
+    def _step(self, process: Process) -> None:
+        if not process.turn:
+            self._poll(process)
+            process.turn = len(process.ready)
+            if not process.turn:
+                return
+        handle: Any = process.ready.popleft()
+        process.turn -= 1
+        if handle._cancelled:
+            return
+        self.steps += 1
+        self.running = process
+        self.digest = hash((self.digest, process.number, self.now))
+        handle._run()
+        self._after_step(process)
+
+    def _poll(self, process: Process) -> None:
+        found = []
+        for fd, handle in process.readers.items():
+            if self.descriptors[fd].is_readable:
+                found.append(handle)
+        for fd, handle in process.writers.items():
+            if self.descriptors[fd].is_writable:
+                found.append(handle)
+        if len(found) > 1:
+            self._random.shuffle(found)
+        process.ready.extend(found)
+        process.is_due = bool(found)
+
+    # -- descriptors ---------------------------------------------------------------------------
+
+    def _owner(self, fd: Any) -> Process:
+        descriptor = self.descriptors.get(fd)
+        if descriptor is None:
+            raise SimulationError(f"descriptor {fd} is not simulated")
+        return descriptor.owner
+
+    def _watch(
+        self,
+        handles: dict[int, asyncio.Handle],
+        fd: Any,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+    ) -> None:
+        old = handles.get(fd)
+        if old is not None:
+            old.cancel()
+        handles[fd] = asyncio.Handle(callback, args, self)
+        self.descriptors[fd].owner.is_due = True
+
+    @staticmethod
+    def _unwatch(handles: dict[int, asyncio.Handle], fd: Any) -> bool:
+        handle = handles.pop(fd, None)
+        if handle is not None:
+            handle.cancel()
+        return handle is not None
+
+    def add_reader(self, fd: Any, callback: Callable[[*_Ts], Any], *args: *_Ts) -> None:
+        """See :meth:`asyncio.loop.add_reader`, for simulated sockets."""
+        self._watch(self._owner(fd).readers, fd, callback, args)
+
+    def remove_reader(self, fd: Any) -> bool:
+        """See :meth:`asyncio.loop.remove_reader`."""
+        return fd in self.descriptors and self._unwatch(self._owner(fd).readers, fd)
+
+    def add_writer(self, fd: Any, callback: Callable[[*_Ts], Any], *args: *_Ts) -> None:
+        """See :meth:`asyncio.loop.add_writer`, for simulated sockets."""
+        self._watch(self._owner(fd).writers, fd, callback, args)
+
+    def remove_writer(self, fd: Any) -> bool:
+        """See :meth:`asyncio.loop.remove_writer`."""
+        return fd in self.descriptors and self._unwatch(self._owner(fd).writers, fd)
+
+    async def sock_connect(self, sock: Any, address: Any) -> None:
+        """See :meth:`asyncio.loop.sock_connect`, for simulated sockets."""
+        await sock.connect_to(address)
+
+    # -- threads -------------------------------------------------------------------------------
+
+    def run_in_executor(
+        self, executor: Any, func: Callable[[*_Ts], _T], *args: *_Ts
+    ) -> asyncio.Future[_T]:
+        """Make the call in one step, some time later. No thread is started."""
+        ended: asyncio.Future[_T] = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except Exception as exc:  # noqa: BLE001 - raised where the caller awaits the future
+                if not ended.done():
+                    ended.set_exception(exc)
+            else:
+                if not ended.done():
+                    ended.set_result(result)
+
+        self.call_later(self._random.random() * _THREAD_SECONDS, run)
+        return ended
+
+    def _write_to_self(self) -> None:
+        """Do nothing: the loop never waits in a system call."""

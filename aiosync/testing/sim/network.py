@@ -1,0 +1,531 @@
+"""The network of a simulation: sockets whose bytes take time, and get lost when a seed says so.
+
+Bytes keep their order within a direction of a connection, and arrive in any order between
+connections. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from aiosync.testing.sim.loop import Process, SimLoop, current_process
+
+__all__ = ["Network", "SimSocket", "Weather"]
+
+_FIRST_FD = 2**20
+_FIRST_PORT = 20_000
+# A connection is tried anew after this time while a partition holds it up.
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """How a simulated network treats the connections that are made from now on.
+
+    Chances are numbers from 0 to 1, of each direction of a connection unless they say otherwise.
+
+    Attributes:
+        latency: Least and greatest seconds that a byte takes; each connection draws its own.
+        capacity: Least and greatest number of bytes that a direction holds before its writer waits.
+        fragments: Chance that one write is taken only in part, or arrives in two parts.
+        cuts: Chance that the connection ends after some bytes.
+        loses: Chance that nothing arrives any more after some bytes, in either direction, without
+            a sign of it: only keep-alive and the time limits of calls end the connection.
+        half_closes: Chance that the reader sees the end of the stream after some bytes, while the
+            other direction goes on.
+        corrupts: Chance that one bit of some byte flips.
+        within: The bytes after which faults happen are fewer than this number.
+    """
+
+    latency: tuple[float, float] = (0.0001, 0.01)
+    capacity: tuple[int, int] = (4096, 262_144)
+    fragments: float = 0.05
+    cuts: float = 0.0
+    loses: float = 0.0
+    half_closes: float = 0.0
+    corrupts: float = 0.0
+    within: int = 100_000
+
+
+class _Direction:
+    """One direction of a connection.
+
+    Args:
+        network: The network.
+        target: The socket at which bytes arrive.
+        latency: Seconds that a byte takes.
+
+    Attributes:
+        target: As given.
+        in_flight: Number of bytes on their way.
+        is_lost: True if nothing arrives any more.
+    """
+
+    def __init__(self, network: Network, target: SimSocket, latency: float) -> None:
+        self._network = network
+        self.target = target
+        self._latency = latency
+        weather, random = network.weather, network.random
+        self._capacity = random.randint(*weather.capacity)
+        self._queue: deque[bytes | OSError | None] = deque()
+        self.in_flight: int = 0
+        self.is_lost: bool = False
+        self._last = 0.0
+        self._sent = 0
+        self.faults: list[tuple[int, str]] = []
+        for kind in ("cuts", "loses", "half_closes", "corrupts"):
+            if random.random() < getattr(weather, kind):
+                self.faults.append((random.randrange(weather.within), kind))
+        self.faults.sort(reverse=True)
+        # Calls that a partition holds up.
+        self._held: list[Callable[[], None]] = []
+
+    @property
+    def room(self) -> int:
+        """Number of bytes that the direction takes now."""
+        return self._capacity - self.in_flight - len(self.target.inbox)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes on their way, up to the next fault."""
+        while self.faults and self.faults[-1][0] < self._sent + len(data):
+            at, kind = self.faults.pop()
+            at -= self._sent
+            self._network.note(f"{self._network.label(self)}: {kind} after {self._sent + at} bytes")
+            if kind == "corrupts":
+                bit = 1 << self._network.random.randrange(8)
+                data = data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
+                continue
+            self._push(data[:at])
+            data = data[at:]
+            self._sent += at
+            if kind == "cuts":
+                self._network.reset(self.target)
+            elif kind == "loses":
+                self._network.lose(self.target)
+            else:
+                self._push(None)
+        self._push(data)
+        self._sent += len(data)
+
+    def _push(self, item: bytes | OSError | None) -> None:
+        """Have bytes, the end of the stream (``None``) or an error arrive after a while."""
+        if isinstance(item, bytes):
+            if not item:
+                return
+            self.in_flight += len(item)
+        network = self._network
+        if self.is_lost:
+            peer = self.target.peer
+            assert peer is not None
+            network.expire(peer, peer.options.get(socket.TCP_USER_TIMEOUT, 0) / 1000)
+            return
+        self._queue.append(item)
+        arrival = network.loop.now + self._latency * network.random.uniform(1, 2)
+        self._last = max(self._last, arrival)
+        network.loop.at(self._last, self._arrive)
+
+    def end(self, error: OSError | None = None) -> None:
+        """Have the end of the stream arrive, or an error."""
+        self._push(error)
+
+    def _arrive(self) -> None:
+        if self._network.is_parted(self.target):
+            self._held.append(self._arrive)
+            return
+        if self.is_lost or not self._queue:
+            return
+        item = self._queue.popleft()
+        target, network = self.target, self._network
+        if isinstance(item, bytes):
+            if len(item) > 1 and network.random.random() < network.weather.fragments:
+                at = network.random.randrange(1, len(item))
+                self._queue.appendleft(item[at:])
+                network.loop.at(network.loop.now, self._arrive)
+                item = item[:at]
+            self.in_flight -= len(item)
+            if target.fd < 0:
+                # The kernel of a process that has closed the connection resets it.
+                peer = target.peer
+                if peer is not None and peer.fd >= 0:
+                    peer.inward.end(_reset())
+                return
+            if not target.is_ended:
+                target.inbox += item
+        elif item is None:
+            target.is_ended = True
+        else:
+            target.fail(item)
+        target.touch()
+
+    def go_on(self) -> None:
+        """Have everything arrive that a partition has held up."""
+        held, self._held = self._held, []
+        for call in held:
+            self._network.loop.at(self._network.loop.now + self._latency, call)
+
+
+def _reset() -> OSError:
+    return ConnectionResetError(errno.ECONNRESET, "the simulated connection was reset")
+
+
+class SimSocket(socket.socket):
+    """A simulated TCP socket, which takes the place of ``socket.socket`` during a simulation."""
+
+    network: Network
+
+    def __init__(
+        self,
+        family: int = socket.AF_INET,
+        type: int = socket.SOCK_STREAM,
+        proto: int = 0,
+        fileno: int | None = None,
+        *,
+        owner: Process | None = None,
+    ) -> None:
+        if fileno is not None:
+            raise OSError(errno.EBADF, "a simulated socket has no descriptor of the system")
+        self._family = socket.AddressFamily(family)
+        self.owner: Process = owner or current_process()
+        self.fd: int = self.network.open(self)
+        self.options: dict[int, int] = {}
+        self.peer: SimSocket | None = None
+        # The direction in which bytes arrive here.
+        self.inward: _Direction
+        self.inbox: bytearray = bytearray()
+        self.is_ended: bool = False
+        self.backlog: deque[SimSocket] | None = None
+        self.error: OSError | None = None
+        self.address: tuple[str, int] = ("127.0.0.1", 0)
+
+    # -- what the loop asks ----------------------------------------------------------------------
+
+    @property
+    def is_readable(self) -> bool:
+        """See :class:`Descriptor`."""
+        return bool(self.inbox or self.is_ended or self.error or self.backlog)
+
+    @property
+    def is_writable(self) -> bool:
+        """See :class:`Descriptor`."""
+        if self.error is not None:
+            return True
+        return self.peer is not None and self.peer.inward.room > 0
+
+    def touch(self) -> None:
+        """Have the owner look at this socket."""
+        self.network.loop.touch(self.fd, self.owner)
+
+    def fail(self, error: OSError) -> None:
+        """End the connection at this side."""
+        self.error = self.error or error
+        self.touch()
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    def read(self, buffers: Iterable[memoryview]) -> int:
+        """Read as ``os.readv`` does."""
+        if not self.inbox:
+            if self.error is not None:
+                raise self.error
+            if self.is_ended:
+                return 0
+            if self.peer is None:
+                raise OSError(errno.ENOTCONN, "the simulated socket is not connected")
+            raise BlockingIOError(errno.EAGAIN, "nothing has arrived")
+        total = 0
+        for buffer in buffers:
+            nbytes = min(len(buffer), len(self.inbox))
+            buffer[:nbytes] = self.inbox[:nbytes]
+            del self.inbox[:nbytes]
+            total += nbytes
+            if not self.inbox:
+                break
+        if self.peer is not None:
+            self.peer.touch()
+        return total
+
+    def write(self, buffers: Iterable[memoryview]) -> int:
+        """Write as ``os.writev`` does."""
+        if self.error is not None:
+            raise self.error
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "the simulated socket is not connected")
+        outward = self.peer.inward
+        room = outward.room
+        if room <= 0:
+            raise BlockingIOError(errno.EAGAIN, "the simulated direction is full")
+        data = b"".join(buffers)[:room]
+        random = self.network.random
+        if len(data) > 1 and random.random() < self.network.weather.fragments:
+            data = data[: random.randrange(1, len(data))]
+        if data:
+            outward.write(data)
+        return len(data)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """See :meth:`socket.socket.send`."""
+        return self.write([memoryview(data).cast("B")])
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """See :meth:`socket.socket.recv_into`."""
+        view = memoryview(buffer).cast("B")
+        return self.read([view[: nbytes or len(view)]])
+
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
+        """See :meth:`socket.socket.recv`."""
+        data = bytearray(bufsize)
+        return bytes(data[: self.read([memoryview(data)])])
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def bind(self, address: Any) -> None:
+        """See :meth:`socket.socket.bind`. Only IPv4 and IPv6 are simulated."""
+        self.address = self.network.bind(self, address)
+
+    def listen(self, backlog: int = 128) -> None:
+        """See :meth:`socket.socket.listen`."""
+        self.backlog = deque()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """See :meth:`socket.socket.accept`."""
+        if not self.backlog:
+            raise BlockingIOError(errno.EAGAIN, "nobody has connected")
+        sock = self.backlog.popleft()
+        return sock, sock.getpeername()
+
+    async def connect_to(self, address: Any) -> None:
+        """Connect, as :meth:`asyncio.loop.sock_connect` does."""
+        await self.network.connect(self, address)
+
+    def shutdown(self, how: int) -> None:
+        """See :meth:`socket.socket.shutdown`; only the writing direction can be shut."""
+        if self.peer is not None and how != socket.SHUT_RD:
+            self.peer.inward.end()
+
+    def close(self) -> None:
+        """See :meth:`socket.socket.close`. What was written still arrives."""
+        if self.fd < 0:
+            return
+        self.network.close(self)
+        self.fd = -1
+        for waiting in self.backlog or ():
+            waiting.close()
+        if self.peer is not None and self.error is None:
+            self.peer.inward.end(_reset() if self.inbox else None)
+
+    # -- the rest of the interface ---------------------------------------------------------------
+
+    @property
+    def family(self) -> Any:
+        """See :attr:`socket.socket.family`."""
+        return self._family
+
+    def fileno(self) -> int:
+        """See :meth:`socket.socket.fileno`."""
+        return self.fd
+
+    def getsockname(self) -> Any:
+        """See :meth:`socket.socket.getsockname`."""
+        return self.address
+
+    def getpeername(self) -> Any:
+        """See :meth:`socket.socket.getpeername`."""
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "the simulated socket is not connected")
+        return self.peer.address
+
+    def setblocking(self, flag: bool) -> None:
+        """Do nothing: no simulated call blocks."""
+
+    def setsockopt(self, level: int, option: int, value: Any, optlen: Any = None) -> None:
+        """Note an option; those of keep-alive have an effect."""
+        if isinstance(value, int) and level != socket.SOL_SOCKET:
+            self.options[option] = value
+
+    def __enter__(self) -> SimSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """Do nothing: an open socket of an ended process is no leak of this one."""
+
+    def __repr__(self) -> str:
+        return f"<SimSocket {self.fd} of {self.owner.name}>"
+
+
+class Network:
+    """The network of a simulation.
+
+    Args:
+        loop: The loop.
+        random: Decides delays and faults.
+        note: Writes a line of the trace.
+
+    Attributes:
+        weather: How connections fare that are made from now on; may be assigned.
+        loop: As given.
+        random: As given.
+        note: As given.
+    """
+
+    def __init__(self, loop: SimLoop, random: Random, note: Callable[[str], None]) -> None:
+        self.weather: Weather = Weather()
+        self.loop = loop
+        self.random = random
+        self.note = note
+        self._fds = itertools.count(_FIRST_FD)
+        self._ports = itertools.count(_FIRST_PORT)
+        self._sockets: dict[int, SimSocket] = {}
+        self._bound: dict[tuple[str, int], SimSocket] = {}
+        self._parted: set[frozenset[str]] = set()
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def part(self, one: Process | str, other: Process | str) -> None:
+        """Hold up everything between two processes, by name, until :meth:`heal`."""
+        names = frozenset(each if isinstance(each, str) else each.name for each in (one, other))
+        self.note(f"partition between {' and '.join(sorted(names))}")
+        self._parted.add(names)
+        for sock in list(self._sockets.values()):
+            if sock.peer is not None and self.is_parted(sock):
+                self._keep_alive(sock)
+
+    def heal(self) -> None:
+        """End all partitions; what they held up arrives."""
+        if self._parted:
+            self.note("partitions end")
+        self._parted.clear()
+        for sock in list(self._sockets.values()):
+            if sock.peer is not None:
+                sock.inward.go_on()
+                sock.peer.inward.go_on()
+
+    def connections(self) -> list[SimSocket]:
+        """Return one end of each open connection."""
+        return [
+            sock
+            for sock in self._sockets.values()
+            if sock.peer is not None and (sock.peer.fd < 0 or sock.fd < sock.peer.fd)
+        ]
+
+    def reset(self, sock: SimSocket) -> None:
+        """End a connection: what is under way still arrives, then both ends get an error."""
+        for end in (sock, sock.peer):
+            if end is not None:
+                end.inward.end(_reset())
+
+    def calm(self) -> None:
+        """Cancel all faults that have not happened yet, and make no more; connections may end."""
+        self.weather = Weather(latency=self.weather.latency, capacity=self.weather.capacity)
+        for sock in self._sockets.values():
+            if sock.peer is not None:
+                sock.inward.faults.clear()
+                sock.peer.inward.faults.clear()
+        self.heal()
+
+    def lose(self, sock: SimSocket) -> None:
+        """Let nothing arrive any more on a connection, without telling its ends."""
+        for end in (sock, sock.peer):
+            if end is not None:
+                end.inward.is_lost = True
+                self._keep_alive(end)
+
+    def is_parted(self, sock: SimSocket) -> bool:
+        """Return True if a partition is between the ends of a connection."""
+        assert sock.peer is not None
+        return frozenset((sock.owner.name, sock.peer.owner.name)) in self._parted
+
+    def _keep_alive(self, sock: SimSocket) -> None:
+        if socket.TCP_KEEPIDLE in sock.options:
+            self.expire(sock, 2 * sock.options[socket.TCP_KEEPIDLE])
+
+    def expire(self, sock: SimSocket, seconds: float) -> None:
+        """End one side of a connection after so long, unless it works again; 0 for never."""
+
+        def check() -> None:
+            if sock.fd >= 0 and (sock.inward.is_lost or self.is_parted(sock)):
+                sock.fail(TimeoutError(errno.ETIMEDOUT, "the simulated peer is silent"))
+
+        if seconds:
+            self.loop.at(self.loop.now + seconds, check)
+
+    def label(self, direction: _Direction) -> str:
+        """Return the names of the processes at the ends of a direction."""
+        peer = direction.target.peer
+        assert peer is not None
+        return f"{peer.owner.name} -> {direction.target.owner.name}"
+
+    # -- sockets ---------------------------------------------------------------------------------
+
+    def open(self, sock: SimSocket) -> int:
+        """Return a descriptor for a new socket."""
+        fd = next(self._fds)
+        self._sockets[fd] = self.loop.descriptors[fd] = sock
+        return fd
+
+    def close(self, sock: SimSocket) -> None:
+        """Forget a socket."""
+        del self._sockets[sock.fd], self.loop.descriptors[sock.fd]
+        for handles in (sock.owner.readers, sock.owner.writers):
+            handles.pop(sock.fd, None)
+        if self._bound.get(sock.address) is sock:
+            del self._bound[sock.address]
+
+    def sockets_of(self, process: Process) -> list[SimSocket]:
+        """Return the open sockets of a process."""
+        return [sock for sock in self._sockets.values() if sock.owner is process]
+
+    def bind(self, sock: SimSocket, address: Any) -> tuple[str, int]:
+        """Give an address to a socket, and return it with its port."""
+        host, port = str(address[0]), int(address[1]) or next(self._ports)
+        if (host, port) in self._bound:
+            raise OSError(errno.EADDRINUSE, "the simulated address is in use")
+        self._bound[host, port] = sock
+        return host, port
+
+    async def connect(self, sock: SimSocket, address: Any) -> None:
+        """Connect a socket, once the address can be reached."""
+        low, high = self.weather.latency
+        latency = self.random.uniform(low, high)
+        connected: asyncio.Future[None] = self.loop.create_future()
+        self.loop.at(
+            self.loop.now + 2 * latency,
+            partial(self._try, sock, (str(address[0]), int(address[1])), latency, connected),
+        )
+        await connected
+
+    def _try(
+        self, sock: SimSocket, to: tuple[str, int], latency: float, ended: asyncio.Future[None]
+    ) -> None:
+        if ended.done() or sock.fd < 0:
+            return
+        listening = self._bound.get(to) or self._bound.get(("0.0.0.0", to[1]))
+        if listening is None or listening.backlog is None:
+            refused = ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+            ended.set_exception(refused)
+            return
+        if frozenset((sock.owner.name, listening.owner.name)) in self._parted:
+            when = self.loop.now + _RETRY_SECONDS
+            self.loop.at(when, partial(self._try, sock, to, latency, ended))
+            return
+        there = type(listening)(owner=listening.owner)
+        there.address = listening.address
+        sock.address = (sock.address[0], sock.address[1] or next(self._ports))
+        sock.peer, there.peer = there, sock
+        sock.inward = _Direction(self, sock, latency)
+        there.inward = _Direction(self, there, latency)
+        self.note(f"{sock.owner.name} connects to {listening.owner.name}")
+        listening.backlog.append(there)
+        listening.touch()
+        ended.set_result(None)

@@ -1,0 +1,303 @@
+"""A simulated world: processes, their network and their clock, all of which follow from one seed.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random as random_module
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from random import Random
+from typing import Any, TypeVar
+
+from anyio import to_thread
+
+from aiosync.testing.sim.loop import Process, SimLoop, SimulationError
+from aiosync.testing.sim.network import Network, SimSocket, Weather
+
+__all__ = ["World", "simulate"]
+
+_T = TypeVar("_T")
+_TURNS = 10
+_SHOWN_LINES = 40
+# A program that is over awaits at most so many things in its ``finally`` blocks.
+_MOST_AWAITS = 100
+_FIRST_PID = 10_000_000
+# Virtual time of the day at the start.
+_EPOCH_SECONDS = 1_700_000_000.0
+
+
+class World:
+    """A simulated world, which :func:`simulate` makes.
+
+    Attributes:
+        seed: The seed that everything follows from.
+        random: Random numbers for the program; not those that the world itself draws.
+        network: The network: its ``weather`` decides what happens to connections, and
+            ``part()`` and ``heal()`` make and end partitions.
+        trace: What has happened so far, one line each.
+        checks: Called with the process after each step of a process; a check that raises ends the
+            simulation.
+    """
+
+    def __init__(self, seed: int, weather: Weather, max_seconds: float) -> None:
+        self.seed: int = seed
+        self.random: Random = Random(f"program {seed}")
+        self.trace: list[str] = []
+        self.checks: list[Callable[[Process], None]] = []
+        self._loop = SimLoop(Random(f"steps {seed}"), max_seconds, self._check)
+        self._loop.set_exception_handler(self._note_exception)
+        self.network: Network = Network(self._loop, Random(f"network {seed}"), self.note)
+        self.network.weather = weather
+        self._error: BaseException | None = None
+        self._began = self._loop.now
+        self._numbers = 0
+        self._dead: list[Process] = []
+
+    # -- for programs ------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the simulation began."""
+        return self._loop.now - self._began
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return self._loop.steps
+
+    @property
+    def digest(self) -> int:
+        """A number that stands for every step and its time: equal for equal runs."""
+        return self._loop.digest
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        self.trace.append(f"{self.now:11.6f}  {text}")
+
+    def start(self, name: str, program: Coroutine[Any, Any, Any]) -> Process:
+        """Start a simulated process. An exception that ``program`` raises ends the simulation.
+
+        A process that ends has to have closed what it opened: tasks and sockets that it leaves are
+        an error.
+
+        Args:
+            name: Name in the trace, in errors, and for :meth:`Network.part`.
+            program: The coroutine that the process runs.
+        """
+        process = self._new(name)
+        self.note(f"{name} starts")
+        self._loop.start(process, self._live(process, program))
+        return process
+
+    def kill(self, process: Process, *, silently: bool = False) -> None:
+        """End a process at once, as SIGKILL does: none of its code runs any more.
+
+        Args:
+            process: The process.
+            silently: True if its whole host is lost, so that no peer is told.
+        """
+        if not process.is_alive:
+            return
+        self.note(f"{process.name} {'and its host are' if silently else 'is'} lost")
+        if silently:
+            for sock in self.network.sockets_of(process):
+                if sock.peer is not None:
+                    self.network.lose(sock)
+        self._end(process)
+
+    def stop(self, process: Process, seconds: float) -> None:
+        """Let a process make no step for so many seconds, as if it computed or were swapped out."""
+        self.note(f"{process.name} stops for {seconds:.3f} s")
+        process.stopped_until = max(process.stopped_until, self._loop.now + seconds)
+
+    async def ended(self, process: Process) -> None:
+        """Wait until a process has ended, on its own or by :meth:`kill`."""
+        if process.is_alive:
+            waiter = self._loop.create_future()
+            process.waiters.append(waiter)
+            await waiter
+
+    def fail(self, text: str) -> None:
+        """End the simulation with an error, from any process."""
+        self._fail(SimulationError(text))
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def _new(self, name: str) -> Process:
+        self._numbers += 1
+        return Process(name, _FIRST_PID + self._numbers)
+
+    async def _live(self, process: Process, program: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await program
+        except Exception as exc:  # noqa: BLE001 - raised by simulate()
+            self._fail(exc)
+            return
+        own = asyncio.current_task()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        left = [*(task.get_name() for task in process.unfinished if task is not own)]
+        left += [repr(sock) for sock in self.network.sockets_of(process)]
+        if left:
+            self._fail(SimulationError(f"{process.name} has ended, and left {', '.join(left)}"))
+        self.note(f"{process.name} has ended")
+        self._end(process)
+
+    def _end(self, process: Process) -> None:
+        process.is_alive = False
+        process.ready.clear()
+        self._loop.processes.remove(process)
+        self._dead.append(process)
+        for sock in self.network.sockets_of(process):
+            sock.close()
+        for waiter in process.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _check(self, process: Process) -> None:
+        if self._error is not None:
+            raise self._error
+        for check in self.checks:
+            check(process)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = SimulationError(f"only the event loop saw an error: {context.get('message')}")
+        error.__cause__ = context.get("exception")
+        self._fail(error)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(self, main: Coroutine[Any, Any, _T]) -> _T:
+        """Run the simulation; :func:`simulate` calls this."""
+        process = self._new("the world")
+        with self._in_place():
+            try:
+                task = self._loop.start(process, main)
+                result: _T = self._loop.run_until_complete(task)
+                return result
+            except Exception as exc:
+                text = "\n".join(self.trace[-_SHOWN_LINES:])
+                raise SimulationError(f"seed {self.seed}: {exc}\n{text}") from exc
+            finally:
+                self._dispose()
+                self._loop.close()
+
+    def _dispose(self) -> None:
+        """Drop the tasks of processes that did not end by themselves.
+
+        Their ``finally`` blocks run until they await something, in a process that has no sockets
+        and whose callbacks are dropped.
+        """
+        for process in [*self._loop.processes]:
+            self._end(process)
+        asyncio._set_running_loop(self._loop)
+        try:
+            for process in self._dead:
+                for task in process.tasks:  # more may come meanwhile
+                    if not task.done():
+                        task._log_destroy_pending = False  # type: ignore[attr-defined]
+                        self._loop.call_in(process, _close, task.get_coro())
+                process.tasks.clear()
+        finally:
+            asyncio._set_running_loop(None)
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Put the simulated clock, sockets, threads and randomness in place of the real ones."""
+        loop, random = self._loop, Random(f"secrets {self.seed}")
+        real_readv, real_writev = os.readv, os.writev
+        started = loop.now
+
+        class OwnSocket(SimSocket):
+            network = self.network
+
+        def find(fd: int) -> SimSocket | None:
+            found = loop.descriptors.get(fd)
+            return found if isinstance(found, SimSocket) else None
+
+        def readv(fd: int, buffers: Any) -> int:
+            sock = find(fd)
+            return real_readv(fd, buffers) if sock is None else sock.read(buffers)
+
+        def writev(fd: int, buffers: Any) -> int:
+            sock = find(fd)
+            return real_writev(fd, buffers) if sock is None else sock.write(buffers)
+
+        def sleep(seconds: float) -> None:
+            loop.now += seconds
+
+        async def run_sync(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            return await loop.run_in_executor(None, call, *args)
+
+        places: list[tuple[Any, str, Any]] = [
+            (time, "monotonic", loop.read_clock),
+            (time, "perf_counter", loop.read_clock),
+            (time, "time", lambda: _EPOCH_SECONDS + loop.read_clock() - started),
+            (time, "sleep", sleep),
+            (os, "getpid", lambda: loop.running.number),
+            (os, "readv", readv),
+            (os, "writev", writev),
+            (socket, "socket", OwnSocket),
+            (secrets, "token_bytes", lambda nbytes=32: random.randbytes(nbytes or 32)),
+            (secrets, "randbelow", random.randrange),
+            (secrets, "randbits", random.getrandbits),
+            (to_thread, "run_sync", run_sync),
+        ]
+        with contextlib.ExitStack() as undo:
+            undo.callback(random_module.setstate, random_module.getstate())
+            random_module.seed(self.seed)
+            if gc.isenabled():
+                # The collector would run destructors at moments that no seed decides.
+                gc.disable()
+                undo.callback(gc.enable)
+            for module, name, value in places:
+                undo.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+            yield
+
+
+def _close(coroutine: Any) -> None:
+    """Close a coroutine whose ``finally`` blocks may await something."""
+    for _ in range(_MOST_AWAITS):
+        try:
+            coroutine.close()
+        except Exception:  # noqa: BLE001 - of a program that is over
+            continue
+        return
+
+
+def simulate(
+    main: Callable[[World], Coroutine[Any, Any, _T]],
+    *,
+    seed: int,
+    weather: Weather | None = None,
+    max_seconds: float = 3600.0,
+) -> _T:
+    """Run ``main(world)`` in a simulated world, and return its result.
+
+    Args:
+        main: Starts processes with ``world.start()``, and decides what happens to them.
+        seed: Decides everything that is left to chance: equal seeds give equal runs.
+        weather: What happens to connections; by default there are delays and no faults.
+        max_seconds: Virtual seconds after which a simulation that has not ended counts as stuck.
+
+    Raises:
+        SimulationError: A program or a check raised an error, which is the cause; a process left
+            tasks or sockets; or nothing could happen any more. The text has the seed and the end of
+            the trace.
+    """
+    world = World(seed, weather or Weather(), max_seconds)
+    return world.run(main(world))

@@ -1,0 +1,1 @@
+"""Deterministic simulation of trainers, workers and servers; see ``python -m tests.sim --help``."""

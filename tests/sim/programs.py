@@ -1,0 +1,435 @@
+"""The simulated programs, and what has to be true after every step of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+import aiosync
+from aiosync.server import WeightServer
+from aiosync.testing.sim import Process, SimulationError, World, simulate
+from tests.sim.plans import Plan
+
+URL = "tcp://127.0.0.1:7000"
+_TOKEN = b"a token of a simulated run"
+_FAULT_SECONDS = 25.0
+_CALM_SECONDS = 600.0
+# A step takes a little time, and a call ends a few steps after its deadline.
+_SLACK_SECONDS = 0.3
+_CLOSE_SECONDS = 20.0
+_PER_RUN = 1000
+
+
+class Net(nn.Module):
+    """A model whose elements all have the number of a version."""
+
+    def __init__(self, floats: int, value: float) -> None:
+        super().__init__()
+        for name, count in (("a", floats), ("b", floats // 2), ("c", 1)):
+            data = torch.full((count,), value)
+            self.register_parameter(name, nn.Parameter(data, requires_grad=False))
+
+    def forward(self) -> None:
+        """Do nothing. The programs read the parameters themselves."""
+
+
+def look(model: Net) -> dict[str, float]:
+    """Return the value of each parameter; of one that mixes values, not a number."""
+    found = {}
+    for name, tensor in model.named_parameters():
+        low, high = tensor.aminmax()
+        found[name] = low.item() if low.equal(high) else float("nan")
+    return found
+
+
+class Worker:
+    """A worker as the checks see it."""
+
+    def __init__(self, idx: int, scheme: aiosync.TCPWeightSyncScheme, model: Net) -> None:
+        self.idx = idx
+        self.scheme = scheme
+        self.model = model
+        self.newest = (0, 0)
+        self.seen = (0, 0)
+
+
+class Bed:
+    """One simulated run: its processes, and what is true of them."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.plan = plan
+        self.random = Random(f"programs {plan.seed}")
+        self.processes: dict[str, Process] = {}
+        self.workers: dict[int, Worker] = {}
+        self.runs = 0
+        self.epochs: dict[int, int] = {}
+        # The values of the parameters at each version, by run and version.
+        self.contents: dict[tuple[int, int], dict[str, float]] = {}
+        # The newest version that each worker ever had.
+        self.reached: dict[int, tuple[int, int]] = {}
+        self.newest = (0, 0)
+        self.calm = asyncio.Event()
+        self.closing = asyncio.Event()
+        self.stopped: dict[str, float] = {}
+        self.leaving: dict[str, asyncio.Event] = {}
+        self.down: set[str] = set()
+        world.checks.append(self.check)
+
+    # -- invariants --------------------------------------------------------------------------------
+
+    def check(self, process: Process) -> None:
+        if not process.name.startswith("worker"):
+            return
+        worker = self.workers.get(int(process.name[7:]))
+        if worker is None:
+            return
+        version = worker.scheme.version
+        if not version:
+            return
+        seen = (worker.scheme.epoch, version)
+        if seen != worker.seen or self.world.steps % 8 == 0:
+            worker.seen = seen
+            self.look(worker, version)
+
+    def look(self, worker: Worker, version: int) -> None:
+        """Check that a worker's model has one version, and no older one than before."""
+        found, name = look(worker.model), f"worker {worker.idx}"
+        run = int(max(found.values(), default=0.0)) // _PER_RUN
+        wanted = self.contents.get((run, version))
+        if wanted is None:
+            raise SimulationError(f"{name} has version {version} of {found}, never sent")
+        shift = 0.25 * worker.idx if self.plan.kind == "per worker" else 0.0
+        if found != {each: value + shift for each, value in wanted.items()}:
+            raise SimulationError(f"{name} at version {version} has {found}, not {wanted}")
+        if (run, version) < worker.newest:
+            raise SimulationError(f"{name} went back from {worker.newest} to {(run, version)}")
+        epoch = self.epochs.setdefault(run, worker.scheme.epoch)
+        if epoch != worker.scheme.epoch:
+            raise SimulationError(f"{name} takes run {run} for another epoch")
+        worker.newest = (run, version)
+        self.reached[worker.idx] = max(self.reached.get(worker.idx, (0, 0)), (run, version))
+
+    async def bounded(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
+        """Await a call that has to end within so many seconds, however it ends."""
+        world, name = self.world, what.partition(":")[0]
+        began, stopped = world.now, self.stopped.get(name, 0.0)
+        world.note(f"{what} begins")
+        text = "ends"
+        try:
+            return await call
+        except BaseException as exc:
+            text = f"raises {type(exc).__name__}: {exc}"
+            raise
+        finally:
+            took = world.now - began
+            world.note(f"{what} {text}")
+            stopped = self.stopped.get(name, 0.0) - stopped
+            if took > seconds + stopped + _SLACK_SECONDS:
+                world.fail(f"{what} took {took:.3f} s, not {seconds:g}")
+
+    # -- programs ----------------------------------------------------------------------------------
+
+    def scheme(self, **options: Any) -> aiosync.TCPWeightSyncScheme:
+        plan = self.plan
+        return aiosync.TCPWeightSyncScheme(
+            URL,
+            token=_TOKEN if plan.token else None,
+            chunk_nbytes=plan.chunk_nbytes,
+            strict=plan.kind != "parts",
+            per_worker_weights=plan.kind == "per worker",
+            dial="both" if plan.kind == "server" else "receiver",
+            delta="always" if plan.kind == "deltas" else "off",
+            **options,
+        )
+
+    async def serve(self) -> None:
+        while not self.closing.is_set():
+            plan = self.plan
+            server = WeightServer(
+                URL, token=_TOKEN if plan.token else None, chunk_nbytes=plan.chunk_nbytes
+            )
+            async with server:
+                await self.away("server")
+            await self.pause("server")
+
+    async def away(self, name: str) -> None:
+        """Wait until a process is to leave in order, or everything is over."""
+        leave = self.leaving[name] = asyncio.Event()
+        tasks = {asyncio.ensure_future(each.wait()) for each in (leave, self.closing)}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def pause(self, name: str) -> None:
+        if not self.closing.is_set():
+            await asyncio.sleep(self.random.uniform(0.1, 1))
+
+    def is_over(self, name: str) -> bool:
+        return self.closing.is_set() or self.leaving[name].is_set()
+
+    async def train(self) -> None:
+        while not self.closing.is_set():
+            self.leaving["trainer"] = asyncio.Event()
+            self.runs += 1
+            run, model = self.runs, Net(self.plan.floats, 0.0)
+            scheme = self.scheme(timeout=20.0, reconnect=None)
+            self.fill(model, run, 1)
+            scheme.init_on_sender(model_id="policy", model=model, num_workers=None)
+            try:
+                try:
+                    await self.train_with(scheme, model, run)
+                finally:
+                    await self.bounded("trainer: aclose", scheme.aclose(), _CLOSE_SECONDS)
+            except aiosync.AiosyncError as exc:
+                self.world.note(f"trainer: {type(exc).__name__}: {exc}")
+            await self.pause("trainer")
+
+    def fill(
+        self, model: Net, run: int, version: int, names: tuple[str, ...] = ("a", "b", "c")
+    ) -> None:
+        for name in names:
+            model.get_parameter(name).fill_(run * _PER_RUN + version)
+        self.contents[run, version] = look(model)
+
+    def weights(self, model: Net, names: tuple[str, ...]) -> Any:
+        state = model.state_dict()
+        if self.plan.kind == "per worker":
+            return {
+                idx: {name: tensor + 0.25 * idx for name, tensor in state.items()}
+                for idx in range(self.plan.workers)
+            }
+        if self.plan.kind == "parts":
+            return {name: state[name] for name in names}
+        return None
+
+    async def train_with(self, scheme: aiosync.TCPWeightSyncScheme, model: Net, run: int) -> None:
+        connected = False
+        while not connected and not self.is_over("trainer"):
+            with contextlib.suppress(aiosync.ConnectTimeout, aiosync.PartialSyncError):
+                given = self.weights(model, ("a", "b", "c"))
+                call = scheme.connect(weights=given, timeout=5.0)
+                await self.bounded("trainer: connect", call, 5.0)
+                connected = True
+        for _ in range(self.plan.sends):
+            if self.calm.is_set() or self.is_over("trainer"):
+                break
+            await asyncio.sleep(self.random.choice([0, 0.001, 0.1, 3]) * self.random.random())
+            await self.send(scheme, model, run)
+        tasks = [asyncio.ensure_future(self.calm.wait()), asyncio.ensure_future(self.away_now())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        while not self.is_over("trainer"):
+            await self.send(scheme, model, run, last=True)
+            if self.newest[0] == run:
+                # From here on every worker has to get this version, without another send.
+                await self.away_now()
+            await asyncio.sleep(0.5)
+
+    async def away_now(self) -> None:
+        while not self.is_over("trainer"):
+            await asyncio.sleep(1.0)
+
+    async def send(
+        self, scheme: aiosync.TCPWeightSyncScheme, model: Net, run: int, *, last: bool = False
+    ) -> None:
+        random, version = self.random, scheme.version + 1
+        names = ("a", "b", "c")
+        if self.plan.kind == "parts" and not last:
+            names = tuple(random.sample(names, random.randint(1, 3)))
+        self.fill(model, run, version, names)
+        weights = self.weights(model, names)
+        ids = None
+        if not last and random.random() < 0.2 and self.plan.kind in ("push", "deltas"):
+            ids = random.sample(range(self.plan.workers), random.randint(1, self.plan.workers))
+        timeout = 30.0 if last else random.choice([0.01, 0.2, 2, 20])
+        what = f"trainer: send of version {version}"
+        how = random.random()
+        try:
+            call: Awaitable[Any]
+            if not last and how < 0.2:
+                call = scheme.send_nowait(weights, ids, timeout=timeout)
+            elif not last and how < 0.4:
+                patience = random.random() * random.choice([0.001, 0.05, 1])
+                call = asyncio.wait_for(scheme.send(weights, ids, timeout=timeout), patience)
+            else:
+                call = scheme.send(weights, ids, timeout=timeout)
+            report = await self.bounded(what, call, timeout)
+        except TimeoutError as exc:
+            if isinstance(exc, aiosync.AiosyncError):
+                self.world.note(f"{what}: {exc}")
+        except (aiosync.PartialSyncError, aiosync.ConfigError) as exc:
+            self.world.note(f"{what}: {type(exc).__name__}: {exc}")
+        else:
+            self.acked(report, run, version, ids)
+        if last and scheme.version == version:
+            self.newest = (run, version)
+
+    def acked(self, report: Any, run: int, version: int, ids: Any) -> None:
+        """Check that a version is visible wherever a report says so."""
+        if report.version != version:
+            self.world.fail(f"send() of version {version} reported {report.version}")
+        for idx in report.acked:
+            has = self.reached.get(idx, (0, 0))
+            if self.plan.kind != "server" and has < (run, version):
+                self.world.fail(f"version {version} of run {run}: acked by {idx}, which has {has}")
+            if ids is not None and idx not in ids:
+                self.world.fail(f"version {version} was acked by {idx}, which is none of {ids}")
+
+    async def work(self, idx: int) -> None:
+        name, plan = f"worker {idx}", self.plan
+        while not self.closing.is_set():
+            self.leaving[name] = asyncio.Event()
+            model = Net(plan.floats, -1.0)
+            scheme = self.scheme(
+                apply="manual" if plan.manual else "auto",
+                timeout=20.0,
+                reconnect=plan.reconnect,
+                subscribe=plan.kind != "pull",
+            )
+            scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+            self.workers[idx] = Worker(idx, scheme, model)
+            try:
+                try:
+                    await self.bounded(f"{name}: connect", scheme.connect(timeout=10.0), 10.0)
+                    while not self.is_over(name):
+                        await self.act(name, scheme, model)
+                finally:
+                    await self.bounded(f"{name}: aclose", scheme.aclose(), _CLOSE_SECONDS)
+                    self.workers.pop(idx, None)
+            except aiosync.AiosyncError as exc:
+                self.world.note(f"{name}: {type(exc).__name__}: {exc}")
+            await self.pause(name)
+
+    async def act(self, name: str, scheme: aiosync.TCPWeightSyncScheme, model: Net) -> None:
+        random, timeout = self.random, self.random.choice([0, 0.1, 2.0, 5.0])
+        choice = random.random()
+        if self.plan.manual:
+            await asyncio.sleep(timeout / 10)
+            scheme.apply_pending()
+        try:
+            if choice < 0.2:
+                await self.bounded(f"{name}: receive", scheme.receive(timeout), timeout)
+            elif choice < 0.4:
+                call = scheme.wait_for_version(scheme.version + 1, timeout=timeout)
+                await self.bounded(f"{name}: wait", call, timeout)
+            elif choice < 0.5 or self.plan.kind == "pull":
+                await self.bounded(f"{name}: pull", scheme.pull(timeout=timeout), timeout)
+            elif choice < 0.6:
+                async with scheme.reading():
+                    before = look(model)
+                    await asyncio.sleep(timeout / 10)
+                    after = look(model)
+                    if after != before:
+                        self.world.fail(f"{name}: {before} became {after} in a read")
+            elif choice < 0.7:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(scheme.receive(), timeout)
+            else:
+                await asyncio.sleep(timeout)
+        except aiosync.RecvTimeout:
+            await asyncio.sleep(0.01)
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        self.leaving[name] = asyncio.Event()
+        if name == "trainer":
+            program = self.train()
+        elif name == "server":
+            program = self.serve()
+        else:
+            program = self.work(int(name[7:]))
+        self.processes[name] = self.world.start(name, program)
+        self.down.discard(name)
+
+    async def restart(self, name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.start(name)
+
+    async def go_wrong(self) -> None:
+        world, restarts = self.world, list[asyncio.Task[None]]()
+        for event in self.plan.events:
+            await asyncio.sleep(max(0.0, event.at - world.now))
+            name, process = event.who, self.processes[event.who]
+            if name in self.down:
+                continue
+            if event.what in ("kill", "lose"):
+                world.kill(process, silently=event.what == "lose")
+                self.down.add(name)
+                if name.startswith("worker"):
+                    self.workers.pop(int(name[7:]), None)
+                restarts.append(asyncio.ensure_future(self.restart(name, event.seconds)))
+            elif event.what == "stop":
+                self.stopped[name] = self.stopped.get(name, 0.0) + event.seconds
+                world.stop(process, event.seconds)
+            elif event.what == "part":
+                others = [each for each in self.processes if each != name]
+                other = self.random.choice(others)
+                world.network.part(name, other)
+            elif event.what == "reset":
+                ends = world.network.connections()
+                if ends:
+                    world.network.reset(self.random.choice(ends))
+            else:
+                world.note(f"{name} is to leave")
+                self.leaving[name].set()
+        await asyncio.sleep(max(0.0, _FAULT_SECONDS - world.now))
+        await asyncio.gather(*restarts)
+
+    async def main(self) -> None:
+        for name in self.names():
+            self.start(name)
+        await self.go_wrong()
+        self.world.note("no more faults")
+        self.world.network.calm()
+        self.calm.set()
+        began = self.world.now
+        while not self.is_settled():
+            if self.world.now - began > _CALM_SECONDS:
+                raise SimulationError(
+                    f"not every worker has version {self.newest} long after the last fault: "
+                    f"{self.reached}"
+                )
+            await asyncio.sleep(0.5)
+        self.closing.set()
+        for name, process in self.processes.items():
+            ended = asyncio.ensure_future(self.world.ended(process))
+            await asyncio.wait({ended}, timeout=100)
+            if not ended.done():
+                raise SimulationError(f"{name} does not end")
+
+    def names(self) -> list[str]:
+        names = ["trainer", *(f"worker {idx}" for idx in range(self.plan.workers))]
+        return [*names, "server"] if self.plan.kind == "server" else names
+
+    def is_settled(self) -> bool:
+        return self.newest > (0, 0) and all(
+            idx in self.workers and self.workers[idx].newest >= self.newest
+            for idx in range(self.plan.workers)
+        )
+
+
+def run(plan: Plan, keep: list[World] | None = None) -> World:
+    """Run a plan. Raises SimulationError if something is wrong."""
+
+    async def main(world: World) -> World:
+        if keep is not None:
+            keep.append(world)
+        await Bed(world, plan).main()
+        return world
+
+    return simulate(main, seed=plan.seed, weather=plan.weather, max_seconds=3600.0)

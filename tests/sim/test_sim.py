@@ -1,0 +1,221 @@
+"""Simulated runs: the same seed gives the same run, and many seeds find no fault."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from aiosync.testing.sim import SimulationError, Weather, World, simulate
+from tests.sim.mutants import MUTANTS, Mutant
+from tests.sim.mutants import run as run_mutant
+from tests.sim.plans import KINDS, plan_for
+from tests.sim.programs import run
+
+SEEDS = 200
+HEAVY_SEEDS = 10_000
+
+
+def _names(mutant: Mutant) -> str:
+    return mutant.name.replace(" ", "-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + 50):
+        run(plan_for(seed))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+def test_many_seeds() -> None:
+    for seed in range(HEAVY_SEEDS):
+        run(plan_for(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_gives_the_same_run(kind: str) -> None:
+    runs = [run(plan_for(7, kind)) for _ in range(2)]
+    assert runs[0].trace == runs[1].trace
+    assert runs[0].digest == runs[1].digest
+    assert runs[0].digest != run(plan_for(8, kind)).digest
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=_names)
+def test_the_fault_fits(mutant: Mutant) -> None:
+    assert mutant.fits(), f"its old text has to occur once in aiosync/{mutant.file}"
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=_names)
+def test_the_seed_finds_the_fault(mutant: Mutant) -> None:
+    status, text = run_mutant(mutant, ["--seed", str(mutant.seed)])
+    assert status == 1, text
+
+
+# -- the world ---------------------------------------------------------------------------------
+
+
+def test_time_is_virtual() -> None:
+    async def main(world: World) -> float:
+        began = time.monotonic()
+        await asyncio.sleep(3000.0)
+        return time.monotonic() - began
+
+    began = time.monotonic()
+    assert simulate(main, seed=1) == pytest.approx(3000.0, abs=0.01)
+    assert time.monotonic() - began < 10.0
+
+
+def test_the_error_of_a_program_ends_the_simulation() -> None:
+    async def program() -> None:
+        raise ValueError("of the program")
+
+    async def main(world: World) -> None:
+        await world.ended(world.start("one", program()))
+
+    with pytest.raises(SimulationError, match="(?s)seed 5: of the program.*one starts") as caught:
+        simulate(main, seed=5)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_wait_for_nothing_is_an_error() -> None:
+    async def main(world: World) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(SimulationError, match="nothing can happen any more"):
+        simulate(main, seed=1)
+
+
+def test_a_task_that_a_process_leaves_is_an_error() -> None:
+    left = []
+
+    async def program() -> None:
+        left.append(asyncio.create_task(asyncio.sleep(10.0), name="forgotten"))
+
+    async def main(world: World) -> None:
+        await world.ended(world.start("one", program()))
+
+    with pytest.raises(SimulationError, match="one has ended, and left forgotten"):
+        simulate(main, seed=1)
+
+
+def test_a_failed_check_ends_the_simulation() -> None:
+    async def main(world: World) -> None:
+        def check(process: object) -> None:
+            if world.now > 1.0:
+                raise ValueError("it is late")
+
+        world.checks.append(check)
+        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0)
+
+    with pytest.raises(SimulationError, match="it is late"):
+        simulate(main, seed=1)
+
+
+def test_a_killed_process_runs_no_more() -> None:
+    steps = []
+
+    async def program() -> None:
+        try:
+            while True:
+                steps.append(1)
+                await asyncio.sleep(1.0)
+        finally:
+            steps.append(2)
+
+    async def main(world: World) -> None:
+        process = world.start("one", program())
+        await asyncio.sleep(3.5)
+        world.kill(process)
+        await world.ended(process)
+        await asyncio.sleep(10.0)
+        assert steps == [1, 1, 1, 1]
+
+    simulate(main, seed=1)
+
+
+def _received(weather: Weather, sent: bytes, seed: int) -> bytes | OSError:
+    """Return what arrives of some bytes, up to the end of the stream or an error."""
+    arrived = bytearray()
+
+    async def listen() -> bytes | OSError:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[bytes | OSError] = loop.create_future()
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 7000))
+        listening.listen()
+
+        def on_connection() -> None:
+            sock = listening.accept()[0]
+            loop.remove_reader(listening.fileno())
+            loop.add_reader(sock.fileno(), on_bytes, sock)
+
+        def on_bytes(sock: socket.socket) -> None:
+            try:
+                data = sock.recv(100)
+            except OSError as exc:
+                data, error = b"", exc
+            else:
+                error = None
+            arrived.extend(data)
+            if not data:
+                loop.remove_reader(sock.fileno())
+                sock.close()
+                ended.set_result(error or bytes(arrived))
+
+        loop.add_reader(listening.fileno(), on_connection)
+        result = await ended
+        listening.close()
+        return result
+
+    async def dial() -> None:
+        sock = socket.socket()
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", 7000))
+        rest = sent
+        while rest:
+            try:
+                rest = rest[sock.send(rest) :]
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+            except OSError:
+                break
+        sock.close()
+
+    async def main(world: World) -> bytes | OSError:
+        results = []
+
+        async def keep() -> None:
+            results.append(await listen())
+
+        processes = [world.start("listener", keep()), world.start("dialer", dial())]
+        for process in processes:
+            await world.ended(process)
+        assert sent.startswith(arrived) or weather.corrupts
+        return results[0]
+
+    return simulate(main, seed=seed, weather=weather)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_arrive_in_order(seed: int) -> None:
+    sent = bytes(range(256)) * 40
+    assert _received(Weather(fragments=0.3, capacity=(10, 1000)), sent, seed) == sent
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_arrive_up_to_a_fault(seed: int) -> None:
+    sent = bytes(range(256)) * 40
+    cut = _received(Weather(cuts=1.0, within=5000), sent, seed)
+    assert isinstance(cut, ConnectionResetError)
+    short = _received(Weather(half_closes=1.0, within=5000), sent, seed)
+    assert isinstance(short, bytes)
+    assert len(short) < 5000
+    wrong = _received(Weather(corrupts=1.0, within=5000), sent, seed)
+    assert isinstance(wrong, bytes)
+    assert sum(one != other for one, other in zip(sent, wrong, strict=True)) == 1
