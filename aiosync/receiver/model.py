@@ -214,8 +214,11 @@ class WorkerModel:
                 # There is no version yet, or the target is a load function, which no model
                 # replaces.
                 pass
-            elif self.copy:
+            elif self.copy or not self.strict:
+                # Without strict names the last update may have held only a part of what the old
+                # model has.
                 assert isinstance(self.target, Target)
+                self.detach()
                 leaves = collect(self.target.target)
                 tensors = [leaf.tensor for leaf in leaves.leaves]
                 layout = Layout.plan(leaves.leaves, NO_LIMITS)

@@ -161,6 +161,28 @@ async def test_a_worker_never_has_what_the_trainer_never_had(make: Any, order: s
         saw_what_was_there()
 
 
+@pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+@pytest.mark.parametrize("copy", [False, True])
+async def test_another_model_gets_the_newest_of_each_name(make: Any, copy: bool) -> None:
+    """The last update may have held only some of the names."""
+    scheme = make(strict=False, apply_copy=copy)
+    scheme.init_on_sender(model_id="policy", weights=letters("abc", 1.0))
+    async with scheme, harness.twin(scheme) as worker:
+        await scheme.connect()
+        first, other = build(), build()
+        worker.init_on_receiver(model_id="policy", model=first)
+        await worker.connect(timeout=harness.PATIENCE)
+        await scheme.send(letters("b", 2.0))
+        await worker.wait_for_version(2, timeout=harness.PATIENCE)
+        worker.model = other
+        assert content(other) == content(first) == [1.0, 2.0, 1.0]
+        await scheme.send(letters("c", 3.0))
+        await worker.wait_for_version(3, timeout=harness.PATIENCE)
+        with worker.reading():
+            assert content(other) == [1.0, 2.0, 3.0]
+        assert content(first) == [1.0, 2.0, 1.0]
+
+
 @both
 async def test_a_worker_that_leaves_after_it_applied_a_version_has_acked_it(make: Any) -> None:
     """The farewell may arrive together with the answer."""
