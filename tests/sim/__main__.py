@@ -10,7 +10,7 @@ from collections import Counter
 from typing import ClassVar
 
 from aiosync.testing.sim import SimulationError, World
-from tests.sim.plans import plan_for
+from tests.sim.plans import Plan, plan_for
 from tests.sim.programs import run
 
 
@@ -24,12 +24,29 @@ class _IntoTrace(logging.Handler):
             self.worlds[-1].note(f"log: {record.getMessage()}")
 
 
+def fails(plan: Plan) -> bool:
+    """Return True if a plan finds a fault."""
+    try:
+        run(plan)
+    except SimulationError:
+        return True
+    return False
+
+
+def shrink(plan: Plan) -> Plan:
+    """Return a plan that finds a fault as well, and of which no smaller one does."""
+    while (found := next(filter(fails, plan.smaller()), None)) is not None:
+        plan = found
+    return plan
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--seeds", type=int, default=200, help="run so many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of --seeds")
     parser.add_argument("--kind", help="what the programs do, instead of the seed's choice")
+    parser.add_argument("--shrink", action="store_true", help="make the plan of --seed smaller")
     parser.add_argument("--until-failed", action="store_true", help="stop at the first failure")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     given = parser.parse_args()
@@ -44,6 +61,9 @@ def main() -> int:
         worlds = _IntoTrace.worlds = list[World]()
         plan = plan_for(seed, given.kind)
         kinds[plan.kind] += 1
+        if given.shrink and fails(plan):
+            plan = shrink(plan)
+            print(plan)
         if given.trace:
             print(plan)
         try:

@@ -11,8 +11,11 @@ from aiosync.testing.sim import Weather
 
 _HAS_DELTAS = importlib.util.find_spec("zstandard") is not None
 
-Kind = Literal["push", "parts", "per worker", "pull", "server", "deltas"]
-KINDS: tuple[Kind, ...] = ("push", "parts", "per worker", "pull", "server", "deltas")
+Kind = Literal["push", "parts", "per worker", "pull", "deltas"]
+KINDS: tuple[Kind, ...] = ("push", "parts", "per worker", "pull", "deltas")
+
+
+WHATS = ("kill", "lose", "stop", "part", "reset", "leave")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Plan:
     Attributes:
         seed: Decides the steps and the network.
         kind: What the programs do.
+        server: True for a weight server between trainer and workers.
         workers: Number of workers.
         sends: Number of sends before the faults end.
         floats: Number of elements of the model.
@@ -46,12 +50,18 @@ class Plan:
         token: True to have a token.
         manual: True for workers that apply updates themselves.
         reconnect: As for the scheme of a worker.
+        stall_timeout: As for the scheme of the trainer.
+        named: True if each worker asks for its index.
+        cancels: Chance that a call is cancelled.
+        hooks: True for workers with an async hook, which sometimes refuses a version.
+        require: As for the scheme of the trainer.
         weather: What happens to connections.
         events: What goes wrong, in the order of time.
     """
 
     seed: int
     kind: Kind
+    server: bool
     workers: int
     sends: int
     floats: int
@@ -59,12 +69,32 @@ class Plan:
     token: bool
     manual: bool
     reconnect: float | None
+    stall_timeout: float
+    named: bool
+    cancels: float
+    hooks: bool
+    require: Literal["all"] | float
     weather: Weather
     events: tuple[Event, ...]
 
-    def without(self, index: int) -> Plan:
-        """Return the plan without one event."""
-        return replace(self, events=self.events[:index] + self.events[index + 1 :])
+    def smaller(self) -> list[Plan]:
+        """Return plans that are a little smaller, the smallest first."""
+        found = []
+        if self.workers > 1:
+            last = f"worker {self.workers - 1}"
+            events = tuple(each for each in self.events if each.who != last)
+            found.append(replace(self, workers=self.workers - 1, events=events))
+        if self.sends > 1:
+            found.append(replace(self, sends=self.sends - 1))
+        for index in range(len(self.events)):
+            events = self.events[:index] + self.events[index + 1 :]
+            found.append(replace(self, events=events))
+        if self.cancels:
+            found.append(replace(self, cancels=0.0))
+        for fault in ("cuts", "loses", "half_closes", "corrupts", "fragments"):
+            if getattr(self.weather, fault):
+                found.append(replace(self, weather=replace(self.weather, **{fault: 0.0})))
+        return found
 
 
 def plan_for(seed: int, kind: Kind | None = None) -> Plan:
@@ -75,6 +105,7 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
     if kind == "deltas" and not _HAS_DELTAS:
         kind = "push"
     workers = random.randint(1, 4)
+    server = random.random() < 0.35 and kind not in ("per worker", "deltas")
     bad = random.random() < 0.7
     low = 10 ** random.uniform(-5, -2)
     weather = Weather(
@@ -88,9 +119,9 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         within=random.choice([1000, 4000, 20_000, 100_000]),
     )
     names = ["trainer", *(f"worker {idx}" for idx in range(workers))]
-    if kind == "server":
+    if server:
         names.append("server")
-    whats = random.sample(["kill", "lose", "stop", "part", "reset", "leave"], random.randint(1, 6))
+    whats = random.sample(WHATS, random.randint(1, len(WHATS)))
     events = [
         Event(
             random.uniform(0, 20),
@@ -106,13 +137,19 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
     return Plan(
         seed,
         kind,
+        server,
         workers,
         random.randint(1, 8),
         floats,
         chunk_nbytes,
         random.random() < 0.5,
         random.random() < 0.2,
-        random.choice([None, None, 30.0]),
+        random.choice([None, None, 30.0, 1.0, 0.0]),
+        random.choice([60.0, 60.0, 3.0]),
+        kind == "per worker" or random.random() < 0.7,
+        random.choice([0.0, 0.05, 0.2]),
+        random.random() < 0.2,
+        random.choice(["all", "all", "all", 0.5]),
         weather,
         tuple(sorted(events, key=lambda each: each.at)),
     )

@@ -75,6 +75,7 @@ class Bed:
         # The newest version that each worker ever had.
         self.reached: dict[int, tuple[int, int]] = {}
         self.newest = (0, 0)
+        self.is_known = False
         self.calm = asyncio.Event()
         self.closing = asyncio.Event()
         self.stopped: dict[str, float] = {}
@@ -134,6 +135,23 @@ class Bed:
             if took > seconds + stopped + _SLACK_SECONDS:
                 world.fail(f"{what} took {took:.3f} s, not {seconds:g}")
 
+    async def disturbed(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
+        """Await a call as :meth:`bounded` does, and sometimes cancel it. None if it was."""
+        if self.calm.is_set() or self.random.random() >= self.plan.cancels:
+            return await self.bounded(what, call, seconds)
+        patience = self.random.random() * self.random.choice([0.001, 0.05, 1])
+        try:
+            return await self.bounded(what, asyncio.wait_for(call, patience), seconds)
+        except TimeoutError as exc:
+            if isinstance(exc, aiosync.AiosyncError):
+                raise
+        return None
+
+    async def close(self, name: str, scheme: aiosync.TCPWeightSyncScheme) -> None:
+        """Close a scheme. Where that is cancelled, it is done again."""
+        await self.disturbed(f"{name}: aclose", scheme.aclose(), _CLOSE_SECONDS)
+        await self.bounded(f"{name}: aclose again", scheme.aclose(), _CLOSE_SECONDS)
+
     # -- programs ----------------------------------------------------------------------------------
 
     def scheme(self, **options: Any) -> aiosync.TCPWeightSyncScheme:
@@ -144,7 +162,7 @@ class Bed:
             chunk_nbytes=plan.chunk_nbytes,
             strict=plan.kind != "parts",
             per_worker_weights=plan.kind == "per worker",
-            dial="both" if plan.kind == "server" else "receiver",
+            dial="both" if plan.server else "receiver",
             delta="always" if plan.kind == "deltas" else "off",
             **options,
         )
@@ -182,14 +200,17 @@ class Bed:
             self.leaving["trainer"] = asyncio.Event()
             self.runs += 1
             run, model = self.runs, Net(self.plan.floats, 0.0)
-            scheme = self.scheme(timeout=20.0, reconnect=None)
+            stall = self.plan.stall_timeout
+            scheme = self.scheme(
+                timeout=20.0, reconnect=None, stall_timeout=stall, require=self.plan.require
+            )
             self.fill(model, run, 1)
             scheme.init_on_sender(model_id="policy", model=model, num_workers=None)
             try:
                 try:
                     await self.train_with(scheme, model, run)
                 finally:
-                    await self.bounded("trainer: aclose", scheme.aclose(), _CLOSE_SECONDS)
+                    await self.close("trainer", scheme)
             except aiosync.AiosyncError as exc:
                 self.world.note(f"trainer: {type(exc).__name__}: {exc}")
             await self.pause("trainer")
@@ -218,12 +239,14 @@ class Bed:
             with contextlib.suppress(aiosync.ConnectTimeout, aiosync.PartialSyncError):
                 given = self.weights(model, ("a", "b", "c"))
                 call = scheme.connect(weights=given, timeout=5.0)
-                await self.bounded("trainer: connect", call, 5.0)
-                connected = True
+                await self.disturbed("trainer: connect", call, 5.0)
+                connected = scheme.synchronized_on_sender
         for _ in range(self.plan.sends):
             if self.calm.is_set() or self.is_over("trainer"):
                 break
             await asyncio.sleep(self.random.choice([0, 0.001, 0.1, 3]) * self.random.random())
+            if self.random.random() < 0.15:
+                await self.wait(scheme)
             await self.send(scheme, model, run)
         tasks = [asyncio.ensure_future(self.calm.wait()), asyncio.ensure_future(self.away_now())]
         try:
@@ -235,9 +258,36 @@ class Bed:
         while not self.is_over("trainer"):
             await self.send(scheme, model, run, last=True)
             if self.newest[0] == run:
+                if self.plan.kind != "pull" or self.plan.server:
+                    await self.reach(scheme)
+                self.is_known = True
                 # From here on every worker has to get this version, without another send.
                 await self.away_now()
             await asyncio.sleep(0.5)
+
+    async def wait(self, scheme: aiosync.TCPWeightSyncScheme) -> None:
+        """Wait for workers in one of the ways in which a trainer can."""
+        timeout = self.random.choice([0.01, 1, 5])
+        call = self.random.choice(
+            [
+                lambda: scheme.wait_for_version(scheme.version, timeout=timeout),
+                lambda: scheme.wait_staged(scheme.version, timeout=timeout),
+                lambda: scheme.wait_lag_below(self.random.randint(1, 2), timeout=timeout),
+                lambda: scheme.ready.wait(timeout=timeout),
+            ]
+        )
+        with contextlib.suppress(aiosync.RecvTimeout, aiosync.PartialSyncError):
+            await self.disturbed("trainer: wait", call(), timeout)
+
+    async def reach(self, scheme: aiosync.TCPWeightSyncScheme) -> None:
+        """Wait until the trainer knows that every subscriber has its newest version."""
+        call = scheme.wait_for_version(self.newest[1], timeout=_CALM_SECONDS)
+        try:
+            await self.bounded("trainer: wait", call, _CALM_SECONDS)
+        except aiosync.RecvTimeout as exc:
+            self.world.fail(f"no more faults, and yet: {exc}")
+        except aiosync.PartialSyncError as exc:
+            self.world.note(f"trainer: {exc}")
 
     async def away_now(self) -> None:
         while not self.is_over("trainer"):
@@ -253,7 +303,8 @@ class Bed:
         self.fill(model, run, version, names)
         weights = self.weights(model, names)
         ids = None
-        if not last and random.random() < 0.2 and self.plan.kind in ("push", "deltas"):
+        may_name = self.plan.kind in ("push", "deltas") and not self.plan.server
+        if may_name and not last and random.random() < 0.2:
             ids = random.sample(range(self.plan.workers), random.randint(1, self.plan.workers))
         timeout = 30.0 if last else random.choice([0.01, 0.2, 2, 20])
         what = f"trainer: send of version {version}"
@@ -282,10 +333,13 @@ class Bed:
         """Check that a version is visible wherever a report says so."""
         if report.version != version:
             self.world.fail(f"send() of version {version} reported {report.version}")
+        if not self.plan.server:
+            having = {idx for idx, has in self.reached.items() if has >= (run, version)}
+            missing = report.acked - having if self.plan.named else set()
+            if missing or len(report.acked) > len(having):
+                text = f"version {version} of run {run} was acked by {set(report.acked)}"
+                self.world.fail(f"{text}; the workers have {self.reached}")
         for idx in report.acked:
-            has = self.reached.get(idx, (0, 0))
-            if self.plan.kind != "server" and has < (run, version):
-                self.world.fail(f"version {version} of run {run}: acked by {idx}, which has {has}")
             if ids is not None and idx not in ids:
                 self.world.fail(f"version {version} was acked by {idx}, which is none of {ids}")
 
@@ -300,19 +354,35 @@ class Bed:
                 reconnect=plan.reconnect,
                 subscribe=plan.kind != "pull",
             )
-            scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
+            scheme.init_on_receiver(
+                model_id="policy",
+                model=model,
+                worker_idx=idx if plan.named else None,
+                hooks=aiosync.SchemeHooks(applied=self.hook) if plan.hooks else None,
+            )
             self.workers[idx] = Worker(idx, scheme, model)
             try:
                 try:
-                    await self.bounded(f"{name}: connect", scheme.connect(timeout=10.0), 10.0)
-                    while not self.is_over(name):
+                    call = scheme.connect(timeout=10.0)
+                    await self.disturbed(f"{name}: connect", call, 10.0)
+                    while scheme.synchronized_on_receiver and not self.is_over(name):
+                        if self.random.random() < 0.05:
+                            self.world.note(f"{name} has another model")
+                            model = Net(plan.floats, -1.0)
+                            self.workers[idx].model = scheme.model = model
                         await self.act(name, scheme, model)
                 finally:
-                    await self.bounded(f"{name}: aclose", scheme.aclose(), _CLOSE_SECONDS)
+                    await self.close(name, scheme)
                     self.workers.pop(idx, None)
             except aiosync.AiosyncError as exc:
                 self.world.note(f"{name}: {type(exc).__name__}: {exc}")
             await self.pause(name)
+
+    async def hook(self, epoch: int, version: int) -> None:
+        """Take some time over a version that was applied, and refuse some."""
+        await asyncio.sleep(self.random.random() * self.random.choice([0, 0.001, 0.5]))
+        if not self.calm.is_set() and self.random.random() < 0.1:
+            raise RuntimeError("of the hook")
 
     async def act(self, name: str, scheme: aiosync.TCPWeightSyncScheme, model: Net) -> None:
         random, timeout = self.random, self.random.choice([0, 0.1, 2.0, 5.0])
@@ -322,12 +392,12 @@ class Bed:
             scheme.apply_pending()
         try:
             if choice < 0.2:
-                await self.bounded(f"{name}: receive", scheme.receive(timeout), timeout)
+                await self.disturbed(f"{name}: receive", scheme.receive(timeout), timeout)
             elif choice < 0.4:
                 call = scheme.wait_for_version(scheme.version + 1, timeout=timeout)
-                await self.bounded(f"{name}: wait", call, timeout)
+                await self.disturbed(f"{name}: wait", call, timeout)
             elif choice < 0.5 or self.plan.kind == "pull":
-                await self.bounded(f"{name}: pull", scheme.pull(timeout=timeout), timeout)
+                await self.disturbed(f"{name}: pull", scheme.pull(timeout=timeout), timeout)
             elif choice < 0.6:
                 async with scheme.reading():
                     before = look(model)
@@ -414,10 +484,10 @@ class Bed:
 
     def names(self) -> list[str]:
         names = ["trainer", *(f"worker {idx}" for idx in range(self.plan.workers))]
-        return [*names, "server"] if self.plan.kind == "server" else names
+        return [*names, "server"] if self.plan.server else names
 
     def is_settled(self) -> bool:
-        return self.newest > (0, 0) and all(
+        return self.is_known and all(
             idx in self.workers and self.workers[idx].newest >= self.newest
             for idx in range(self.plan.workers)
         )

@@ -178,7 +178,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._after_step = after_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        outside = self.running = Process("outside", 0)
+        outside = Process("outside", 0)
+        self.running: Process = outside
         self.processes.append(outside)
         self._ready = _Ready(outside)
         self.set_task_factory(self._make_task)

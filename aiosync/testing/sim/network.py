@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,12 +20,14 @@ from typing import Any
 
 from aiosync.testing.sim.loop import Process, SimLoop, current_process
 
-__all__ = ["Network", "SimSocket", "Weather"]
+__all__ = ["Network", "SimPoll", "SimSocket", "Weather"]
 
 _FIRST_FD = 2**20
 _FIRST_PORT = 20_000
 # A connection is tried anew after this time while a partition holds it up.
 _RETRY_SECONDS = 1.0
+# Event that the peer will write no more. Linux only.
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +367,39 @@ class SimSocket(socket.socket):
         return f"<SimSocket {self.fd} of {self.owner.name}>"
 
 
+class SimPoll:
+    """Takes the place of ``select.poll`` during a simulation. It never waits."""
+
+    network: Network
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+
+    def register(self, fd: int, eventmask: int = select.POLLIN | select.POLLOUT) -> None:
+        """Watch a simulated socket."""
+        self._masks[fd] = eventmask
+
+    def unregister(self, fd: int) -> None:
+        """Watch a simulated socket no more."""
+        del self._masks[fd]
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        """Return the sockets with their events of this moment."""
+        found = []
+        for fd, mask in self._masks.items():
+            sock = self.network.find(fd)
+            if sock is None:
+                found.append((fd, select.POLLNVAL))
+                continue
+            events = (mask & select.POLLIN) * sock.is_readable
+            events |= (mask & select.POLLOUT) * sock.is_writable
+            events |= (mask & _PEER_CLOSED) * (sock.is_ended or sock.error is not None)
+            events |= (select.POLLERR | select.POLLHUP) * (sock.error is not None)
+            if events:
+                found.append((fd, events))
+        return found
+
+
 class Network:
     """The network of a simulation.
 
@@ -473,6 +509,10 @@ class Network:
         fd = next(self._fds)
         self._sockets[fd] = self.loop.descriptors[fd] = sock
         return fd
+
+    def find(self, fd: int) -> SimSocket | None:
+        """Return the open socket with a descriptor; ``None`` if it is not simulated."""
+        return self._sockets.get(fd)
 
     def close(self, sock: SimSocket) -> None:
         """Forget a socket."""

@@ -11,6 +11,7 @@ import gc
 import os
 import random as random_module
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from anyio import to_thread
 
 from aiosync.testing.sim.loop import Process, SimLoop, SimulationError
-from aiosync.testing.sim.network import Network, SimSocket, Weather
+from aiosync.testing.sim.network import Network, SimPoll, SimSocket, Weather
 
 __all__ = ["World", "simulate"]
 
@@ -224,9 +225,10 @@ class World:
         class OwnSocket(SimSocket):
             network = self.network
 
-        def find(fd: int) -> SimSocket | None:
-            found = loop.descriptors.get(fd)
-            return found if isinstance(found, SimSocket) else None
+        class OwnPoll(SimPoll):
+            network = self.network
+
+        find = self.network.find
 
         def readv(fd: int, buffers: Any) -> int:
             sock = find(fd)
@@ -251,6 +253,7 @@ class World:
             (os, "readv", readv),
             (os, "writev", writev),
             (socket, "socket", OwnSocket),
+            (select, "poll", OwnPoll),
             (secrets, "token_bytes", lambda nbytes=32: random.randbytes(nbytes or 32)),
             (secrets, "randbelow", random.randrange),
             (secrets, "randbits", random.getrandbits),
@@ -270,13 +273,11 @@ class World:
 
 
 def _close(coroutine: Any) -> None:
-    """Close a coroutine whose ``finally`` blocks may await something."""
-    for _ in range(_MOST_AWAITS):
-        try:
-            coroutine.close()
-        except Exception:  # noqa: BLE001 - of a program that is over
-            continue
-        return
+    """End a coroutine by cancelling whatever its ``finally`` blocks await."""
+    with contextlib.suppress(BaseException):  # of a program that is over
+        for _ in range(_MOST_AWAITS):
+            coroutine.throw(asyncio.CancelledError())
+        coroutine.close()
 
 
 def simulate(
