@@ -42,14 +42,14 @@ class SchemeState(SchemeOptions):
             """Raise an error that says what to write; the blocking schemes override this."""
             raise LocalProtocolError(
                 "this scheme is of `aiosync`: write `async with scheme:`, or use a scheme of "
-                "`aiosync.sync` in code without an event loop"
+                "`aiosync.sync` in code without an event loop, such as aiosync.sync.twin(scheme)"
             )
 
         def __aenter__(self) -> NoReturn:
             """Raise an error that says what to write; the async schemes override this."""
             raise LocalProtocolError(
                 "this scheme is of `aiosync.sync`: write `with scheme:` where no event loop runs, "
-                "or use a scheme of `aiosync` in async code"
+                "or use a scheme of `aiosync` in async code, such as aiosync.sync.twin(scheme)"
             )
 
         __exit__, __aexit__ = __enter__, __aenter__

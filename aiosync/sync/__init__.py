@@ -18,6 +18,7 @@ from aiosync.sync._schemes import (
     SharedMemWeightSyncScheme,
     TCPWeightSyncScheme,
     WeightSyncScheme,
+    twin,
 )
 
 # Transports that create_transport() of these schemes makes, for programs that import them here.
@@ -43,4 +44,5 @@ __all__ = [
     "WeightSyncBackend",
     "WeightSyncScheme",
     "connect_all",
+    "twin",
 ]

@@ -30,6 +30,7 @@ from typing import (
     TypeAlias,
     TypeVar,
     cast,
+    overload,
 )
 
 import aiosync.schemes as aio
@@ -79,6 +80,7 @@ __all__ = [
     "is_copy",
     "rpc_runs",
     "run_on_loop",
+    "twin",
     "twin_of",
 ]
 
@@ -234,10 +236,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Raises:
             ConfigError: There is none with that name.
         """
-        scheme = aio.WeightSyncScheme.from_backend(backend, **options)
-        facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
-        facade._adopt(scheme)
-        return facade
+        return _facade_on(aio.WeightSyncScheme.from_backend(backend, **options))
 
     # -- the portal ----------------------------------------------------------------------------
 
@@ -571,6 +570,44 @@ def facade_of(scheme: WeightSyncScheme | Adapter) -> WeightSyncScheme:
 def core_of(scheme: WeightSyncScheme | Adapter) -> aio.WeightSyncScheme:
     """Return the async scheme of a blocking one."""
     return facade_of(scheme)._scheme
+
+
+def _facade_on(scheme: aio.WeightSyncScheme) -> WeightSyncScheme:
+    """Return a new blocking scheme that stands on this async one."""
+    facade: WeightSyncScheme = object.__new__(twin_of(type(scheme)))
+    facade._adopt(scheme)
+    return facade
+
+
+@overload
+def twin(scheme: aio.WeightSyncScheme) -> WeightSyncScheme: ...
+
+
+@overload
+def twin(scheme: WeightSyncScheme) -> aio.WeightSyncScheme: ...
+
+
+def twin(
+    scheme: aio.WeightSyncScheme | WeightSyncScheme,
+) -> WeightSyncScheme | aio.WeightSyncScheme:
+    """Return a copy of a scheme for the other API, without a role: for workers that use that one.
+
+    The copy of an async scheme is blocking, and the other way round; it meets the same trainer and
+    has the same options, and a pickle of it is of its own kind. Call it after ``init_on_sender()``
+    and pass the result to the worker, or call it in the worker. The scheme itself stays as it is,
+    and each of the two is closed by itself.
+
+    Args:
+        scheme: A scheme of :mod:`aiosync` or of :mod:`aiosync.sync`.
+
+    Raises:
+        ConfigError: It is no scheme.
+    """
+    if isinstance(scheme, aio.WeightSyncScheme):
+        return _facade_on(copy.copy(scheme))
+    if not isinstance(scheme, WeightSyncScheme):
+        raise ConfigError(f"twin() takes a scheme of aiosync or of aiosync.sync, not {scheme!r}")
+    return copy.copy(facade_of(scheme))._scheme
 
 
 def is_copy(facade: WeightSyncScheme) -> bool:

@@ -45,7 +45,7 @@ def test_the_class_names_are_the_same() -> None:
     schemes = {name for name in aiosync.__all__ if name.endswith("Scheme")}
     # TorchRL exports these names beside its schemes.
     others = {"InitialSyncTransport", "WeightStrategy", "WeightSyncBackend"}
-    others |= {"connect_all"}
+    others |= {"connect_all", "twin"}
     assert set(aiosync.sync.__all__) - others == schemes == set(CLASSES)
     assert aiosync.sync.WeightStrategy is aiosync.WeightStrategy
 

@@ -62,6 +62,12 @@ def a_function_of_the_class(scheme: aiosync.sync.WeightSyncScheme) -> None:
     assert_type(aiosync.sync.WeightSyncScheme.from_backend("shared"), aiosync.sync.WeightSyncScheme)
 
 
+def twins(blocking: aiosync.sync.WeightSyncScheme, awaited: aiosync.WeightSyncScheme) -> None:
+    assert_type(aiosync.sync.twin(blocking), aiosync.WeightSyncScheme)
+    assert_type(aiosync.sync.twin(awaited), aiosync.sync.WeightSyncScheme)
+    aiosync.sync.twin(3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def wrong_calls(scheme: aiosync.sync.WeightSyncScheme) -> None:
     scheme.send(timeout="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     scheme.send(wait=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
