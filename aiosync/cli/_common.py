@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +31,7 @@ __all__ = [
     "TOKEN_VARIABLE",
     "AllowHost",
     "ModelId",
+    "Quiet",
     "Timeout",
     "TlsCa",
     "TlsCert",
@@ -44,6 +45,8 @@ __all__ = [
     "plain",
     "read_token",
     "show_nbytes",
+    "shows_progress",
+    "status_line",
     "tls_of",
     "with_flags",
     "write_text",
@@ -127,6 +130,8 @@ Timeout = Annotated[
 ]
 """``--timeout``."""
 
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+"""``--quiet``."""
 
 AllowHost = Annotated[
     list[str] | None,
@@ -179,6 +184,36 @@ def dialling(
 def errors_to() -> Console:
     """Return a console on stderr, for errors and notes."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def shows_progress(quiet: bool) -> bool:
+    """Return True if there is a terminal to show progress on, and the user wants it."""
+    return not quiet and sys.stderr.isatty()
+
+
+@contextmanager
+def status_line(console: Console, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Keep one line on a terminal about what the command does now. Starts no thread.
+
+    Args:
+        console: Console on stderr.
+        quiet: True if the user wants no progress.
+
+    Yields:
+        A function that replaces the text of the line, which is gone after the block.
+    """
+    if not shows_progress(quiet):
+        yield lambda text: None
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+
+        def say(text: str) -> None:
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+        yield say
 
 
 def read_token(path: Path | None, console: Console, option: str = "--token-file") -> bytes | None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from aiosync.cli._common import INTERRUPTED, errors_to, failing, write_text
+from aiosync.cli._common import (
+    INTERRUPTED,
+    Quiet,
+    errors_to,
+    failing,
+    shows_progress,
+    write_text,
+)
 from aiosync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +70,7 @@ def bench(
             "--from", metavar="FILE", help="Show this earlier JSON file instead of measuring."
         ),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Measure aiosync and the machine's limits on the same work, in turns.
 
@@ -88,7 +96,7 @@ def bench(
             if json_to not in (None, "-"):
                 write_text("--json", json_to, "")  # a bad path has to fail before the run
             exit_status[0] = 1
-            results, ended = _measure(plan, errors, json_to)
+            results, ended = _measure(plan, errors, json_to, quiet)
         stream = sys.stderr if json_to == "-" else sys.stdout
         show(
             results,
@@ -127,7 +135,7 @@ def _read(path: Path) -> Results:
         raise ConfigError(f"--from: {path} holds no results: {exc!r}") from exc
 
 
-def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results, int]:
+def _measure(plan: Plan, console: Console, json_to: str | None, quiet: bool) -> tuple[Results, int]:
     """Run the plan; return the results, and the exit status if Ctrl-C ended the run, or else 0.
 
     The JSON file is written after every case, because a run takes long and may be killed.
@@ -139,7 +147,9 @@ def _measure(plan: Plan, console: Console, json_to: str | None) -> tuple[Results
     def note(done: int, total: int, what: str) -> None:
         if done and json_to not in (None, "-"):
             write_text("--json", json_to, results.to_json())
-        console.print(f"{results.elapsed:6.1f} s  {done} of {total} cases  {what}", markup=False)
+        if shows_progress(quiet):
+            line = f"{results.elapsed:6.1f} s  {done} of {total} cases  {what}"
+            console.print(line, markup=False)
 
     try:
         run(plan, results, note)

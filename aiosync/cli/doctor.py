@@ -30,6 +30,7 @@ from aiosync._run import new_event_loop, run, usable_cores
 from aiosync._version import __version__
 from aiosync.cli._common import (
     TOKEN_VARIABLE,
+    Quiet,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -39,6 +40,7 @@ from aiosync.cli._common import (
     failing,
     plain,
     read_token,
+    status_line,
     tls_of,
     with_flags,
 )
@@ -74,6 +76,7 @@ def doctor(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    quiet: Quiet = False,
 ) -> None:
     """Check this machine, and whether an address can be reached; say what to do.
 
@@ -82,7 +85,8 @@ def doctor(
     - `aiosync doctor --workers 8`
     - `aiosync doctor tcp://10.0.0.5:7000 --token-file token`
     """
-    with failing("doctor", errors_to()):
+    errors = errors_to()
+    with failing("doctor", errors):
         given = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
         checks: dict[str, Callable[[], str]] = {
             "python": platform.python_version,
@@ -104,7 +108,9 @@ def doctor(
             checks["TLS"] = lambda: "the certificate files can be used"
         if url is not None:
             checks["reachable"] = functools.partial(_reach, url, token_file, given)
-        _report(checks)
+        with status_line(errors, quiet) as say:
+            table, failed = _run_checks(checks, say)
+        _report(table, failed)
 
 
 def token(
@@ -126,19 +132,17 @@ def token(
         typer.echo(f"Token in {file}")
 
 
-def _report(checks: dict[str, Callable[[], str]]) -> None:
-    """Run every check; show the result of each, and below it the advice.
-
-    Raises:
-        typer.Exit: A check failed; with status 1.
-    """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+def _run_checks(
+    checks: dict[str, Callable[[], str]], say: Callable[[str], None]
+) -> tuple[Table, list[str]]:
+    """Run every check; return the result of each with its advice, and the names of the failed."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     failed = []
-    for name, check in checks.items():
+    for number, (name, check) in enumerate(checks.items(), 1):
+        say(f"check {number} of {len(checks)}: {name}")
         try:
             text, _, advice = check().partition("\n")
             mark = "[yellow]advice[/yellow]" if advice else "[green]ok[/green]"
@@ -148,6 +152,16 @@ def _report(checks: dict[str, Callable[[], str]]) -> None:
             failed.append(name)
         below = f"\n[yellow]{escape(advice)}[/yellow]" if advice else ""
         table.add_row(mark, name, escape(plain(text, 2000)) + below)
+    return table, failed
+
+
+def _report(table: Table, failed: list[str]) -> None:
+    """Show the results.
+
+    Raises:
+        typer.Exit: A check failed; with status 1.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     if failed:
         console.print(f"Failed checks: {', '.join(failed)}.")

@@ -19,6 +19,7 @@ import typer
 from aiosync.cli._common import (
     INTERRUPTED,
     AllowHost,
+    Quiet,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -29,6 +30,7 @@ from aiosync.cli._common import (
     plain,
     read_token,
     show_nbytes,
+    status_line,
     tls_of,
 )
 from aiosync.cli.status import serve_page
@@ -104,6 +106,7 @@ def serve(
         ),
     ] = None,
     allow_host: AllowHost = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run a weight server: trainers push to it, workers pull from it.
 
@@ -135,7 +138,9 @@ def serve(
                 max_connections=max_connections,
             )
 
-        raise typer.Exit(aiosync.run(_serve(make, metrics, dashboard, allow_host or (), errors)))
+        shown = None if quiet else store
+        serving = _serve(make, metrics, dashboard, allow_host or (), errors, shown)
+        raise typer.Exit(aiosync.run(serving))
 
 
 async def _serve(
@@ -144,10 +149,19 @@ async def _serve(
     dashboard: str | None,
     allow_hosts: Sequence[str],
     errors: Console,
+    store: Path | None,
 ) -> int:
     """Serve until SIGINT or SIGTERM, or until the server breaks.
 
     Prints the address, and nothing else, as the first line of stdout, because scripts wait for it.
+
+    Args:
+        make: Makes the server.
+        metrics: Address of the page of metrics, if there is to be one.
+        dashboard: Address of the dashboard, if there is to be one.
+        allow_hosts: Names under which these pages may be asked for.
+        errors: Console on stderr.
+        store: The server's store, if its reading is to be shown.
 
     Returns:
         The exit status: 0 after SIGTERM, 130 after Ctrl-C; 1 after either if the server could not
@@ -156,7 +170,12 @@ async def _serve(
     with _signals() as came:
         server, before = make(), 0
         try:
-            async with server, contextlib.AsyncExitStack() as stack:
+            async with contextlib.AsyncExitStack() as stack:
+                with status_line(errors, store is None) as say:
+                    showing = asyncio.ensure_future(_show_reading(server, store, say))
+                    stack.callback(showing.cancel)
+                    await stack.enter_async_context(server)
+                    showing.cancel()
                 if metrics is not None:
                     from aiosync.metrics import Metrics, serve
 
@@ -184,6 +203,24 @@ async def _serve(
     if _not_stored(server) > before:
         return 1
     return INTERRUPTED if came == [signal.SIGINT] else 0
+
+
+async def _show_reading(
+    server: WeightServer, store: Path | None, say: Callable[[str], None]
+) -> None:
+    """Say how much of its store the server has read, until this task is cancelled."""
+    if store is None:
+        return
+    nbytes = sum(each.stat().st_size for each in os.scandir(store))
+    started = time.monotonic()
+    while True:
+        models = server.status()["models"]
+        read = show_nbytes(sum(model["nbytes"] for model in models))
+        say(
+            f"reads the store {store}: {len(models)} models, {read} of {show_nbytes(nbytes)}, "
+            f"{time.monotonic() - started:.0f} s"
+        )
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _not_stored(server: WeightServer) -> int:

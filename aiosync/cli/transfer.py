@@ -6,7 +6,6 @@ A command transfers one version of one model. Imports torch once the options are
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import typer
 
 from aiosync.cli._common import (
     ModelId,
+    Quiet,
     Timeout,
     TlsCa,
     TlsCert,
@@ -26,6 +26,8 @@ from aiosync.cli._common import (
     dialling,
     plain,
     show_nbytes,
+    shows_progress,
+    status_line,
 )
 from aiosync.errors import ConfigError, ConnectError, PartialSyncError, TransportError
 
@@ -59,6 +61,7 @@ def push(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     timeout: Timeout = 120.0,
+    quiet: Quiet = False,
 ) -> None:
     """Send the weights of a file to a weight server, as a new version.
 
@@ -70,7 +73,7 @@ def push(
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("push", *given, model_id) as (client, options, errors, exit_status):
-        with _transfer_bar(errors, f"push {model_id}", f"reads {file.name}") as show:
+        with _transfer_bar(errors, quiet, f"push {model_id}", f"reads {file.name}") as show:
             import aiosync
             from aiosync.cli.files import load_weights
 
@@ -187,6 +190,7 @@ def pull(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     timeout: Timeout = 120.0,
+    quiet: Quiet = False,
 ) -> None:
     """Get the newest weights of a model and write them to a file.
 
@@ -197,7 +201,7 @@ def pull(
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
     with dialling("pull", *given, model_id) as (client, _, errors, exit_status):
-        with _transfer_bar(errors, f"pull {model_id}", f"waits for {url}") as show:
+        with _transfer_bar(errors, quiet, f"pull {model_id}", f"waits for {url}") as show:
             import aiosync
             from aiosync.cli.files import check_target, save_weights
 
@@ -209,7 +213,9 @@ def pull(
             )
             seconds = time.monotonic() - started
         about = {"model_id": model_id, "epoch": str(got.epoch), "version": str(got.version)}
-        save_weights(file, got.mapping(), metadata=about)
+        with status_line(errors, quiet) as say:
+            say(f"pull {model_id} writes {show_nbytes(got.nbytes)} to {file.name}")
+            save_weights(file, got.mapping(), metadata=about)
         _say_done("Pulled", model_id, got.epoch, got.version, got.nbytes, seconds, got.reconnects)
 
 
@@ -227,18 +233,21 @@ def _say_done(
 
 
 @contextmanager
-def _transfer_bar(console: Console, title: str, waits: str) -> Iterator[Callable[[int, int], None]]:
+def _transfer_bar(
+    console: Console, quiet: bool, title: str, waits: str
+) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar with bytes and rate if stderr is a terminal. Starts no thread.
 
     Args:
         console: Console on stderr.
+        quiet: True if the user wants no progress.
         title: Text before the bar.
         waits: Text in place of the amount until the first bytes.
 
     Yields:
         A function that updates the bar; it takes the bytes done and the bytes in all.
     """
-    if not sys.stderr.isatty():
+    if not shows_progress(quiet):
         yield lambda done, total: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
