@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -49,6 +50,7 @@ What it is about.
 
 ```{toctree}
 errors
+scheme
 ```
 """,
     "about/errors.md": """\
@@ -56,6 +58,21 @@ errors
 
 ```{eval-rst}
 .. automodule:: aiosync.errors
+```
+""",
+    "about/scheme.md": """\
+# A scheme
+
+What it has.
+
+```{eval-rst}
+.. autoclass:: aiosync.SharedMemWeightSyncScheme
+   :inherited-members: object
+
+.. autoclass:: aiosync.sync.SharedMemWeightSyncScheme
+   :inherited-members: object
+
+.. autoclass:: aiosync.SendHandle
 ```
 """,
 }
@@ -108,6 +125,35 @@ def test_programs_can_be_copied_and_output_cannot(site: Path) -> None:
     assert "copybutton.js" in page
     script = (site / "_static" / "copybutton.js").read_text()
     assert "div:not(.highlight-text) > div.highlight > pre" in script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["aiosync", "aiosync.sync"])
+def test_a_scheme_shows_each_option_and_first_the_methods_that_one_needs(
+    site: Path, package: str
+) -> None:
+    scheme = importlib.import_module(package).SharedMemWeightSyncScheme
+    text = (site / "about" / "scheme.md").read_text()
+    _, _, text = text.partition(f"class {package}.SharedMemWeightSyncScheme")
+    constructor, _, below = text.partition("\n   init_on_sender(")
+    for name, option in inspect.signature(scheme).parameters.items():
+        assert re.search(rf"\b{name}: .+ = {re.escape(repr(option.default))}", constructor), name
+        # A sentence, and not a reference to another class.
+        assert re.search(rf"\*\*{name}\*\* \u2013 (?!As for )\S+ ", constructor), name
+    members = re.findall(r"^   (?:async |property |abstractmethod )*(\w+)[(:]", below, re.MULTILINE)
+    assert members.index("connect") < members.index("send") < members.index("abort")
+    # The types of properties are those of their annotations.
+    assert "Type:" not in text
+
+
+@pytest.mark.slow
+def test_the_bar_of_a_page_has_short_names_and_other_classes_no_constructor(site: Path) -> None:
+    page = (site / "about" / "scheme.html").read_text()
+    _, _, bar = page.partition('class="toc-tree"')
+    assert ">init_on_sender()</span>" in bar
+    assert "SharedMemWeightSyncScheme.init_on_sender()" not in bar
+    text = (site / "about" / "scheme.md").read_text()
+    assert re.search(r"^class aiosync\.SendHandle$", text, re.MULTILINE)
 
 
 def _described() -> set[int]:
