@@ -23,9 +23,9 @@ def _names(mutant: Mutant) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+@pytest.mark.parametrize("first", range(0, SEEDS, 25))
 def test_seeds(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         run(plan_for(seed))
 
 
