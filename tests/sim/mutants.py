@@ -71,11 +71,11 @@ MUTANTS = [
         5,
     ),
     Mutant(
-        "a late joiner gets only the newest part",
-        "sender/update_queue.py",
-        "if not each.names <= newer:",
-        "if False:",
-        5,
+        "an update that waits is forgotten when the one before is answered",
+        "sender/worker_link.py",
+        "            if self.outbox.queue.groups:\n                self._pump()",
+        "            pass",
+        288,
     ),
 ]
 
