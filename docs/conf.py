@@ -146,6 +146,12 @@ FIRST = (
     *("version", "epoch", "lag", "worker_versions", "model", "stats", "aclose", "shutdown"),
 )
 
+# Classes that two pages describe, and the place that signatures lead to.
+DESCRIBED_TWICE = {
+    "TLS": "~aiosync.transports.credentials.TLS",
+    "WeightStrategy": "~aiosync.strategy.WeightStrategy",
+}
+
 # Stands for a colon in the first line of a property, before which napoleon would see a type.
 NO_TYPE = "\0 "
 
@@ -191,8 +197,7 @@ def _show_signature(
         return None
     if not _is_scheme(obj):
         return "", ""
-    # The class is described in two places.
-    return re.sub(r"\bTLS\b", "~aiosync.transports.credentials.TLS", args), returns
+    return re.sub("|".join(DESCRIBED_TWICE), lambda found: DESCRIBED_TWICE[found[0]], args), returns
 
 
 def _link(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -114,7 +114,9 @@ def without_grown(module: Any) -> Any:
     return {name: value for name, value in state.items() if name != "grown"}
 
 
-@pytest.mark.parametrize("callback", [AiosyncCallback, OverTCP])
+@pytest.mark.parametrize(
+    "callback", [AiosyncCallback, pytest.param(OverTCP, marks=pytest.mark.heavy)]
+)
 def test_ppo(callback: Any) -> None:
     with running(callback=callback) as algorithm:
         for number in range(1, UPDATES + 1):
@@ -137,7 +139,7 @@ def test_ppo(callback: Any) -> None:
         assert digests == [digest(weights)] * 2
 
 
-@pytest.mark.parametrize("server", [True, False])
+@pytest.mark.parametrize("server", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_impala(server: bool) -> None:
     with running(
         IMPALAConfig,
