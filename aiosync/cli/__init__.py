@@ -1,4 +1,4 @@
-"""The ``aiosync`` command: demo, doctor, token, serve, push, pull, status, top, bench.
+"""The ``aiosync`` command: demo, doctor, token, serve, push, pull, status, top, bench, plan.
 
 This package may import every other part of aiosync; no other part imports it. This file
 imports the standard library only, so that a missing extra ends in advice and not in a traceback.

@@ -14,6 +14,7 @@ from aiosync._version import __version__
 from aiosync.cli.bench import bench
 from aiosync.cli.demo import demo
 from aiosync.cli.doctor import doctor, token
+from aiosync.cli.plan import plan
 from aiosync.cli.serve import serve
 from aiosync.cli.status import status, top
 from aiosync.cli.transfer import pull, push
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (demo, doctor, token, serve, push, pull, status, top, bench):
+for command in (demo, doctor, token, serve, push, pull, status, top, bench, plan):
     app.command()(command)
 
 
