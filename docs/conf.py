@@ -134,6 +134,8 @@ def _find_home(app: Sphinx, env: Any, node: Element, inside: Element) -> Element
     found = (
         domain.resolve_xref(env, page, app.builder, kind, home, node, inside)
         for home in _homes(node)
+        # To resolve a name that nothing has takes a look at each object.
+        if home in domain.objects
     )
     return next((each for each in found if each is not None), None)
 
