@@ -456,6 +456,7 @@ class Threads:
     def __init__(self, name: str, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, name)
         self._loop = asyncio.get_running_loop()
+        # Each thread takes its call off as that ends, so only a copy can be iterated.
         self._running: set[Future[Any]] = set()
         self._used = self._ended = False
         close_in_child(self)
@@ -494,7 +495,7 @@ class Threads:
         Cancellation:
             Goes on to wait, and is raised then.
         """
-        every = asyncio.gather(*map(self._future_of, self._running), return_exceptions=True)
+        every = asyncio.gather(*map(self._future_of, self._running.copy()), return_exceptions=True)
         await result_of(every)
 
     def end(self, last: Callable[[], object] | None = None) -> None:
@@ -514,7 +515,7 @@ class Threads:
 
     async def aclose(self, seconds: float) -> None:
         """Wait until the threads have ended, at most for ``seconds``. Call :meth:`end` first."""
-        pending = {self._future_of(each) for each in self._running}
+        pending = {self._future_of(each) for each in self._running.copy()}
         if pending:
             _, pending = await asyncio.wait(pending, timeout=seconds)
         if not pending:

@@ -1,0 +1,32 @@
+"""The threads beside a link, which end their calls at any time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from aiosync.transports.data_plane import Threads
+
+
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Have threads take turns as often as the interpreter can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.asyncio
+async def test_calls_that_end_while_somebody_waits_for_them(often: None) -> None:
+    for _ in range(50):
+        threads = Threads("test", 8)
+        for _ in range(64):
+            threads.start(int)
+        await threads.idle()
+        for _ in range(64):
+            threads.start(int)
+        threads.end()
+        await threads.aclose(5.0)
