@@ -173,7 +173,11 @@ class _Sender:
         scheme.connect()
         self._tolerates = algorithm.config.ignore_env_runner_failures
         self._tolerates |= algorithm.config.restart_failed_env_runners
-        self.admit(group, list(range(1, algorithm.config.num_env_runners + 1)))
+        try:
+            self.admit(group, list(range(1, algorithm.config.num_env_runners + 1)))
+        except BaseException:  # The error goes on to the caller of build_algo().
+            scheme.shutdown()
+            raise
         group.sync_weights = functools.partial(self.sync_weights, group)
         for name in ("sync_env_runner_states", "get_merged_env_runner_state"):
             setattr(group, name, functools.partial(self._send_first, getattr(group, name)))
@@ -238,14 +242,24 @@ class _Sender:
         self, state: Mapping[str, Any], indices: list[int] | None, *, waits: bool = False
     ) -> None:
         meant = None if indices is None else [index - 1 for index in indices]
+        weights = self._named(state)
         try:
-            report = self._scheme.send(self._named(state), meant)
-            if waits and report.waiting:
-                self._scheme.wait_async()
+            report = self._scheme.send(weights, meant)
         except PartialSyncError as exc:
-            gone = all(isinstance(error, PeerClosed) for error in exc.failed.values())
-            if not (gone and self._tolerates):
-                raise
+            # An earlier update failed, and this one was not sent.
+            self._tolerate(exc)
+            report = self._scheme.send(weights, meant)
+        if waits and report.waiting:
+            try:
+                self._scheme.wait_async()
+            except PartialSyncError as exc:
+                self._tolerate(exc)
+
+    def _tolerate(self, error: PartialSyncError) -> None:
+        """Leave runners that died to RLlib, if it is to go on without them."""
+        gone = all(isinstance(each, PeerClosed) for each in error.failed.values())
+        if not (gone and self._tolerates):
+            raise error
 
     @staticmethod
     def _state_of(source: Any) -> Mapping[str, Any]:
