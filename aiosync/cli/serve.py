@@ -211,7 +211,11 @@ async def _show_reading(
     """Say how much of its store the server has read, until this task is cancelled."""
     if store is None:
         return
-    nbytes = sum(each.stat().st_size for each in os.scandir(store))
+    try:
+        nbytes = sum(each.stat().st_size for each in os.scandir(store))
+    except OSError:
+        # The store is new, or being tidied up. The server reports one that it cannot use.
+        return
     started = time.monotonic()
     while True:
         models = server.status()["models"]
