@@ -27,7 +27,7 @@ def _shown_by(*args: str) -> str:
         before: list[tuple[bool, str]] = []
 
         def is_over(shown: str) -> bool:
-            # What it wrote last may be read only after its end.
+            # Its last lines may be readable only after its end.
             before.append((process.poll() is not None, shown))
             return before[-2:] == [(True, shown)] * 2
 

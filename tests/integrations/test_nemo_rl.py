@@ -260,7 +260,7 @@ async def test_members_that_do_not_come_are_named() -> None:
         # Later it comes, and nobody sends.
         with pytest.raises(aiosync.RecvTimeout, match=r"policy rank"):
             await take(workers.rollouts[1])
-        # That call closed its link, which the sender need not have noticed yet.
+        # The call has closed its link, and the sender need not have noticed yet.
         assert len(await workers.refit(weights)) == 2
 
 

@@ -189,7 +189,7 @@ class World:
                 task = self._loop.start(process, main)
                 result: _T = self._loop.run_until_complete(task)
                 return result
-            except Exception as exc:
+            except Exception as exc:  # raised again, with the trace
                 text = "\n".join(self.trace[-_SHOWN_LINES:])
                 raise SimulationError(f"seed {self.seed}: {exc}\n{text}") from exc
             finally:
