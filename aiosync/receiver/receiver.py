@@ -118,7 +118,7 @@ class WeightReceiver:
         self.transport: Transport = transport
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner(self.fail)
-        self.updates: UpdateReader = UpdateReader(takes_deltas)
+        self.updates: UpdateReader = UpdateReader(takes_deltas, self._on_message)
         self.updates.use_link(transport)
         self._outgoing = Outgoing(transport, self._tasks)
         self.ledger: Ledger = Ledger(awaits_hook=lambda: after_apply() is not None)

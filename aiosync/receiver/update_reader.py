@@ -113,15 +113,23 @@ class UpdateReader:
 
     Args:
         takes_deltas: Keep the bytes of updates that arrive in checked parts, for deltas to them.
+        arrived: Takes small updates as they are read, where ``recv()`` would return them.
 
     Attributes:
         slots: Reads the slot that the link's word names; ``None`` if the link has no word.
         epoch: Epoch of the versions in slots, once it is known.
         lender: The argument of ``recv(into=...)``: this object, or ``None`` if the link lends its
             own memory.
+        arrived: As given, unless deltas are taken: their work must not hold the loop.
     """
 
-    def __init__(self, takes_deltas: bool = False) -> None:
+    def __init__(
+        self,
+        takes_deltas: bool = False,
+        arrived: Callable[[Received], bool | None] | None = None,
+    ) -> None:
+        self.arrived: Callable[[Received], bool | None] | None
+        self.arrived = None if takes_deltas else arrived
         self._kept = KeptBase() if takes_deltas else None
         self._encoded: memoryview | None = None  # the part that is landing, if it is a delta
         self._layouts: dict[bytes, Layout] = {}

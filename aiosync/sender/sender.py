@@ -506,22 +506,24 @@ class WeightSender:
     def _report(self, send: Send) -> SendReport:
         """Return the report of a send that succeeded; its failures count as reported then."""
         workers = self.workers
-        left = {idx for idx in send.left if send.named or not workers.record(idx).reported}
+        left: set[int] = set()
+        failed: dict[int, AiosyncError] = {}
+        for idx in send.left:
+            if send.named or not workers.record(idx).reported:
+                left.add(idx)
+                workers.record(idx).reported = True
         # Failures that no earlier send waited for are reported, too.
-        late = {
-            idx: error
-            for idx in send.waiting & workers.links.keys()
-            if (error := workers.records[idx].error) is not None
-            and not workers.records[idx].reported
-        }
-        for idx in left | late.keys():
-            workers.record(idx).reported = True
+        for idx in send.waiting & workers.links.keys() if send.waiting else ():
+            record = workers.records[idx]
+            if record.error is not None and not record.reported:
+                failed[idx] = record.error
+                record.reported = True
         return SendReport(
             epoch=workers.epoch,
             version=send.version,
             acked=frozenset(send.acked),
             skipped=send.skipped,
-            failed={**late, **send.failed},
+            failed=failed | send.failed,
             lost=dict(send.lost),
             left=frozenset(left),
             waiting=frozenset(send.waiting),

@@ -320,7 +320,7 @@ class WorkerLink:
             publisher.store(snapshot.slot, version)
             yield Take(epoch, version), ()
         else:
-            payload = SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.share())
+            payload = SharedPayload(snapshot.views(0, snapshot.nbytes), snapshot.share)
             yield (
                 Update(epoch, version, digest, values=snapshot.values, trace=snapshot.trace),
                 payload,

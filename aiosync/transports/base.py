@@ -79,10 +79,14 @@ Lender: TypeAlias = "Callable[[Message, int], Sequence[Buffer]]"
 """Called with a message and its payload size; returns writable buffers of that size in total.
 
 It may raise an :class:`~aiosync.errors.AiosyncError` to refuse: the link then breaks, because
-there is no place for the payload that follows. A lender may be an object with a method
-``landed(nbytes)``. The transport may call it now and then with the number of bytes, from the start
-of the payload, that are in place, so that the lender can read them while they are in the cache. The
-method must not raise.
+there is no place for the payload that follows. A lender may be an object with one or both of these:
+
+- A method ``landed(nbytes)``. The transport may call it now and then with the number of bytes, from
+  the start of the payload, that are in place, so that the lender can read them while they are in
+  the cache. It must not raise.
+- A handler ``arrived``, or ``None``. The transport may call it with a message whose whole payload
+  came at once, and go on waiting, where ``recv()`` would return that message: this is quicker by a
+  turn of the loop. It is called and may raise as a handler of :meth:`Transport.subscribe`.
 """
 
 

@@ -150,12 +150,12 @@ class SharedPayload(list[memoryview]):
     """A payload that goes over several links.
 
     Attributes:
-        state: State that its links share.
+        share: Returns the state that its links share, made if there is none yet.
     """
 
-    def __init__(self, views: Iterable[memoryview], state: PayloadState) -> None:
+    def __init__(self, views: Iterable[memoryview], share: Callable[[], PayloadState]) -> None:
         super().__init__(views)
-        self.state: PayloadState = state
+        self.share: Callable[[], PayloadState] = share
 
 
 class DataPlaneTransport(Transport):
@@ -358,7 +358,7 @@ class DataPlaneTransport(Transport):
                 # This is a checkpoint before the first byte, where cancelling harms nothing.
                 await asyncio.sleep(0)
                 control.check()
-                state = payload.state if isinstance(payload, SharedPayload) else PayloadState()
+                state = payload.share() if isinstance(payload, SharedPayload) else PayloadState()
                 about, push = await self._offer(views, state)
                 ext = {**about, _NBYTES: nbytes}
                 self._told = True

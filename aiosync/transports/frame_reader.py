@@ -1,7 +1,8 @@
 """The receiving half of a framed link: reads the stream when it is readable, and takes frames.
 
-The link handles a message without payload at once. Every other frame waits for ``recv()``, and
-nothing behind it is decoded meanwhile. Must not import torch, anyio, schemes, or a transport.
+The link handles a message without payload at once, and so may a lender that of a ``recv()`` that
+waits, if the payload is here. Every other frame waits for ``recv()``, and nothing behind it is
+decoded meanwhile. Must not import torch, anyio, schemes, or a transport.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class FrameReader:
         event: The event that waits for ``recv()``; ``None`` for none.
         arrival: Wakes ``recv()`` for such an event, or for the end of the link.
         landed: Called after each read of the present payload; ``None`` for no call.
+        take_whole: While a ``recv()`` waits, takes messages whose payload was read whole; ``None``
+            to leave them to it.
         in_recv: True while a ``recv()`` runs, which alone may take the event.
         is_last: True while :meth:`read_last` runs, so that nothing may be written.
     """
@@ -68,6 +71,7 @@ class FrameReader:
         self.event: FrameStart | FrameEnd | None = None
         self.arrival: Notifier = Notifier()
         self.landed: Callable[[], None] | None = None
+        self.take_whole: Callable[[FrameStart], None] | None = None
         self.in_recv: bool = False
         self.is_last: bool = False
         self._link: _Link | None = link
@@ -183,10 +187,12 @@ class FrameReader:
             if self._next_step_due and decoder.is_busy:
                 self._pause()
                 break
-            if not (nbytes and self.event is None and (nbytes == len(buffer) or io.reads_out)):
+            more = nbytes == len(buffer) or io.reads_out
+            if not (nbytes and self.event is None and more):
                 break
             budget -= nbytes
-            if budget <= 0 or time.perf_counter() >= until:
+            # After a whole message the link's owner goes on first: mostly nothing is left to read.
+            if not decoder.mid_frame or budget <= 0 or time.perf_counter() >= until:
                 self._read_soon()
                 break
         if self.event is not None:
@@ -213,8 +219,13 @@ class FrameReader:
                     if self._gone is not None:
                         self.lose(self._gone, cut=self.decoder.mid_frame)
                     return
-                if isinstance(event, FrameEnd) or event.payload_nbytes:
+                if isinstance(event, FrameEnd):
                     self.event = event
+                elif event.payload_nbytes:
+                    if self.take_whole is None or not self.decoder.has_ahead(event.payload_nbytes):
+                        self.event = event
+                    else:
+                        self.take_whole(event)
                 elif not link.deliver(Received(event.message, ext=event.ext)):
                     self.event = event
                 event = None

@@ -577,7 +577,7 @@ class RayActorTransport(Transport):
         if self._objects is None:
             self._objects = RayObjects()
         views = [view for view in map(flat_view, payload) if view.nbytes]
-        state = payload.state if isinstance(payload, SharedPayload) else PayloadState()
+        state = payload.share() if isinstance(payload, SharedPayload) else PayloadState()
         leaves = [
             ((leaf.name, *leaf.aliases), leaf.dtype, leaf.shape, leaf.offset, leaf.nbytes)
             for leaf in manifest.leaves

@@ -204,6 +204,10 @@ class FrameDecoder:
         unread = self._start != self._end or self._unfinished is not None
         return self._in_payload or self.needs_buffers or unread
 
+    def has_ahead(self, nbytes: int) -> bool:
+        """Return True if so many bytes of the announced payload were read ahead."""
+        return self._end - self._start >= nbytes
+
     def next_event(self) -> FrameStart | FrameEnd | None:
         """Return the next event, or ``None`` when more bytes or lent buffers are needed.
 

@@ -12,11 +12,13 @@ import pytest
 
 from aiosync.errors import (
     PeerClosed,
+    RecvTimeout,
     RemoteProtocolError,
+    TransportBroken,
     TransportClosed,
 )
 from aiosync.transports import MPTransport, Received, SharedMemTransport, TCPTransport
-from aiosync.wire import Fetch
+from aiosync.wire import Fetch, Update
 
 
 @pytest.mark.parametrize("kind", [TCPTransport, MPTransport, SharedMemTransport])
@@ -77,6 +79,80 @@ async def test_a_message_that_came_before_its_handler_is_handed_to_it() -> None:
         left.subscribe(lambda received: seen.append(received.message))
         await asyncio.sleep(0.01)
         assert seen == [Fetch(1), Fetch(2)]
+
+
+class Landing:
+    """Lender of memory that takes messages as they arrive, and lists the versions it lent for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.lent: list[int] = []
+        self.taken: list[tuple[int, bytes]] = []
+        self._error = error
+
+    def __call__(self, message: Any, nbytes: int) -> list[memoryview]:
+        self.lent.append(message.version)
+        return [memoryview(bytearray(nbytes))]
+
+    def arrived(self, received: Received) -> None:
+        if self._error is not None:
+            raise self._error
+        self.taken.append((received.message.version, b"".join(received.payload)))  # type: ignore[union-attr]
+
+
+def update(version: int) -> Update:
+    return Update(1, version, bytes(16))
+
+
+@pytest.mark.parametrize("kind", [TCPTransport, MPTransport, SharedMemTransport])
+@pytest.mark.asyncio
+async def test_a_lender_takes_messages_that_came_whole_and_recv_gives_the_others(kind: Any) -> None:
+    left, right = map(kind, socket.socketpair())
+    landing, large = Landing(), bytes(2**20)
+    async with left, right:
+        waiting = asyncio.ensure_future(left.recv(into=landing))
+        await asyncio.sleep(0)
+        for version in (1, 2, 3):
+            await right.send(update(version), [b"abc", bytes([version])])
+        await right.send(update(4), [large])
+        received = await asyncio.wait_for(waiting, 10)
+    assert landing.taken == [(version, b"abc" + bytes([version])) for version in (1, 2, 3)]
+    assert landing.lent == [1, 2, 3, 4]
+    assert (received.message.version, b"".join(received.payload)) == (4, large)
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_came_before_recv_goes_out_of_it_also_with_such_a_lender() -> None:
+    async with MPTransport.pair() as (left, right):
+        landing = Landing()
+        await right.send(update(1), [b"abc"])
+        await asyncio.sleep(0.01)
+        received = await left.recv(into=landing, timeout=5)
+        assert (b"".join(received.payload), landing.taken) == (b"abc", [])
+
+
+@pytest.mark.parametrize("error", [RemoteProtocolError("not that"), ValueError("a bug")])
+@pytest.mark.asyncio
+async def test_what_such_a_lender_raises_ends_the_link_with_its_cause(error: Exception) -> None:
+    async with MPTransport.pair() as (left, right):
+        waiting = asyncio.ensure_future(left.recv(into=Landing(error)))
+        await asyncio.sleep(0)
+        await right.send(update(1), [b"abc"])
+        with pytest.raises((RemoteProtocolError, TransportBroken)) as caught:
+            await asyncio.wait_for(waiting, 10)
+        assert str(error) in str(caught.value) or caught.value.__cause__ is error
+
+
+@pytest.mark.asyncio
+async def test_a_recv_that_ended_leaves_messages_for_the_next_one() -> None:
+    async with MPTransport.pair() as (left, right):
+        landing = Landing()
+        with pytest.raises(RecvTimeout):
+            await left.recv(into=landing, timeout=0.01)
+        await right.send(update(1), [b"abc"])
+        await asyncio.sleep(0.01)
+        assert landing.taken == []
+        received = await left.recv(timeout=5)
+        assert b"".join(received.payload) == b"abc"
 
 
 def refuse(received: Received) -> None:
