@@ -338,15 +338,17 @@ class WorkerLink:
         self._timer = None
         if owed is None or timeout is None:
             return
-        progress = (0 if channel is None else channel.written_nbytes, owed)
+        # Once the update is written, other messages to the worker are no progress of it.
+        written = channel.written_nbytes if self._writing and channel is not None else 0
+        progress = (written, owed)
         if progress != self._progress:
             self._progress = progress
             self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
             return
         self.lose(
             AckTimeout(
-                f"the worker neither took nor sent anything for {timeout:g} s (stall_timeout); it "
-                "was dropped and may connect again",
+                f"the worker neither took nor answered the update for {timeout:g} s "
+                "(stall_timeout); it was dropped and may connect again",
                 version=owed,
             )
         )

@@ -510,6 +510,20 @@ async def test_fetches_for_ever_that_nobody_reads_the_answers_to(kind: str) -> N
         peer.abort()
 
 
+@both
+@pytest.mark.asyncio
+async def test_a_worker_that_only_asks_and_never_answers_an_update_is_dropped(kind: str) -> None:
+    """The answers to its questions are no progress of the update that it owes an answer to."""
+    async with scene(kind, stall_timeout=0.5) as stage:
+        peer = await stage.join(worker_idx=7)
+        with pytest.raises(aiosync.TransportError):
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    await peer.send(Fetch(0))
+                    with contextlib.suppress(aiosync.RecvTimeout):
+                        await peer.recv(timeout=0.1)
+
+
 async def promise(link: TCPTransport, nbytes: int) -> None:
     """Announce a tensor of ``nbytes`` bytes, send one chunk of it, and wait for the link's end."""
     manifest = Manifest((LeafSpec("a", "uint8", (nbytes,), 0, nbytes),), nbytes)
