@@ -142,7 +142,7 @@ class Guard:
         self._applying: tuple[int, FrameType, bool] | None = None
         self._pending = False
         self._claims = 0  # number of calls that wait for the readers
-        self._waits_since = 0.0  # time when a reader found a waiting update; 0 if none has
+        self._met_since = 0.0  # time when a reader found a waiting update; 0 if none has
         # Applies the waiting update, and the one that the word names; keeps no object alive, see
         # weakly().
         self._apply: Callable[[], object] = no_guard
@@ -226,7 +226,7 @@ class Guard:
                     first = self._prepare(thread, read, computes)
                 else:
                     # Nearly every read finds nothing to do, and no other read.
-                    self._waits_since, first = 0.0, None
+                    self._met_since, first = 0.0, None
                     self._open[thread] = [read]
                 if first is None:
                     if computes:
@@ -281,7 +281,7 @@ class Guard:
         if self.check is not None and computes:
             self.check()
         if not (self._pending or self._claims or self._open):
-            self._waits_since = 0.0
+            self._met_since = 0.0
 
     @never_traced
     def leave(
@@ -380,8 +380,8 @@ class Guard:
         if not (self._pending or self._claims):
             return 0.0
         now = time.monotonic()
-        self._waits_since = self._waits_since or now
-        waited = now - self._waits_since
+        self._met_since = self._met_since or now
+        waited = now - self._met_since
         turn = int(math.log2(waited / _FIRST_TURN_SECONDS + 1))
         ends = _FIRST_TURN_SECONDS * (2 ** (turn + 1) - 1)
         return 0.0 if turn % 2 or turn > _LAST_TURN else ends - waited
@@ -582,7 +582,7 @@ class Guard:
 
     def _begin(self, frame: FrameType, *, at_read: bool = False) -> None:
         """Claim the waiting apply for the method of ``frame`` to run."""
-        self._waits_since, self.at_read = 0.0, at_read
+        self._met_since, self.at_read = 0.0, at_read
         self._applying = (threading.get_ident(), frame, True)
         # Last, because an interrupt may come between these statements.
         self._pending = False

@@ -1,6 +1,6 @@
 """The worker's model: it is guarded, gets the weights of updates, and may be replaced.
 
-Everything here changes only under the guard, on any thread. ``tensors.apply`` finds out whether
+Everything here changes only under the guard, on any thread. ``tensors.matching`` finds out whether
 weights fit. Must not import transports that carry bytes.
 """
 

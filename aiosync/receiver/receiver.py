@@ -129,7 +129,7 @@ class WeightReceiver:
         self._promise = ReadPromise(
             guard,
             say=self._outgoing.say,
-            offer=self._promise_next,
+            offer=self._promise_reads,
             allowed=promises and self._transformer is None,
         )
         say_methods = functools.partial(log, "methods")
@@ -299,7 +299,7 @@ class WeightReceiver:
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
         # Registered first: with the epoch set, a read may take a newer version than this one.
-        news = self._transformer is None and self._is_news(epoch, version, named=True)
+        news = self._transformer is None and self._register_arrival(epoch, version, named=True)
         self.updates.epoch = epoch
         if self._transformer is not None:
             staged = self.applier.look()
@@ -317,8 +317,8 @@ class WeightReceiver:
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
-    def _is_news(self, epoch: int, version: int, *, named: bool = False) -> bool:
-        """Register a version that arrived; repeat the answer to one that is not new."""
+    def _register_arrival(self, epoch: int, version: int, *, named: bool = False) -> bool:
+        """Register a version that arrived; False for an old one, whose answer is repeated."""
         try:
             self.ledger.arrive(epoch, version)
         except StaleVersion as exc:
@@ -342,7 +342,7 @@ class WeightReceiver:
 
     def _stage(self, staged: Staged) -> None:
         self.outage.cut_off = None
-        if not self._is_news(staged.epoch, staged.version):
+        if not self._register_arrival(staged.epoch, staged.version):
             staged.give_back()
         elif self._transformer is not None:
             old = self._transformer.updates.begin(staged)
@@ -441,6 +441,7 @@ class WeightReceiver:
             self.waits.changed.notify()
 
     def _report(self, staged: Staged) -> None:
+        """Answer for an update that the model took or refused; with a hook, once that has ended."""
         epoch, version, applier = staged.epoch, staged.version, self.applier
         self.ledger.settle(version)
         if staged.error is not None:
@@ -455,7 +456,7 @@ class WeightReceiver:
         elif (old := self._to_pass_on.begin((after, epoch, version))) is not None:
             self._answer(*old[1:], AckStatus.SKIPPED)
         if staged.slot is not None:
-            self._promise_next()
+            self._promise_reads()
             if self.ledger.is_fetching:
                 self._has_come(epoch, version)
 
@@ -471,7 +472,7 @@ class WeightReceiver:
             self._answer(epoch, version, AckStatus.APPLIED)
         self.waits.changed.notify()
 
-    def _promise_next(self) -> None:
+    def _promise_reads(self) -> None:
         """Promise that reads take the next versions, if the model follows the word by itself."""
         applier, slots, promise = self.applier, self.updates.slots, self._promise
         staged = applier.model.current
@@ -562,6 +563,7 @@ class WeightReceiver:
             self.transport.abort()
 
     def _end(self) -> None:
+        """End everything but the link and the tasks, without waiting."""
         if self._closed:
             return  # another call did it meanwhile
         with contextlib.ExitStack() as last:  # each runs, even if others raise

@@ -115,6 +115,7 @@ class Transformer:
 
     def _result_of(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         if self._transform is None:
+            # The copy waits for the model in the update's place, so that the link's memory is free.
             nbytes = staged.layout.nbytes
             flat = self._buffers.take(nbytes)
             if isinstance(staged.flat, DeviceBuffer):

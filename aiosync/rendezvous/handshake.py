@@ -87,7 +87,7 @@ async def admit(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"
             )
-        idx = _choose(message, worker_idx, num_workers, indices, holder)
+        idx = _choose_idx(message, worker_idx, num_workers, indices, holder)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
@@ -97,7 +97,7 @@ async def admit(
     return message, idx
 
 
-def _choose(
+def _choose_idx(
     hello: Hello,
     expected: int | None,
     num_workers: int | None,

@@ -36,7 +36,7 @@ from aiosync.types import Limits
 from aiosync.wire import Hello, Setup
 
 __all__ = [
-    "NobodyListens",
+    "NotYetReachable",
     "SameHost",
     "bind_here",
     "connect",
@@ -91,8 +91,8 @@ def peer_pid(sock: socket.socket) -> int | None:
     return int(pid) if uid == os.geteuid() else None
 
 
-class NobodyListens(ConnectError):
-    """An error because no process listens at an address yet."""
+class NotYetReachable(ConnectError):
+    """An error because no process listens at an address yet, or because its queue is full."""
 
 
 def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.socket, int]:
@@ -107,7 +107,7 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
         The connected socket, and the process id of the other end as :func:`peer_pid` returns it.
 
     Raises:
-        NobodyListens: No process listens there yet.
+        NotYetReachable: No process listens there yet, or its queue is full.
         ConnectError: The trainer cannot be reached, its process has ended, or it belongs to another
             user.
     """
@@ -122,7 +122,7 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
             sock.close()
         if listener_pid is not None and is_gone(listener_pid):
             raise ConnectError(f"the trainer's process {listener_pid} has ended") from exc
-        kind = NobodyListens if isinstance(exc, _NOT_YET) else ConnectError
+        kind = NotYetReachable if isinstance(exc, _NOT_YET) else ConnectError
         raise kind(f"the trainer cannot be reached: {exc}") from exc
     if pid is None:
         sock.close()

@@ -15,13 +15,13 @@ from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.handshake import Refused
 from aiosync.rendezvous.listener import Listener
-from aiosync.rendezvous.same_host import NobodyListens, bind_here, connect, peer_pid
+from aiosync.rendezvous.same_host import NotYetReachable, bind_here, connect, peer_pid
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
 from aiosync.schemes.options import SharedMemOptions
 from aiosync.schemes.sources import Sources
 from aiosync.sender import WeightSender
-from aiosync.sender.worker_ends import watch_process
+from aiosync.sender.worker_deaths import watch_process
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.transports.base import Transport
@@ -83,7 +83,7 @@ class _LocalFabric(Fabric[_Scheme]):
 
     def may_retry(self, error: AiosyncError) -> bool:
         """See :meth:`Fabric.may_retry`."""
-        return isinstance(error, (NobodyListens, Refused))
+        return isinstance(error, (NotYetReachable, Refused))
 
 
 class _SharedMemFabric(_LocalFabric["SharedMemWeightSyncScheme"]):

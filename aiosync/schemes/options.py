@@ -1,7 +1,8 @@
 """Options of schemes, async and blocking, which are checked whenever they are set.
 
 The classes name the options of each kind of scheme, once for both; those of every scheme stand in
-one class. The defaults are those of the async constructors, which the blocking ones have, too.
+one class. A new option also goes into the constructors, here and in ``sync``. The defaults are
+those of the async constructors, which the blocking ones have, too.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from aiosync.wire import Hello
 
 __all__ = ["TCPWeightSyncScheme"]
 
-_NOT_OURS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+_CANNOT_BIND = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
@@ -219,7 +219,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         try:
             super().bind(scheme, sources)
         except ConfigError as exc:
-            if getattr(exc.__cause__, "errno", 0) not in _NOT_OURS:
+            if getattr(exc.__cause__, "errno", 0) not in _CANNOT_BIND:
                 raise
             server = "to push to a weight server there, construct the scheme with dial='both'"
             raise ConfigError(f"{exc}; {server}") from exc

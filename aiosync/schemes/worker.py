@@ -283,7 +283,7 @@ class Worker:
             install_hooks=scheme.guard == "forward",
             methods=self._methods,
             flipped=self.hooks.at_once,
-            after_apply=functools.partial(self._after_apply, scheme),
+            after_apply=functools.partial(self._make_after_apply, scheme),
             before_apply=self.hooks.before_apply,
             transform=self._transform,
             reconnect=None
@@ -404,7 +404,7 @@ class Worker:
 
     # -- hooks on the way of an update ----------------------------------------------------------
 
-    def _after_apply(self, scheme: SchemeState) -> AfterApply | None:
+    def _make_after_apply(self, scheme: SchemeState) -> AfterApply | None:
         """Return the function to await before the trainer is told: a hook, the context's, both."""
         hook = self.hooks.awaited
         if self._given.context_ref is None or not self.terms.cascades:

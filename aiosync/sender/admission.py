@@ -14,7 +14,7 @@ from aiosync.errors import AiosyncError
 from aiosync.rendezvous.dialer import is_final
 from aiosync.rendezvous.handshake import admit
 from aiosync.sender.update_queue import LateJoinerUpdates
-from aiosync.sender.worker_ends import is_up
+from aiosync.sender.worker_deaths import is_up
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.worker_record import WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
@@ -119,10 +119,10 @@ class Admission:
             transport.abort()
             return
         self.arriving[transport] = -1
-        coroutine = self._welcome(transport, worker_idx, hello, given=given)
+        coroutine = self._shake_hands(transport, worker_idx, hello, given=given)
         self._registry.tasks.start(coroutine, "aiosync handshake")
 
-    async def _welcome(
+    async def _shake_hands(
         self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
     ) -> None:
         registry = self._registry
@@ -142,8 +142,8 @@ class Admission:
                 note=self.note,
             )
         except AiosyncError as exc:
-            # The worker was told the reason; connect() repeats it if it waits for the worker in
-            # vain.
+            # The worker was refused, and told so, or its link failed. connect() repeats the reason
+            # if it waits for the worker in vain.
             self.arriving.pop(transport, None)
             self.not_let_in(str(exc))
             if expected_idx is not None:

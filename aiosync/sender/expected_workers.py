@@ -16,7 +16,7 @@ from aiosync.errors import (
 from aiosync.sender.admission import Admission
 from aiosync.sender.outbox import Send
 from aiosync.sender.update_queue import LateJoinerUpdates
-from aiosync.sender.worker_ends import ProcessWatch
+from aiosync.sender.worker_deaths import ProcessWatch
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.worker_record import WorkerRecord, WorkerRecords
 from aiosync.types import Require
@@ -140,7 +140,7 @@ class ExpectedWorkers:
     def _failure(self, version: int, missing: Missing) -> PartialSyncError:
         records = self._registry.records
         for idx, error in missing.failed.items():
-            records[idx].fail(error, records[idx].version, reported=True)
+            records[idx].fail(error, records[idx].failed_version, reported=True)
         waited = {idx for idx in (*missing.absent, *missing.late) if not records[idx].has_left}
         joined = {*self.indices} - missing.failed.keys() - waited
         return PartialSyncError(acked=joined, failed=missing.failed, version=version)

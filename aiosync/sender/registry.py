@@ -28,7 +28,7 @@ from aiosync.sender.expected_workers import ExpectedWorkers
 from aiosync.sender.outbox import Outcome, WorkerLeft
 from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.update_queue import LateJoinerUpdates
-from aiosync.sender.worker_ends import LinkPolls, watch_process
+from aiosync.sender.worker_deaths import LinkPolls, watch_process
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.worker_record import REMEMBERED, WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
@@ -279,9 +279,9 @@ class WorkerRegistry:
                 record.fail(error, outcome.version, reported=counted)
             elif error is not None and link.idx not in self.links:
                 # The worker went while this version was on its way.
-                record.version = outcome.version
+                record.failed_version = outcome.version
             elif record.error is not None and error is None and by is None:
-                if outcome.version > record.version:
+                if outcome.version > record.failed_version:
                     record.recover()
         self.changed.notify()
 

@@ -487,9 +487,9 @@ class SnapshotCopier:
             raise cancelled
         filling.result()
         snapshot.filling = None
-        if snapshot.state is not None and snapshot.state.changed is not None:
+        if snapshot.state is not None and snapshot.state.unusable is not None:
             # The send fails; the copy made now is for workers that join later.
-            changed, snapshot.state.changed = snapshot.state.changed, None
+            changed, snapshot.state.unusable = snapshot.state.unusable, None
             raise changed
 
     # -- threads -------------------------------------------------------------------------------

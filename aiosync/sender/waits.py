@@ -61,7 +61,7 @@ class WorkerWaits:
         def reached() -> bool:
             versions = found()
             acked = [idx for idx, each in versions.items() if each >= version]
-            failed = self._failed(version, acked, staged=staged)
+            failed = self._find_failed(version, acked, staged=staged)
             if failed:
                 raise PartialSyncError(acked=acked, failed=failed, version=version)
             # No subscriber has it: later ones get it. The call does not wait for those that left.
@@ -74,7 +74,7 @@ class WorkerWaits:
         # Workers may have joined or gone meanwhile.
         return max(version, min(found().values(), default=version))
 
-    def _failed(
+    def _find_failed(
         self, version: int, acked: Collection[int], *, staged: bool
     ) -> dict[int, AiosyncError]:
         """Return the workers that do not get at least ``version`` any more, with the reason."""
@@ -85,11 +85,12 @@ class WorkerWaits:
                 continue
             if link is None:
                 # Nothing dials a worker whose error is final.
-                if is_final(error) or (staged and record.version >= version):
+                if is_final(error) or (staged and record.failed_version >= version):
                     failed[idx] = error
             # An update on its way to a worker that refused one may be the awaited one.
-            elif (staged or link.outbox.is_idle) and link.visible < version <= record.version:
-                failed[idx] = error
+            elif staged or link.outbox.is_idle:
+                if link.visible < version <= record.failed_version:
+                    failed[idx] = error
         return failed
 
     async def wait_until(
@@ -100,7 +101,17 @@ class WorkerWaits:
         late: SyncTimeout,
         waiting: Waiting,
     ) -> None:
-        """Wait until ``condition()`` is true, which only workers change."""
+        """Wait until ``condition()`` is true; it is checked at each change of a worker.
+
+        Args:
+            condition: Checked on the loop.
+            timeout: Seconds to wait; ``None`` for no limit.
+            late: Raised after that time.
+            waiting: Logs a wait that takes long.
+
+        Raises:
+            AiosyncError: The error that ended the sender.
+        """
         self._workers.check()
         if condition():
             await asyncio.sleep(0)  # Answers come on this loop, even if no call waits.

@@ -3,7 +3,7 @@
 Updates are written at once if the link takes them, and in a task if not; a second task reads the
 acknowledgements. The end of a worker is noticed by ``transports.framed_link``, which
 ``sender.registry`` has watch the worker's process; that of a plain Ray actor by ``transports.ray``;
-and that of a process that dies before it joins by ``sender.worker_ends``.
+and that of a process that dies before it joins by ``sender.worker_deaths``.
 """
 
 from __future__ import annotations

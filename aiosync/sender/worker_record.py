@@ -24,8 +24,8 @@ class WorkerRecord:
         joined: Process of the worker that joined last.
         subscribes: True if the worker gets every update, so that sends miss it when it is gone.
         error: The reason why the worker is not connected; or why it refused, or did not get,
-            ``version``.
-        version: Newest version that it refused or did not get; 0 for none.
+            ``failed_version``.
+        failed_version: Newest version that it refused or did not get; 0 for none.
         had: The version that the worker had when its last link ended; 0 for none.
         reported: True if a call of the user has reported the error, or will.
         listed: True if the report of a send to others lists the error: that is enough to forget the
@@ -38,7 +38,7 @@ class WorkerRecord:
     joined: int = 0
     subscribes: bool = True
     error: AiosyncError | None = None
-    version: int = 0
+    failed_version: int = 0
     had: int = 0
     reported: bool = True
     listed: bool = False
@@ -51,12 +51,12 @@ class WorkerRecord:
 
     def fail(self, error: AiosyncError, version: int = 0, *, reported: bool) -> None:
         """Note why the worker is not connected, or lacks a version."""
-        self.error, self.version, self.reported = error, version, reported
+        self.error, self.failed_version, self.reported = error, version, reported
         self.listed = False
 
     def recover(self) -> None:
         """Clear the error: the worker is connected, or has a newer version."""
-        self.error, self.version, self.reported = None, 0, True
+        self.error, self.failed_version, self.reported = None, 0, True
 
 
 class WorkerRecords(dict[int, WorkerRecord]):

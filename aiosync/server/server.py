@@ -288,7 +288,7 @@ class ServedModel:
         arrival = _Arrival(answers, staged.epoch, strategy, snapshot)
         self._versions += 1
         if self._store is None:
-            if self._is_news(arrival):
+            if self._is_news_or_answer(arrival):
                 self._serve(arrival)
             return
         arrival.say(AckStatus.RECEIVED)
@@ -297,7 +297,7 @@ class ServedModel:
             self._end(old, "skipped", AckStatus.SKIPPED)
             old.snapshot.release()
 
-    def _is_news(self, arrival: _Arrival) -> bool:
+    def _is_news_or_answer(self, arrival: _Arrival) -> bool:
         """Return True if a version is newer than the served one, or of another epoch.
 
         Otherwise the trainer gets an ack and the version is released.
@@ -333,7 +333,7 @@ class ServedModel:
     async def _write(self, arrival: _Arrival) -> None:
         """Write a version to the disk, then serve it; refuse the version if that fails."""
         assert self._store is not None
-        if not self._is_news(arrival):
+        if not self._is_news_or_answer(arrival):
             return
         try:
             await self._save(self._store, arrival)

@@ -44,8 +44,8 @@ class _Block:
         start: Its first byte in the flat buffer.
         stop: The end of the range.
         leaves: Indices of the leaves in it.
-        images: The places of these leaves in the block on the device; empty if the only leaf is
-            transferred from and to its own memory.
+        small_leaves: The places of these leaves in the block on the device; empty if the only leaf
+            is transferred from and to its own memory.
         at: Offset of the range in the bytes of that leaf.
         gaps: Ranges of the flat buffer in it that belong to no leaf.
     """
@@ -53,7 +53,7 @@ class _Block:
     start: int
     stop: int
     leaves: list[int]
-    images: list[torch.Tensor]
+    small_leaves: list[torch.Tensor]
     at: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
 
@@ -117,7 +117,7 @@ class DeviceCopies:
         """Make the block of a run of small leaves, with their places in the device's memory."""
         specs = [self._layout.manifest.leaves[leaf] for leaf in run]
         start = specs[0].offset
-        images = [
+        small_leaves = [
             self._memory[spec.offset - start : _end(spec) - start]
             .view(self._layout.dtypes[leaf])
             .view(spec.shape)
@@ -125,7 +125,7 @@ class DeviceCopies:
         ]
         between = ((_end(one), other.offset) for one, other in pairwise(specs))
         gaps = tuple(gap for gap in between if gap[0] < gap[1])
-        return _Block(start, _end(specs[-1]), run, images, 0, gaps)
+        return _Block(start, _end(specs[-1]), run, small_leaves, 0, gaps)
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
@@ -138,8 +138,8 @@ class DeviceCopies:
         api, host = self._api, self._seen(flat).tensor()
         api.synchronize(self.device)
         for block in self._blocks:
-            if block.images:
-                api.copy(block.images, [tensors[leaf] for leaf in block.leaves])
+            if block.small_leaves:
+                api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
             api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
         api.synchronize(self.device)
         views = flat.views(self._layout)
@@ -175,8 +175,8 @@ class DeviceCopies:
                 api.transfer(self._device_bytes(block, tensors), source)
                 if ring is not None:
                     ring.used()
-                if block.images:
-                    api.copy([tensors[leaf] for leaf in block.leaves], block.images)
+                if block.small_leaves:
+                    api.copy([tensors[leaf] for leaf in block.leaves], block.small_leaves)
             api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
@@ -188,7 +188,7 @@ class DeviceCopies:
         self, block: _Block, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
         """Return the bytes of a block on the device, where a transfer reads or writes them."""
-        if block.images:
+        if block.small_leaves:
             return self._memory[: block.stop - block.start]
         large = tensors[block.leaves[0]].detach().view(-1).view(torch.uint8)
         return large[block.at : block.at + block.stop - block.start]

@@ -47,20 +47,22 @@ def join_parts(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffe
         held = part.layout.index.keys() | part.values.keys()
         replaced = {key: values.pop(key) for key in values.keys() & held}
         # Tensors that only a replaced value refers to go with it.
-        sources = _follow(part, sources, held | inner_names(replaced))
+        sources = _newest_sources(part, sources, held | inner_names(replaced))
         values |= part.values
     return *_gather(sources, limits), values
 
 
-def _follow(part: Part, older: Mapping[str, _Source], gone: Set[str]) -> dict[str, _Source]:
+def _newest_sources(
+    part: Part, older: Mapping[str, _Source], overridden: Set[str]
+) -> dict[str, _Source]:
     """Return the newest source of each name once a part was added.
 
     Args:
         part: The next part.
         older: Newest source of each name before; tied names have the same one.
-        gone: Names that no older part has the newest weights of any more.
+        overridden: Names that no older part has the newest weights of any more.
     """
-    sources = {name: source for name, source in older.items() if name not in gone}
+    sources = {name: source for name, source in older.items() if name not in overridden}
     tied = _names_by_source(sources)
     for spec in part.layout.manifest.leaves:
         names = (spec.name, *spec.aliases)

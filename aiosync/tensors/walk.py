@@ -313,8 +313,7 @@ class ModuleTree:
         """Return the tensors and values of the module that are sent.
 
         Raises:
-            ConfigError: For ``"tensordict"``, its ``state_dict()`` has more than parameters,
-                buffers and extra states; all such entries are named.
+            ConfigError: For ``"tensordict"``, see :meth:`refuse_hidden`.
         """
         if extract_as == "state_dict" and not self.standard_state_dict():
             known = {
@@ -334,7 +333,7 @@ class ModuleTree:
         return Found(each for each in everything if each.persistent or extract_as == "tensordict")
 
     def refuse_hidden(self) -> None:
-        """Raise if a module saves more than its parameters, buffers and extra state.
+        """Raise if a module's ``_save_to_state_dict()`` saves more than the tensors that are sent.
 
         Raises:
             ConfigError: All such entries of the ``state_dict()`` are named.

@@ -3,8 +3,10 @@
 A transport moves messages of :mod:`aiosync.wire` and, beside each, an optional payload of raw
 bytes. It knows nothing of torch, tensors or schemes and must never import them. The published
 suite in :mod:`aiosync.testing` checks every statement made here; see
-``docs/topics/transports.md``. The end of this module has helpers of several transports: for calls
-that take turns and end in time, for byte views of buffers, and for errors that are kept.
+``docs/topics/transports.md``. A scheme gets its links from a fabric, see ``schemes.fabric``: a new
+transport needs one, or a scheme with a ``create_transport``. The end of this module has helpers of
+several transports: for calls that take turns and end in time, for byte views of buffers, and for
+errors that are kept.
 """
 
 from __future__ import annotations

@@ -125,14 +125,14 @@ class PayloadState:
         steadily: Runs a call in another thread while the call reads the caller's own tensors, which
             are the payload; ``None`` if the payload is a copy. It is called with a function that
             starts a call in a thread, and with the call, and returns the future of the result.
-        changed: Error of such a call, if the tensors caused it.
+        unusable: Error of such a call, after which no link can send the payload.
         bring_back: Brings back bytes that a transport keeps; ``None`` if no transport does. Its
             awaitable gives the buffers in order, and raises
             :class:`~aiosync.errors.LocalProtocolError` if the bytes are gone.
         made: Objects that transports made of the payload, by keys of their own.
     """
 
-    __slots__ = ("bring_back", "changed", "made", "progress", "steadily")
+    __slots__ = ("bring_back", "made", "progress", "steadily", "unusable")
 
     def __init__(self) -> None:
         self.clear()
@@ -141,7 +141,7 @@ class PayloadState:
         """Drop everything that belongs to the payload."""
         self.progress: Progress | None = None
         self.steadily: Callable[..., asyncio.Future[Any]] | None = None
-        self.changed: BaseException | None = None
+        self.unusable: BaseException | None = None
         self.bring_back: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
         self.made: dict[object, asyncio.Future[Any]] = {}
 

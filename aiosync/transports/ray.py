@@ -238,8 +238,8 @@ class RayObjects:
         Cancellation:
             Waits until nothing reads the payload any more, and is raised then.
         """
-        if state.changed is not None:  # the call for another link found that the weights changed
-            raise LocalProtocolError(str(state.changed))
+        if state.unusable is not None:  # the call for another link found that the weights changed
+            raise LocalProtocolError(str(state.unusable))
         putting: asyncio.Future[Entry] | None = state.made.get(key)
         if putting is None:
             start, call = self.threads.start, functools.partial(self._put, make)
@@ -249,7 +249,7 @@ class RayObjects:
         try:
             return await result_of(putting)
         except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the links go on as before
-            state.changed = exc
+            state.unusable = exc
             raise LocalProtocolError(str(exc)) from exc
 
     def _put(self, make: Callable[[], Any]) -> Entry:

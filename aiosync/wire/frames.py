@@ -2,7 +2,7 @@
 
 A frame is a fixed prefix, a header, and a payload that the decoder puts into buffers of the caller.
 The content of a header, with the fixed places of an update and of an acknowledgement, is in
-``messages``.
+``headers``; their fields are those of ``messages``.
 
 The decoder does no I/O: it returns the memory for the next bytes, and the events that the bytes so
 far make up; it never reads and never waits. This module must never import asyncio, anyio or torch.

@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "a process that ends before it connects is waited for",
-        "sender/worker_ends.py",
+        "sender/worker_deaths.py",
         "        self._on_end()\n",
         "        pass\n",
         contract("dead_before_connect"),

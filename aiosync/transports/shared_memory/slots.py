@@ -187,6 +187,7 @@ class Segment:
         try:
             self._fd = _anonymous_file()
             self.read_only_fd = reopen(self._fd, os.O_RDONLY)
+            # The locks of the first descriptor would last as long as any mapping.
             self.lock_fd = reopen(self._fd, os.O_RDWR)
         except OSError as exc:
             self.close()
