@@ -132,6 +132,8 @@ class WorkerLink:
         # Stall timer for the worker's answer, and the progress that it saw last.
         self._timer: asyncio.TimerHandle | None = None
         self._progress: tuple[int, int] | None = None
+        # Bytes of messages between updates, which are no progress of an update.
+        self._said_nbytes = 0
         self.since: float = time.monotonic()
         self._registry = registry
         # A message that waits until the link is free.
@@ -149,6 +151,10 @@ class WorkerLink:
     def name(self) -> str:
         """Name of the worker in errors: its address, or its process."""
         return f"worker {self.idx}" if self._channel is None else self._channel.name
+
+    @property
+    def _written_nbytes(self) -> int:
+        return 0 if self._channel is None else self._channel.written_nbytes
 
     @property
     def sent_nbytes(self) -> int:
@@ -238,7 +244,9 @@ class WorkerLink:
         try:
             while self._word is not None:
                 word, self._word = self._word, None
+                before = self._written_nbytes
                 await self.transport.send(word)
+                self._said_nbytes += self._written_nbytes - before
             if group:
                 limits = DEFAULT_LIMITS if self._channel is None else self._channel.limits
                 snapshot = await join_snapshots(group, limits)
@@ -333,14 +341,12 @@ class WorkerLink:
         The timer goes on when the answer comes: making one costs as much as a small send.
         """
         assert self._chunks is not None
-        owed, channel = self.outbox.unreceived, self._channel
+        owed = self.outbox.unreceived
         timeout = self._chunks.settings.stall_timeout
         self._timer = None
         if owed is None or timeout is None:
             return
-        # Once the update is written, other messages to the worker are no progress of it.
-        written = channel.written_nbytes if self._writing and channel is not None else 0
-        progress = (written, owed)
+        progress = (self._written_nbytes - self._said_nbytes, owed)
         if progress != self._progress:
             self._progress = progress
             self._timer = asyncio.get_running_loop().call_later(timeout, self._look)

@@ -192,7 +192,8 @@ class FrameReader:
                 break
             budget -= nbytes
             # After a whole message the link's owner goes on first: mostly nothing is left to read.
-            if not decoder.mid_frame or budget <= 0 or time.perf_counter() >= until:
+            is_idle = not (decoder.mid_frame or self.is_last)
+            if self._link is not None and (is_idle or budget <= 0 or time.perf_counter() >= until):
                 self._read_soon()
                 break
         if self.event is not None:
