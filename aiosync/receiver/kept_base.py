@@ -1,8 +1,8 @@
 """The bytes of the last update that arrived whole, against which the next delta is decoded.
 
 They are a copy that nothing else uses: the model may view the update itself, and a program may
-write to its weights. Each part of a new update replaces the bytes of the old one as soon as it was
-verified, since no later part is decoded against them. An update that stops in between leaves bytes
+write to its weights. Each chunk of a new update replaces the bytes of the old one as soon as it was
+verified, since no later chunk is decoded against them. An update that stops in between leaves bytes
 of two updates, and these are no base.
 """
 
@@ -25,7 +25,7 @@ class KeptBase:
         self._layout: tuple[bytes, DeltaLayout] | None = None
         # Epoch, version and layout of the update that the bytes are of.
         self._of: tuple[int, int, bytes] | None = None
-        # Epoch and version of the update whose first parts have replaced some of them.
+        # Epoch and version of the update whose first chunks have replaced some of them.
         self._next: tuple[int, int] | None = None
 
     @property
@@ -34,10 +34,10 @@ class KeptBase:
         return (0, 0) if self._of is None or self._next is not None else self._of[:2]
 
     def lend(self, update: Update, nbytes: int) -> memoryview:
-        """Return memory for a part that is a delta, checked against the base.
+        """Return memory for a chunk that is a delta, checked against the base.
 
         Raises:
-            TransportBroken: The part is none that can be decoded here. Over the next link the
+            TransportBroken: The chunk is none that can be decoded here. Over the next link the
                 sender sends whole updates, as that begins without a base.
         """
         version, size = update.base or (0, 0)
@@ -60,18 +60,18 @@ class KeptBase:
         encoded: memoryview | None,
         running: RunningChecksum,
     ) -> None:
-        """Decode and verify a part that has arrived, and keep its bytes. In a thread.
+        """Decode and verify a chunk that has arrived, and keep its bytes. In a thread.
 
         Args:
-            update: The message of the part.
+            update: The message of the chunk.
             layout: The layout of the update.
-            landing: Memory of the update; has the bytes of the part, unless it is encoded.
-            place: Start and stop of the part in the update.
-            encoded: The part as a delta, in memory of :meth:`lend`; ``None`` for a part without.
-            running: Checksum of the first bytes of the part; afterwards of all.
+            landing: Memory of the update; has the bytes of the chunk, unless it is encoded.
+            place: Start and stop of the chunk in the update.
+            encoded: The chunk as a delta, in memory of :meth:`lend`; ``None`` for a chunk without.
+            running: Checksum of the first bytes of the chunk; afterwards of all.
 
         Raises:
-            TransportBroken: The part was damaged on its way, or made with another base; or there
+            TransportBroken: The chunk was damaged on its way, or made with another base; or there
                 is no memory for the base.
         """
         start, stop = place
@@ -95,7 +95,7 @@ class KeptBase:
                 raise TransportBroken(f"version {update.version} cannot be decoded: {exc}") from exc
         running.update(memory[start + running.nbytes : stop])
         if running.digest() != update.checksum:
-            # The part is refused by its checksum, as one without a base is.
+            # The chunk is refused by its checksum, as one without a base is.
             self._of = None
             return
         now = (update.epoch, update.version)
@@ -105,7 +105,7 @@ class KeptBase:
         copy_bytes(base[start:stop], memory[start:stop])
 
     def complete(self, update: Update) -> None:
-        """Register that all parts of an update were taken."""
+        """Register that all chunks of an update were taken."""
         self._of, self._next = (update.epoch, update.version, update.digest), None
 
     def close(self) -> None:

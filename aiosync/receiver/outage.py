@@ -47,7 +47,7 @@ class Outage:
         farewell: True if the trainer closed the last link itself, and did not die.
         lost_link: The error that ended the last link, or the last attempt to replace it; ``None``
             while there is a link.
-        progress: Number of parts of updates, and of answers, that arrived.
+        progress: Number of chunks of updates, and of answers, that arrived.
         reconnects: Number of links that replaced a lost one.
     """
 

@@ -112,7 +112,7 @@ class UpdateReader:
     manifest and update to :meth:`read`.
 
     Args:
-        takes_deltas: Keep the bytes of updates that arrive in checked parts, for deltas to them.
+        takes_deltas: Keep the bytes of updates that arrive in checked chunks, for deltas to them.
         arrived: Takes small updates as they are read, where ``recv()`` would return them.
 
     Attributes:
@@ -131,24 +131,24 @@ class UpdateReader:
         self.arrived: Callable[[Received], bool | None] | None
         self.arrived = None if takes_deltas else arrived
         self._kept = KeptBase() if takes_deltas else None
-        self._encoded: memoryview | None = None  # the part that is landing, if it is a delta
+        self._encoded: memoryview | None = None  # the chunk that is landing, if it is a delta
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
-        self._assembly: Assembly | None = None  # the update that arrives in parts
-        self._part = memoryview(b"")  # the part that is landing
-        self._running: RunningChecksum | None = None  # over the bytes of that part
+        self._assembly: Assembly | None = None  # the update that arrives in chunks
+        self._chunk = memoryview(b"")  # the chunk that is landing
+        self._running: RunningChecksum | None = None  # over the bytes of that chunk
         self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
-        self._in_parts = False  # each part has a checksum
+        self._in_chunks = False  # each chunk has a checksum
         self._began = 0.0  # time when the first byte of the arriving update came
         self.slots: SlotReader | None = None
         self.epoch: int | None = None
         self.lender: UpdateReader | None = self
 
     def use_link(self, transport: Transport) -> None:
-        """Go on with this link; verified parts of an update stay."""
+        """Go on with this link; verified chunks of an update stay."""
         capabilities = transport.capabilities
-        self._in_parts = capabilities.cross_host and not capabilities.whole_payloads
+        self._in_chunks = capabilities.cross_host and not capabilities.whole_payloads
         self.lender = None if capabilities.zero_copy_recv else self
         if self._assembly is not None:
             self._assembly.resume()
@@ -162,7 +162,7 @@ class UpdateReader:
 
     @property
     def partial(self) -> tuple[int, int, int] | None:
-        """Epoch, version and verified bytes of an update of which a part is here."""
+        """Epoch, version and verified bytes of an update of which a chunk is here."""
         assembly = self._assembly
         if assembly is None or not assembly.good_nbytes:
             return None
@@ -176,22 +176,22 @@ class UpdateReader:
     def __call__(self, message: Message, nbytes: int) -> list[memoryview]:
         """Lend buffers for the payload of ``message``, checked against its manifest."""
         update, layout = self._layout_of(message, nbytes)
-        if self._in_parts:
+        if self._in_chunks:
             assembly, landing = self._assembly_of(update, layout)
             start, stop = assembly.place(update, nbytes)
             self._running = RunningChecksum()
-            self._part, self._encoded = landing.memoryview()[start:stop], None
+            self._chunk, self._encoded = landing.memoryview()[start:stop], None
             if update.base is not None and self._kept is not None:
-                self._part = self._encoded = self._kept.lend(update, nbytes)
-            return [self._part]
+                self._chunk = self._encoded = self._kept.lend(update, nbytes)
+            return [self._chunk]
         self._landing, self._began = self._buffers.take(layout.nbytes), time.perf_counter()
         return [self._landing.memoryview()]
 
     def landed(self, nbytes: int) -> None:
-        """Add landed bytes of the part to its checksum, while the CPU's caches still hold them."""
+        """Add landed bytes of the chunk to its checksum, while the CPU's caches still hold them."""
         running = self._running
         if running is not None and self._encoded is None and nbytes > running.nbytes:
-            running.update(self._part[running.nbytes : nbytes])
+            running.update(self._chunk[running.nbytes : nbytes])
 
     def refuse(self, message: Message) -> NoReturn:
         """Raise the error for a message that brings no update.
@@ -205,7 +205,7 @@ class UpdateReader:
         raise RemoteProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
     def read(self, received: Received) -> Staged | None:
-        """Take over a manifest, an update or a part of an update.
+        """Take over a manifest, an update or a chunk of an update.
 
         Returns:
             The update that this message completes, as tensors can view it, if it completes one.
@@ -228,7 +228,7 @@ class UpdateReader:
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
         more = update.trace, layout.nbytes
-        if self._in_parts:
+        if self._in_chunks:
             landing = self._assemble(update, layout, received)
             if landing is None:
                 return None
@@ -251,21 +251,21 @@ class UpdateReader:
         if layout is None:
             raise RemoteProtocolError("an update names a manifest that was never sent")
         if message.codec == "delta":
-            is_agreed = message.base is not None and self._in_parts and self._kept is not None
+            is_agreed = message.base is not None and self._in_chunks and self._kept is not None
         else:
             is_agreed = message.codec == "dense" and message.base is None
-        if not is_agreed or (message.chunk is not None and not self._in_parts):
+        if not is_agreed or (message.chunk is not None and not self._in_chunks):
             raise RemoteProtocolError(f"codec {message.codec!r} was not agreed on")
-        if nbytes != layout.nbytes and not self._in_parts:
+        if nbytes != layout.nbytes and not self._in_chunks:
             raise RemoteProtocolError(
                 f"an update of {nbytes} bytes does not fit its manifest of {layout.nbytes} bytes"
             )
         return message, layout
 
-    # -- updates in checked parts --------------------------------------------------------------
+    # -- updates in checked chunks -------------------------------------------------------------
 
     def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
-        """Return the assembly and the buffer of a part's update; a newer one replaces an older."""
+        """Return the assembly and the buffer of a chunk's update; a newer one replaces an older."""
         named = (update.epoch, update.version, update.digest)
         current, landing = self._assembly, self._landing
         if landing is None or landing.nbytes != layout.nbytes:
@@ -280,9 +280,9 @@ class UpdateReader:
         return current, landing
 
     def heavy_work(self, received: Received) -> Callable[[], None] | None:
-        """Return the work on a part that must not hold the loop, if there is any.
+        """Return the work on a chunk that must not hold the loop, if there is any.
 
-        It is done in a thread before :meth:`read`, and raises :class:`TransportBroken` for a part
+        It is done in a thread before :meth:`read`, and raises :class:`TransportBroken` for a chunk
         that cannot be decoded.
         """
         update, kept, landing = received.message, self._kept, self._landing
@@ -296,7 +296,7 @@ class UpdateReader:
         return functools.partial(kept.take, update, layout, landing, place, encoded, running)
 
     def _assemble(self, update: Update, layout: Layout, received: Received) -> FlatBuffer | None:
-        """Verify a part that arrived; return the whole update if this was the last part."""
+        """Verify a chunk that arrived; return the whole update if this was the last chunk."""
         assembly, landing = self._assembly_of(update, layout)
         start, stop = assembly.place(update, received.nbytes)
         running = self._running if self._running and received.nbytes else RunningChecksum()
@@ -389,7 +389,7 @@ class UpdateReader:
         """Forget every buffer."""
         self._buffers = Buffers()  # buffers that are put back after this are not kept
         self._assembly = self._landing = self._running = None
-        self._part, self._encoded = memoryview(b""), None
+        self._chunk, self._encoded = memoryview(b""), None
         if self._kept is not None:
             self._kept.close()
         self._mapped.clear()

@@ -89,7 +89,7 @@ class UpdateChunks:
 
         The caller releases the base of the delta.
         """
-        # The parts of an update replace the worker's base one by one.
+        # The chunks of an update replace the worker's base one by one.
         base, self.base = self.base, 0
         delta = deltas.take(snapshot, base)
         is_worth = False
