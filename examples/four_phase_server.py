@@ -1,6 +1,6 @@
 """Shows a server that a trainer updates as it updates vLLM's, between requests of its clients.
 
-pip install torch==2.13.0 -e '.[asgi]'
+pip install torch==2.13.0 -e '.[asgi]'  # once it is released: 'aiosync[asgi]'
 python examples/four_phase_server.py
 """
 

@@ -1,6 +1,6 @@
 """Shows a policy in Ray Serve that follows a trainer, and says which version each answer is of.
 
-pip install torch==2.13.0 -e '.[ray-serve]'
+pip install torch==2.13.0 -e '.[ray-serve]'  # once it is released: 'aiosync[ray-serve]'
 python examples/ray_serve_policy.py
 """
 

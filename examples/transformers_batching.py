@@ -1,6 +1,6 @@
 """Shows continuous batching of transformers that follows a trainer, with the versions of outputs.
 
-pip install torch==2.13.0 -e '.[transformers]'
+pip install torch==2.13.0 -e '.[transformers]'  # once it is released: 'aiosync[transformers]'
 python examples/transformers_batching.py
 """
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 import aiosync
 from tests.api import snapshot
-from tests.support.pages import PAGES, ROOT, Block, blocks
+from tests.support.pages import PAGES, ROOT, Block, blocks, name_of
 
 # A trainer draws its epoch at random, so each run prints another one.
 EPOCH = re.compile(r"\b[0-9a-f]{16}\b")
@@ -166,6 +167,25 @@ def test_the_torch_that_the_pages_name_is_the_pinned_one() -> None:
     assert len(pins) == 1
     assert len(named) >= 3
     assert all(versions == pins for versions in named)
+
+
+def test_a_page_installs_an_extra_from_a_checkout_and_from_an_index() -> None:
+    """Only a checkout can run the tests, so their extra is left out."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = {name_of(page): page.read_text() for page in PAGES}
+    from_checkout, from_index = (
+        {(page, extra) for page, text in texts.items() for extra in re.findall(pattern, text)}
+        for pattern in (r"'\.\[([\w,-]+)\]'", r"'aiosync\[([\w,-]+)\]'")
+    )
+    assert len(from_checkout) >= 10
+    assert {each for each in from_checkout - from_index if each[1] != "test"} == set()
+    named = {extra for _, extras in from_checkout | from_index for extra in extras.split(",")}
+    assert named <= set(project["optional-dependencies"])
+
+
+def test_the_citation_names_this_release() -> None:
+    page = (ROOT / "docs" / "citing.md").read_text()
+    assert f"version = {{{aiosync.__version__}}}" in page
 
 
 def test_links_between_pages_lead_somewhere() -> None:
