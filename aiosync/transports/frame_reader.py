@@ -157,47 +157,50 @@ class FrameReader:
                 self._read()
 
     def _read(self) -> None:
-        link = self._link
         # A turn of the loop reads one window only, so a read that is already scheduled is enough.
-        if self._read_again or link is None:
+        if self._read_again:
             return
-        io, decoder = self._io, self.decoder
         budget, until = WINDOW_NBYTES, time.perf_counter() + _WINDOW_SECONDS
-        while self._link is not None:
-            buffer = decoder.get_buffer()
-            if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
-                self._pause()
-                break
-            buffer = buffer[: min(budget, _READ_NBYTES)]
-            try:
-                nbytes = io.readv([buffer])
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as exc:
-                self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
-                break
-            if nbytes:
-                decoder.buffer_updated(nbytes)
-                if self.landed is not None:
-                    self.landed()
-            else:  # the end of the stream; messages that were read before still count
-                self._gone = PeerClosed(f"{link.name} closed the link")
-                self._pause()
-            self._pull()
-            if self._next_step_due and decoder.is_busy:
-                self._pause()
-                break
-            more = nbytes == len(buffer) or io.reads_out
-            if not (nbytes and self.event is None and more):
-                break
+        while nbytes := self._read_some(budget):
             budget -= nbytes
             # After a whole message the link's owner goes on first: mostly nothing is left to read.
-            is_idle = not (decoder.mid_frame or self.is_last)
-            if self._link is not None and (is_idle or budget <= 0 or time.perf_counter() >= until):
+            is_idle = not (self.decoder.mid_frame or self.is_last)
+            if is_idle or budget <= 0 or time.perf_counter() >= until:
                 self._read_soon()
                 break
         if self.event is not None:
             self.arrival.notify()
+
+    def _read_some(self, most: int) -> int:
+        """Read once, and handle what arrived; return the number of bytes if more may be there."""
+        link, io, decoder = self._link, self._io, self.decoder
+        if link is None:
+            return 0
+        buffer = decoder.get_buffer()
+        if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
+            self._pause()
+            return 0
+        buffer = buffer[: min(most, _READ_NBYTES)]
+        try:
+            nbytes = io.readv([buffer])
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as exc:
+            self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
+            return 0
+        if nbytes:
+            decoder.buffer_updated(nbytes)
+            if self.landed is not None:
+                self.landed()
+        else:  # the end of the stream; messages that were read before still count
+            self._gone = PeerClosed(f"{link.name} closed the link")
+            self._pause()
+        self._pull()
+        if self._next_step_due and decoder.is_busy:
+            self._pause()
+            return 0
+        more = nbytes == len(buffer) or io.reads_out
+        return nbytes if more and self.event is None and self._link is not None else 0
 
     def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
         """Take events from the decoder until one has to wait for ``recv()``, or none is left.
