@@ -208,6 +208,8 @@ def fresh() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest, _warm_up: None) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
+    import torch
+
     _loop_errors.clear()
     checking = assert_no_leaks(grace=GRACE)
     checking.__enter__()
@@ -221,3 +223,6 @@ def no_leaks(request: pytest.FixtureRequest, _warm_up: None) -> Iterator[None]:
         pytest.fail(f"{error}", pytrace=False)
     if _loop_errors:
         pytest.fail(f"only the event loop saw these errors: {_loop_errors}", pytrace=False)
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("gradients stay disabled: a no_grad() block has an await in it", pytrace=False)
