@@ -16,6 +16,7 @@ import os
 import socket
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -67,6 +68,10 @@ class Listener:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._owned = [sock]
+        # Of a scheme that is garbage in a cycle, the sockets may be collected before the scheme,
+        # which would close them. These references keep them until then.
+        weakref.finalize(self, _close_all, self._owned).atexit = False
         self._spare = self._open_spare()
         self._loop: asyncio.AbstractEventLoop | None = None
         # The tasks of handshakes, oldest first, and the times at which they began.
@@ -124,8 +129,7 @@ class Listener:
                 sock.close()
                 raise
 
-    @staticmethod
-    def _open_spare() -> socket.socket | None:
+    def _open_spare(self) -> socket.socket | None:
         """Return a socket to close when no descriptor is left; ``None`` if there is none already.
 
         Closing it makes room to accept one more connection, and to refuse it with a reason.
@@ -133,6 +137,7 @@ class Listener:
         with contextlib.suppress(OSError), OPENING:
             spare = socket.socket(socket.AF_UNIX)
             close_in_child(spare)
+            self._owned[1:] = [spare]
             return spare
         return None
 
@@ -148,6 +153,7 @@ class Listener:
             with contextlib.suppress(OSError), OPENING:
                 self._spare, _address = self._sock.accept()
                 close_in_child(self._spare)
+                self._owned[1:] = [self._spare]
                 self._spare.send(encode_frame(Refuse(ConnectError.__name__, _NO_ROOM_TEXT)))
         if self._spare is None:
             self._spare = self._open_spare()
@@ -205,13 +211,16 @@ class Listener:
         if self._sock.fileno() >= 0:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._sock.fileno())
-            self._sock.close()
-            if self._spare is not None:
-                self._spare.close()
+            _close_all(self._owned)
 
     async def aclose(self) -> None:
         """Stop accepting connections, and wait until no task of this object runs any more."""
         self.close()
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 async def first_word(link: Transport, timeout: float) -> Hello:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import struct
+import warnings
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from aiosync.errors import (
     ConnectError,
     TransportError,
 )
-from aiosync.rendezvous.listener import StreamListener
+from aiosync.rendezvous.listener import Listener, StreamListener
 from aiosync.transports.base import Received
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -156,3 +159,16 @@ async def test_answers_to_a_peer_that_has_gone_are_not_written_one_inside_the_ot
     # The answer that finds the peer gone reads the peer's last messages, whose handler is called
     # inside it. That one writes no answer, so the depth is two.
     assert deepest == 2
+
+
+async def test_a_listener_in_a_cycle_closes_its_sockets_before_they_are_collected() -> None:
+    """A scheme that was forgotten may be garbage in a cycle, with the traceback of an error."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    cycle: list[object] = [Listener(sock)]
+    cycle.append(cycle)
+    gone = weakref.ref(sock)
+    del sock, cycle
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        gc.collect()
+    assert gone() is None
