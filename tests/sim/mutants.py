@@ -43,11 +43,11 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
-        "the answer to an update that came before is not repeated",
-        "receiver/receiver.py",
-        "            self._repeat(epoch, version, exc, named=named)\n            self._has_come",
-        "            self._has_come",
-        124,
+        "the answers to questions count as progress of an update",
+        "sender/worker_link.py",
+        "                self._said_nbytes += self._written_nbytes - before\n",
+        "",
+        10129,
     ),
     Mutant(
         "versions of another trainer are compared",
