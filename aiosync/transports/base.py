@@ -88,7 +88,8 @@ there is no place for the payload that follows. A lender may be an object with o
   the cache. It must not raise.
 - A handler ``arrived``, or ``None``. The transport may call it with a message whose whole payload
   came at once, and go on waiting, where ``recv()`` would return that message: this is quicker by a
-  turn of the loop. It is called and may raise as a handler of :meth:`Transport.subscribe`.
+  turn of the loop. It is called and may raise as a handler of :meth:`Transport.subscribe`, but it
+  has to take the message: what it returns does not count.
 """
 
 
