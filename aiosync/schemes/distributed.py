@@ -37,7 +37,7 @@ class DistributedWeightSyncScheme(DistributedOptions, ClusterScheme):
 
     Args:
         backend: ``"gloo"``; ``"nccl"`` is refused.
-        sync: As for :class:`aiosync.WeightSyncScheme`.
+        sync: Accepted for TorchRL's signature: ``send()`` waits for the workers in any case.
         timeout: Default timeout of calls in seconds; ``None`` for ever.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``require``.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.

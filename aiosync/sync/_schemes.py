@@ -211,6 +211,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Make the async scheme."""
 
     _is_copy = False  # True after unpickling.
+    _always_waits = False  # True if send() waits with sync=False, too.
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -319,7 +320,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def _proceed(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._check(name)
-        if name == "send" and not self._scheme.sync:
+        if name == "send" and not self._scheme.sync and not self._always_waits:
             return self._send_unawaited(*args, **kwargs)
         held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
         if publish is not None and held is not None and held.valid:
@@ -709,6 +710,9 @@ class DistributedWeightSyncScheme(
     twin_of=aio.DistributedWeightSyncScheme,
 ):
     """Blocking twin of :class:`aiosync.DistributedWeightSyncScheme`; same arguments."""
+
+    # TorchRL's waits for every worker with sync=False, too, and its collectors build on that.
+    _always_waits = True
 
     @constructor(aio.DistributedWeightSyncScheme)
     def __init__(self) -> None:

@@ -68,6 +68,17 @@ def test_a_failure_is_raised_by_the_next_call_that_sends(make: Any) -> None:
         assert list(caught.value.failed) == [0]
 
 
+def test_over_torch_distributed_it_waits_in_any_case() -> None:
+    # TorchRL's does, and its DistributedSyncCollector depends on it.
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    make = aiosync.sync.DistributedWeightSyncScheme
+    with tools.pair(make, source, target, sync=False) as (sender, receiver):
+        for value in (2.0, 3.0, 4.0):
+            tools.fill(source, value)
+            assert sender.send().acked == {0}
+            assert tools.value_at(receiver) == value
+
+
 def test_wait_async_raises_it_as_well() -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(tools.PIPE, source, target, sync=False) as (sender, _):
