@@ -224,6 +224,18 @@ def test_continuous_batching_of_transformers() -> None:
     assert "the same weights on both sides: True" in out
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_adapters_of_peft() -> None:
+    pytest.importorskip("peft")
+    out = run("lora_adapters.py", quiet=False, timeout=110)
+    names = [line.split(":")[0] for line in out.splitlines() if line.startswith("policy-")]
+    versions = [int(name.rsplit("-", 1)[1]) for name in names]
+    # A worker that prints slowly skips some.
+    assert versions == sorted(set(versions)) and versions[-1] == 5
+    assert "each update had" in out
+
+
 # -- a weight server in a container -----------------------------------------------------------
 
 

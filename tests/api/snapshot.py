@@ -25,6 +25,7 @@ MODULES = [
     "aiosync.events",
     "aiosync.integrations.asgi",
     "aiosync.integrations.four_phase",
+    "aiosync.integrations.lora",
     "aiosync.integrations.nemo_rl",
     "aiosync.integrations.ray_serve",
     "aiosync.integrations.rllib",

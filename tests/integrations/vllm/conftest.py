@@ -1,4 +1,4 @@
-"""Two real engines, one after the other: one in a trainer's process, one behind vLLM's server."""
+"""Three real engines, one after the other: in a trainer's process, with adapters, and a server."""
 
 from __future__ import annotations
 
@@ -54,16 +54,12 @@ def plugin() -> None:
         pytest.fail("vLLM does not see the plug-in: install aiosync anew, `pip install -e .`")
 
 
-@pytest.fixture(scope="session")
-def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the findings of an engine in a trainer process, started from the weights of seed 2."""
-    folder = tmp_path_factory.mktemp("offline")
-    checkpoint = make_checkpoint(folder / "model", make_weights(2))
-    program = ["-m", "tests.integrations.vllm._offline", str(checkpoint), "2", "1"]
+def _findings(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
+    """Run a program with an engine in a process of its own; return what it printed."""
     log = folder / "log"
     with log.open("wb") as file:
         run = subprocess.run(
-            [sys.executable, *program],
+            [sys.executable, "-m", f"tests.integrations.vllm.{program}", *arguments],
             cwd=ROOT,
             env=_environment(),
             stdout=subprocess.PIPE,
@@ -78,8 +74,24 @@ def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="session")
-def server(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start vLLM's HTTP server from the weights of seed 1, after the other engine has ended."""
+def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the findings of an engine in a trainer process, started from the weights of seed 2."""
+    folder = tmp_path_factory.mktemp("offline")
+    checkpoint = make_checkpoint(folder / "model", make_weights(2))
+    return _findings(folder, "_offline", str(checkpoint), "2", "1")
+
+
+@pytest.fixture(scope="session")
+def adapters(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the findings of an engine with LoRA adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    checkpoint = make_checkpoint(folder / "model", make_weights(1))
+    return _findings(folder, "_adapters", str(checkpoint), str(folder))
+
+
+@pytest.fixture(scope="session")
+def server(adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Start vLLM's HTTP server from the weights of seed 1, after the other engines have ended."""
     folder = tmp_path_factory.mktemp("server")
     checkpoint = make_checkpoint(folder / "model", make_weights(1))
     with socket.socket() as probe:

@@ -1,0 +1,400 @@
+"""Receivers of LoRA adapters: each version becomes an adapter of its own, with a name of its own.
+
+Only the adapter travels. The weights behind a name never change: a version that arrives gets a new
+name, and is loaded whole before anything uses it.
+:class:`VLLMAdapterReceiver` is for vLLM's ``AsyncLLM``, :class:`PeftAdapterReceiver` for a
+``PeftModel``. The trainer sends ``peft.get_peft_model_state_dict(model)`` with any scheme. See
+``docs/topics/lora-adapters.md``. Must not import vLLM or PEFT before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.receiver.scheme_hooks import SchemeHooks
+from aiosync.schemes.options import refuse
+from aiosync.spans import epoch_text
+
+__all__ = ["Adapter", "PeftAdapterReceiver", "VLLMAdapterReceiver"]
+
+# vLLM tells adapters apart by these numbers alone, so they must not be those of a user's own.
+_numbers: Final = itertools.count(1_000_001)
+
+_LABEL: Final = "aiosync.adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """One version of an adapter. The weights behind its name never change.
+
+    Attributes:
+        name: Its name in the engine or the model: the receiver's, the trainer's epoch and the
+            version, as in ``"policy-3f2a90c41b7de805-12"``.
+        epoch: The run of the trainer that sent it, as ``scheme.epoch``.
+        version: Version of the weights, from 1.
+        request: For vLLM, the ``LoRARequest`` to generate with; else ``None``.
+    """
+
+    name: str
+    epoch: int
+    version: int
+    request: Any = None
+
+
+class _Versions:
+    """The adapters that are loaded, oldest first. Thread-safe."""
+
+    def __init__(self, keep: int, name: str) -> None:
+        refuse(
+            (not isinstance(keep, int) or keep < 1, f"keep must be at least 1, got {keep!r}"),
+            (not isinstance(name, str) or not name, f"name must be a text, got {name!r}"),
+        )
+        self.newest: Adapter | None = None
+        self._keep, self._name = keep, name
+        self._lock = threading.Lock()
+        self._loaded: list[Adapter] = []
+        self._uses: Counter[str] = Counter()
+        self._next = (0, 0)
+
+    def await_version(self, epoch: int, version: int) -> None:
+        """Note the version that is transformed next."""
+        self._next = epoch, version
+
+    def make(self) -> Adapter:
+        """Return the adapter of the version that is being transformed."""
+        epoch, version = self._next
+        return Adapter(f"{self._name}-{epoch_text(epoch)}-{version}", epoch, version)
+
+    def add(self, adapter: Adapter) -> None:
+        """Note that this is loaded."""
+        with self._lock:
+            self._loaded.append(adapter)
+
+    def activate(self, epoch: int, version: int) -> None:
+        """Make a loaded version the newest; one that comes after it may be loaded, too."""
+        with self._lock:
+            wanted = epoch, version
+            self.newest = next(a for a in self._loaded if (a.epoch, a.version) == wanted)
+
+    def take_old(self) -> list[Adapter]:
+        """Remove and return those that are neither among the newest nor in use."""
+        with self._lock:
+            end = 0 if self.newest is None else self._loaded.index(self.newest) + 1
+            older = self._loaded[: max(0, end - self._keep)]
+            old = [each for each in older if not self._uses[each.name]]
+            self._loaded = [each for each in self._loaded if each not in old]
+        return old
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Adapter]:
+        """Give the newest, which stays loaded until the block ends."""
+        with self._lock:
+            adapter = self.newest
+            if adapter is None:
+                raise LocalProtocolError(
+                    "no adapter has arrived yet: wait with scheme.wait_for_version(1) first"
+                )
+            self._uses[adapter.name] += 1
+        try:
+            yield adapter
+        finally:
+            with self._lock:
+                self._uses[adapter.name] -= 1
+                self._uses = +self._uses  # without those that nothing uses
+
+
+# -- vLLM --------------------------------------------------------------------------------------
+
+
+class VLLMAdapterReceiver:
+    """Receiver that gives each version of an adapter to a vLLM engine while it generates.
+
+    ::
+
+        scheme = aiosync.TCPWeightSyncScheme("tcp://trainer:5555", guard="reading")
+        adapters = VLLMAdapterReceiver(scheme, engine, lora_config)
+        async with scheme:
+            await scheme.connect()
+            await scheme.wait_for_version(1)
+            with adapters.use() as adapter:
+                outputs = engine.generate(prompt, params, "1", lora_request=adapter.request)
+                async for output in outputs:
+                    ...  # made by adapter.version, to the last token
+
+    A version is written to a folder in memory and loaded with ``engine.add_lora()``. The engine is
+    not paused: requests go on with the adapter that they began with, and :meth:`use` gives the new
+    one once it is loaded. If the engine refuses it, nothing changes and the trainer's ``send()``
+    raises the engine's error. The prefix cache cannot mix versions, as vLLM keeps it by the
+    adapter's name.
+
+    Construct it in the event loop that the engine runs in.
+
+    Args:
+        scheme: A scheme without a role, with ``guard="reading"``; it becomes the receiver.
+        engine: An ``AsyncLLM`` with ``enable_lora=True``, or an object with its ``add_lora()`` and
+            ``remove_lora()``. ``max_loras`` of two or more, so that requests of the old and of the
+            new version run side by side.
+        config: The adapter's configuration: a ``peft.LoraConfig``, a mapping, or the folder of a
+            saved adapter.
+        name: What the names of the adapters begin with.
+        keep: Number of newest versions that stay loaded until one more is, beside those in use.
+        folder: Where the files are: ``/dev/shm`` if it exists, else the directory for temporary
+            files.
+        load_timeout: Seconds that the engine has to load a version.
+        model_id: Name of the model, as the sender calls it.
+        worker_idx: Index of this worker; ``None`` lets the sender choose.
+
+    Raises:
+        ConfigError: An argument has an illegal value.
+        LocalProtocolError: The scheme already has a role, or no event loop runs.
+    """
+
+    def __init__(
+        self,
+        scheme: Any,
+        engine: Any,
+        config: Any,
+        *,
+        name: str = "policy",
+        keep: int = 2,
+        folder: str | Path | None = None,
+        load_timeout: float = 60.0,
+        model_id: str | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        self._versions = _Versions(keep, name)
+        self._config = _config_text(config)
+        loads = getattr(engine, "add_lora", None), getattr(engine, "remove_lora", None)
+        if not all(map(asyncio.iscoroutinefunction, loads)):
+            raise ConfigError(
+                f"a {type(engine).__name__} has no async add_lora() and remove_lora(): pass an "
+                "AsyncLLM with enable_lora=True"
+            )
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise LocalProtocolError(
+                "construct a VLLMAdapterReceiver in the event loop of the engine"
+            ) from None
+        self._engine, self._load_timeout = engine, load_timeout
+        scheme.init_on_receiver(
+            model_id,
+            worker_idx=worker_idx,
+            load=_load_nothing,
+            transform=self._stage,
+            hooks=SchemeHooks(
+                before_apply=self._versions.await_version, applied=self._versions.activate
+            ),
+        )
+        if folder is None and Path("/dev/shm").is_dir():
+            folder = "/dev/shm"
+        self._folder = Path(tempfile.mkdtemp(prefix="aiosync-lora-", dir=folder))
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def newest(self) -> Adapter | None:
+        """The adapter that :meth:`use` gives; ``None`` before the first."""
+        return self._versions.newest
+
+    def use(self) -> contextlib.AbstractContextManager[Adapter]:
+        """Return a context manager that gives the newest adapter, which stays loaded inside.
+
+        Raises:
+            LocalProtocolError: Entered before a version has arrived.
+        """
+        return self._versions.use()
+
+    def close(self) -> None:
+        """Delete the files, when no request uses an adapter any more. Idempotent.
+
+        Without this call they are deleted with this object, or at the end of the process.
+        """
+        self._finalizer()
+
+    def _stage(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
+        """Load the version that arrived into the engine. Runs in a thread of the scheme."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        for old in self._versions.take_old():
+            self._wait(self._engine.remove_lora(old.request.lora_int_id))
+            shutil.rmtree(old.request.lora_path)
+        adapter, number = self._versions.make(), next(_numbers)
+        path = self._folder / str(number)
+        path.mkdir()
+        try:
+            (path / "adapter_config.json").write_text(self._config)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in weights},
+                path / "adapter_model.safetensors",
+            )
+            request = LoRARequest(adapter.name, number, str(path))
+            if not self._wait(self._engine.add_lora(request)):
+                raise RuntimeError("vLLM did not add the adapter")
+        except BaseException:  # raised again
+            shutil.rmtree(path)
+            raise
+        self._versions.add(dataclasses.replace(adapter, request=request))
+        return []  # The scheme itself has nothing to apply.
+
+    def _wait(self, loading: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine of the engine in its loop, and wait for it."""
+        waiting = asyncio.run_coroutine_threadsafe(loading, self._loop)
+        try:
+            return waiting.result(self._load_timeout)
+        finally:
+            waiting.cancel()
+
+
+def _load_nothing(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take a version that is loaded already."""
+
+
+def _config_text(config: Any) -> str:
+    """Return the configuration of an adapter as PEFT saves it.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(config, str | Path):
+        return (Path(config) / "adapter_config.json").read_text()
+    values = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+    lacks = {"r", "lora_alpha", "target_modules"} - set(values)
+    if lacks:
+        raise ConfigError(
+            f"the configuration of the adapter has no {', '.join(sorted(lacks))}: pass the "
+            "peft.LoraConfig that the trainer uses, its to_dict(), or the folder of a saved adapter"
+        )
+    return json.dumps({"peft_type": "LORA", **values}, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    return (
+        sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
+    )
+
+
+# -- PEFT --------------------------------------------------------------------------------------
+
+
+class PeftAdapterReceiver:
+    """Receiver that adds each version of an adapter to a ``PeftModel`` and makes it the active one.
+
+    ::
+
+        scheme = aiosync.sync.TCPWeightSyncScheme("tcp://trainer:5555", guard="reading")
+        adapters = PeftAdapterReceiver(scheme, model)
+        with scheme:
+            scheme.connect()
+            with scheme.reading():
+                model.generate(**inputs)  # by adapters.newest, to the last token
+
+    The model changes between reads only. Older versions stay under their names: inside of
+    ``scheme.reading()``, ``adapter_names=[name] * len(batch)`` computes with one of them. An update
+    that does not fit changes nothing, and the trainer's ``send()`` raises the reason.
+
+    Args:
+        scheme: A scheme of :mod:`aiosync` or :mod:`aiosync.sync` without a role, with
+            ``guard="reading"``; it becomes the receiver.
+        model: A ``PeftModel`` with one LoRA adapter, whose configuration, dtypes and devices those
+            of all versions are.
+        adapter: Name of that adapter.
+        name: What the names of the adapters begin with.
+        keep: Number of newest versions that stay in the model until one more is added.
+        model_id: Name of the model, as the sender calls it.
+        worker_idx: Index of this worker; ``None`` lets the sender choose.
+
+    Raises:
+        ConfigError: An argument has an illegal value.
+        LocalProtocolError: The scheme already has a role.
+    """
+
+    def __init__(
+        self,
+        scheme: Any,
+        model: Any,
+        *,
+        adapter: str = "default",
+        name: str = "policy",
+        keep: int = 2,
+        model_id: str | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        self._versions = _Versions(keep, name)
+        configs = getattr(model, "peft_config", {})
+        if adapter not in configs:
+            raise ConfigError(
+                f"the model has no LoRA adapter {adapter!r}: pass a PeftModel that "
+                "peft.get_peft_model() made"
+            )
+        self._model, self._adapter = model, adapter
+        self._labels: dict[int, Adapter] = {}
+        scheme.init_on_receiver(
+            model_id,
+            worker_idx=worker_idx,
+            load=self._load,
+            transform=self._label,
+            hooks=SchemeHooks(
+                before_apply=self._versions.await_version, applied=self._versions.activate
+            ),
+        )
+
+    @property
+    def newest(self) -> Adapter | None:
+        """The active adapter; ``None`` before the first that arrived."""
+        return self._versions.newest
+
+    def _label(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Add a tensor that says which adapter this is: a newer one may be labelled before it."""
+        number = next(_numbers)
+        self._labels[number] = self._versions.make()
+        yield from weights
+        yield _LABEL, torch.tensor(number)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Delete the oldest version, add a new one and make it the active one."""
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        model, given = self._model, dict(weights)
+        number = int(given.pop(_LABEL))
+        new = self._labels[number]
+        self._labels = {each: a for each, a in self._labels.items() if each > number}
+        pattern = get_peft_model_state_dict(model, adapter_name=self._adapter)
+        if pattern.keys() != given.keys():
+            other = sorted(pattern.keys() ^ given.keys())
+            raise ConfigError(
+                f"the names are not those of the adapter {self._adapter!r}, as {other[0]!r}: send "
+                "peft.get_peft_model_state_dict(model)"
+            )
+        own = {
+            name: given[name].to(like.device, like.dtype, copy=True)
+            for name, like in pattern.items()
+        }
+        for old in self._versions.take_old():
+            model.delete_adapter(old.name)
+        # Without memory at first: PEFT would draw random numbers to fill it.
+        model.add_adapter(new.name, model.peft_config[self._adapter], low_cpu_mem_usage=True)
+        try:
+            set_peft_model_state_dict(model, own, adapter_name=new.name, low_cpu_mem_usage=True)
+            model.set_adapter(new.name)
+        except BaseException:  # raised again
+            model.delete_adapter(new.name)
+            raise
+        self._versions.add(new)

@@ -1,0 +1,156 @@
+"""LoRA adapters for a ``PeftModel``: each version under a name of its own, none mixed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+import aiosync.sync
+from aiosync.integrations.lora import PeftAdapterReceiver, VLLMAdapterReceiver
+from tests.support.waiting import free_address
+from tests.sync import _tools as tools
+
+peft = pytest.importorskip("peft", reason="needs peft in this environment: `pip install peft`")
+
+NUM_LAYERS = 3
+
+
+class Base(nn.Module):
+    """A model whose output tells the versions of all its adapters, if they differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers])
+
+
+def adapted() -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=r"layers\.\d+")
+    return peft.get_peft_model(Base(), config).eval()
+
+
+@torch.no_grad()
+def fill(model: Any, value: float) -> dict[str, torch.Tensor]:
+    """Give every adapter this value, and return what the trainer sends."""
+    for name, each in model.named_parameters():
+        if "lora_" in name:
+            each.fill_(value)
+    weights: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(model)
+    return weights
+
+
+@torch.no_grad()
+def outputs(model: Any, **how: Any) -> torch.Tensor:
+    result: torch.Tensor = model(torch.ones(2, 8), **how)
+    return result
+
+
+def tcp(**options: Any) -> aiosync.sync.WeightSyncScheme:
+    return aiosync.sync.TCPWeightSyncScheme(free_address(), token="t" * 32, **options)
+
+
+@pytest.fixture(params=[*tools.SCHEMES, tcp])
+def linked(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """A trainer's model and scheme, a worker's scheme and its receiver of adapters."""
+    trained, acting = adapted(), adapted()
+    sender = request.param(timeout=tools.PATIENCE, guard="reading")
+    sender.init_on_sender(num_workers=1)
+    worker = copy.copy(sender)
+    adapters = PeftAdapterReceiver(worker, acting, worker_idx=0)
+    with sender, worker:
+        tools.join(sender, worker)
+        yield trained, sender, (worker, acting), adapters
+
+
+def test_each_version_is_an_adapter_of_its_own(linked: Any) -> None:
+    trained, sender, (worker, acting), adapters = linked
+    assert adapters.newest is None
+    state = torch.random.get_rng_state()
+    names, before = [], None
+    for version in range(1, 21):
+        report = sender.send(fill(trained, float(version)))
+        assert report.version == adapters.newest.version == version
+        assert adapters.newest.epoch == worker.epoch
+        assert torch.equal(outputs(acting), outputs(trained))
+        if before is not None:
+            # The version before is still there, under its name.
+            with worker.reading():
+                seen = outputs(acting, adapter_names=[names[-1]] * 2)
+            assert torch.equal(seen, before)
+        before = outputs(acting)
+        names.append(adapters.newest.name)
+        assert len(acting.peft_config) <= 1 + 3
+    assert len(set(names)) == 20
+    # The worker's random numbers are its own.
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing(linked: Any) -> None:
+    trained, sender, (_, acting), adapters = linked
+    weights = fill(trained, 1.0)
+    sender.send(weights)
+    kept, before, names = adapters.newest, outputs(acting), set(acting.peft_config)
+    name = next(iter(weights))
+    misfits = [
+        {**weights, name: torch.zeros(3, 3)},
+        {**weights, "more.lora_A.weight": torch.zeros(2)},
+        {each: tensor for each, tensor in weights.items() if each != name},
+        dict(trained.named_parameters()),
+    ]
+    for misfit in misfits:
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            sender.send(misfit)
+        assert isinstance(caught.value.failed[0], aiosync.ApplyError)
+        assert adapters.newest == kept
+        assert set(acting.peft_config) == names
+        assert torch.equal(outputs(acting), before)
+    assert sender.send(fill(trained, 2.0)).acked == {0}
+    assert torch.equal(outputs(acting), outputs(trained))
+
+
+def test_no_read_mixes_versions(linked: Any) -> None:
+    trained, sender, (worker, acting), adapters = linked
+    sender.send(fill(trained, 1.0))
+    expected = {1: outputs(trained)}
+    for version in range(2, 40):
+        fill(trained, float(version))
+        expected[version] = outputs(trained)
+    mixed: list[tuple[int, int]] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with worker.reading() as used:
+                seen, label, held = outputs(acting), adapters.newest.version, used.version
+            if label != held or not torch.equal(seen, expected[label]):
+                mixed.append((label, held))
+
+    with tools.threads(read, read):
+        for version in range(2, 40):
+            sender.send(fill(trained, float(version)))
+        stop.set()
+    assert not mixed
+
+
+def test_what_cannot_be_used_is_refused() -> None:
+    scheme = aiosync.sync.TCPWeightSyncScheme("tcp://127.0.0.1:1", token="t" * 32, guard="reading")
+    with pytest.raises(aiosync.ConfigError, match="no LoRA adapter 'default'"):
+        PeftAdapterReceiver(scheme, nn.Linear(1, 1))
+    with pytest.raises(aiosync.ConfigError, match="no LoRA adapter 'other'"):
+        PeftAdapterReceiver(scheme, adapted(), adapter="other")
+    with pytest.raises(aiosync.ConfigError, match="keep must be at least 1"):
+        PeftAdapterReceiver(scheme, adapted(), keep=0)
+    with pytest.raises(aiosync.ConfigError, match="async add_lora"):
+        VLLMAdapterReceiver(scheme, object(), {"r": 1, "lora_alpha": 1, "target_modules": ["q"]})
+    with pytest.raises(aiosync.ConfigError, match="no lora_alpha, target_modules"):
+        VLLMAdapterReceiver(scheme, object(), {"r": 1})
