@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import signal
 import time
@@ -44,6 +45,15 @@ if TYPE_CHECKING:
     from aiosync.server import WeightServer
 
 __all__ = ["serve"]
+
+
+class Delta(enum.StrEnum):
+    """Choices of ``--delta``."""
+
+    OFF = "off"
+    AUTO = "auto"
+    ALWAYS = "always"
+
 
 _LOOK_SECONDS = 0.25
 _PAGE_SECONDS = 1.0
@@ -86,6 +96,33 @@ def serve(
             help="Keep the newest versions there, across restarts.",
         ),
     ] = None,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            show_default=False,
+            help="Pass on the versions of another server, or of a trainer. Needs --model-id.",
+        ),
+    ] = None,
+    upstream_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="File with the token of the upstream, if it is another one.",
+        ),
+    ] = None,
+    upstream_tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Certificate authority that the upstream's certificate is signed by.",
+        ),
+    ] = None,
+    delta: Annotated[
+        Delta, typer.Option(help="Which updates travel as changes to the one before.")
+    ] = Delta.OFF,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum number of links at a time.")
     ] = 1024,
@@ -115,6 +152,7 @@ def serve(
 
     - `aiosync serve --listen unix:///tmp/weights`
     - `aiosync serve --listen tcp://0.0.0.0:7000 --token-file token`
+    - `aiosync serve --listen unix:///tmp/here --upstream tcp://there:7000 --model-id policy`
     """
     errors = errors_to()
     with failing("serve", errors):
@@ -125,6 +163,9 @@ def serve(
         token, pull_token = read_token(token_file, errors), None
         if pull_token_file is not None:
             pull_token = read_token(pull_token_file, errors, "--pull-token-file")
+        upstream_token = token
+        if upstream_token_file is not None:
+            upstream_token = read_token(upstream_token_file, errors, "--upstream-token-file")
         tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
 
         def make() -> WeightServer:
@@ -136,6 +177,10 @@ def serve(
                 model_ids=model_id or None,
                 store=store,
                 max_connections=max_connections,
+                delta=delta.value,
+                upstream=upstream,
+                upstream_token=upstream_token,
+                upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),
             )
 
         shown = None if quiet else store

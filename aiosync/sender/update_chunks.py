@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from aiosync.errors import ConfigError
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.deltas import Delta, Deltas, Pace
 from aiosync.sender.snapshots import Snapshot
@@ -53,6 +54,8 @@ class Streaming:
     def __post_init__(self) -> None:
         as_chunk_nbytes("chunk_nbytes", self.chunk_nbytes)
         validate_seconds("stall_timeout", self.stall_timeout, endless=True, none=True)
+        if self.delta not in ("auto", "off", "always"):
+            raise ConfigError(f"delta must be 'auto', 'off' or 'always', got {self.delta!r}")
         if self.delta != "off":
             check_delta()
 

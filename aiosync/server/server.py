@@ -10,6 +10,7 @@ Must not import the command line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -17,7 +18,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from aiosync._log import log
 from aiosync._meter import Meter
@@ -43,11 +44,12 @@ from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.update_queue import join_snapshots
 from aiosync.server.store import StoredUpdate, WeightStore
+from aiosync.server.upstream import Upstream
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
-from aiosync.wire import DEFAULT_LIMITS, Hello, Refuse, stats_values
+from aiosync.wire import DEFAULT_LIMITS, Ack, Hello, Leave, Refuse, stats_values
 
 __all__ = ["WeightServer"]
 
@@ -68,13 +70,16 @@ class _Arrival(NamedTuple):
     strategy: str
     snapshot: Snapshot  # this arrival holds a reference
 
+    is_base: Callable[[int, int], bool]
+
     def say(self, status: AckStatus, error: AiosyncError | None = None) -> None:
         """Send an ack for this version to the trainer.
 
         If the link has ended, the ack is lost: the server's next Hello names the version that the
         server has.
         """
-        self.answers.say(make_ack(self.epoch, self.snapshot.version, status, error))
+        named = self.epoch, self.snapshot.version
+        self.answers.say(make_ack(*named, status, error, is_base=self.is_base(*named)))
 
 
 class ServedModel:
@@ -122,7 +127,7 @@ class ServedModel:
         self._model_id = model_id
         self._store = store
         self._session = secrets.token_bytes(16)
-        self._updates = UpdateReader()
+        self._updates = UpdateReader(takes_deltas=streaming.delta != "off")
         self._trainer_epoch: int | None = None
         # Epochs of the trainers that were accepted since the served epoch last changed.
         self._let_in: tuple[int, ...] = ()
@@ -167,6 +172,8 @@ class ServedModel:
             self._let_in = ()
             workers.epoch, workers.version = epoch, 0
             workers.history.clear()
+            if workers.deltas is not None:
+                workers.deltas.close()  # versions of another epoch are no bases
             for link in workers.links.values():
                 link.begin_epoch(epoch)
         workers.history.add({None: snapshot})
@@ -216,39 +223,66 @@ class ServedModel:
         if self.trainer is not None:
             self.trainer.abort()  # the broken link of the same trainer
         self.trainer, self._trainer_epoch = link, hello.epoch
-        # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
-        # that wait needs a limit of its own.
-        link.limit_untaken()
-        answers, updates = Outgoing(link, self.workers.tasks), self._updates
         try:
-            # The trainer does not send again the version that the Hello names, so the version that
-            # is being written should be on disk before the Hello.
-            await self.drain()
+            said = await self.hello()
             try:  # the version that was being written may belong to another run
                 self._check_not_replaced(hello)
             except ConfigError as exc:
                 await _refuse(link, exc)
                 raise
             self._let_in = (*self._let_in, hello.epoch or 0)[-_MAX_REPLACED:]
-            await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
+            await greet(link, said, timeout=HANDSHAKE_SECONDS)
             # greet() has made sure that the strategies match, or that one side takes any. A version
             # that is served already may be of another run, so its strategy stays.
             self.workers.history.parts = hello.parts
             if not self.version:
                 self._agree_on(hello.strategy)
-            updates.use_link(link)
+            await self._receive(link, hello.strategy)
+        finally:
+            self._end_link(link)
+
+    async def follow(self, link: TCPTransport) -> None:
+        """Take versions of an upstream, which has let this server in, until its link ends."""
+        self.trainer = link
+        # The upstream does not say if its trainer sends updates of some names.
+        self.workers.history.parts = True
+        try:
+            await self._receive(link, ANY_STRATEGY)
+        except asyncio.CancelledError:
+            with contextlib.suppress(AiosyncError):
+                link.send_nowait(Leave())  # so that this server does not count as lost there
+            raise
+        finally:
+            self._end_link(link)
+
+    def _end_link(self, link: TCPTransport) -> None:
+        if self.trainer is link:
+            self.trainer = None
+        link.abort()
+
+    async def _receive(self, link: TCPTransport, strategy: str) -> None:
+        """Take every update that arrives over a link, and raise the error that ends it."""
+        # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
+        # that wait needs a limit of its own.
+        link.limit_untaken()
+        answers, updates = Outgoing(link, self.workers.tasks), self._updates
+        updates.use_link(link)
+        epoch, version = updates.base
+        if version:
+            answers.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
+        try:
             while True:
-                staged = updates.read(await link.recv(into=updates.lender))
+                received = await link.recv(into=updates.lender)
+                work = updates.heavy_work(received)
+                if work is not None:
+                    await in_pool_thread(work)
+                staged = updates.read(received)
                 answers.check()
                 if staged is not None:
-                    self._take(answers, hello.strategy, staged)
+                    self._take(answers, strategy, staged)
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # the channel tells the trainer the error
             raise
-        finally:
-            if self.trainer is link:
-                self.trainer = None
-            link.abort()
 
     def _agree_on(self, strategy: str) -> None:
         """Adopt the trainer's strategy; end the links of workers that have another one.
@@ -264,7 +298,11 @@ class ServedModel:
                 link.lose(ConfigError(f"the trainer's strategy is {strategy!r}"))
                 link.transport.abort()
 
-    def _hello(self) -> Hello:
+    async def hello(self) -> Hello:
+        """Return the message that tells a trainer or an upstream what is here."""
+        # The other side does not send again the version that the Hello names, so the version that
+        # is being written should be on disk before the Hello.
+        await self.drain()
         partial = self._updates.partial or (None, None, 0)
         return Hello(
             role="receiver",
@@ -285,7 +323,7 @@ class ServedModel:
         layout, values = staged.layout, dict(staged.values)
         snapshot = Snapshot(layout, staged.flat, staged.give_back, values, staged.version)
         snapshot.trace = staged.trace
-        arrival = _Arrival(answers, staged.epoch, strategy, snapshot)
+        arrival = _Arrival(answers, staged.epoch, strategy, snapshot, self._is_base)
         self._versions += 1
         if self._store is None:
             if self._is_news_or_answer(arrival):
@@ -296,6 +334,9 @@ class ServedModel:
         if old is not None:
             self._end(old, "skipped", AckStatus.SKIPPED)
             old.snapshot.release()
+
+    def _is_base(self, epoch: int, version: int) -> bool:
+        return self._updates.base == (epoch, version)
 
     def _is_news_or_answer(self, arrival: _Arrival) -> bool:
         """Return True if a version is newer than the served one, or of another epoch.
@@ -457,11 +498,17 @@ class WeightServer:
             serving the previous one. ``None`` keeps them in memory only.
         limits: Limits on the sizes that a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
+        delta: Which updates travel as changes to the one before, from a trainer or an upstream and
+            to workers that take them, see :attr:`aiosync.TCPWeightSyncScheme.delta`; experimental.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Largest number of links at a time.
         max_models: Largest number of models with a version or a trainer at a time.
+        upstream: Address of a weight server, or of a trainer that listens. This server follows it
+            for each of ``model_ids``, passes on what comes, and lets nobody push.
+        upstream_token: The secret of the upstream.
+        upstream_tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext``, for the link to the upstream.
 
     Raises:
         ConfigError: An option is wrong, the address cannot be bound, or others could connect
@@ -480,12 +527,16 @@ class WeightServer:
         store: str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
         chunk_nbytes: int = 4 * 2**20,
+        delta: Literal["auto", "off", "always"] = "off",
         stall_timeout: float | None = 60.0,
         handshake_timeout: float = 10.0,
         max_connections: int = 1024,
         max_models: int = 64,
+        upstream: str | None = None,
+        upstream_token: str | bytes | None = None,
+        upstream_tls: TLS | ssl.SSLContext | None = None,
     ) -> None:
-        self._streaming = Streaming(chunk_nbytes=chunk_nbytes, stall_timeout=stall_timeout)
+        self._streaming = Streaming(chunk_nbytes, stall_timeout, delta)
         if isinstance(model_ids, str):
             raise ConfigError(f"model_ids must be a list of names: pass [{model_ids!r}]")
         self._model_ids = None if model_ids is None else frozenset(model_ids)
@@ -495,6 +546,15 @@ class WeightServer:
             # The store has the same limits, so that every version that a peer may push can be
             # loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
+        self._upstream = None
+        if upstream is not None:
+            if not model_ids:
+                raise ConfigError(
+                    "a server with an upstream= follows named models: pass model_ids="
+                )
+            self._upstream = Upstream(
+                upstream, token=upstream_token, tls=upstream_tls, limits=limits
+            )
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,
@@ -506,6 +566,7 @@ class WeightServer:
         )
         self._models: dict[str, ServedModel] = {}
         self._tasks = TaskOwner(self._on_crash)
+        self._feeds: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self._crash: BaseException | None = None
         self._started = self._closed = False
@@ -539,6 +600,11 @@ class WeightServer:
             await self.aclose()
             raise
         self._listener.start(self._on_link, self._on_crash)
+        if self._upstream is not None:
+            for model_id in self._model_ids or ():
+                model = self._models.get(model_id) or self._new_model(model_id)
+                feeding = self._upstream.feed(model_id, model)
+                self._feeds.append(self._tasks.start(feeding, "aiosync upstream"))
 
     async def _load(self) -> None:
         if self._store is None:
@@ -571,6 +637,8 @@ class WeightServer:
         try:
             await self._listener.aclose()
         finally:
+            for feed in self._feeds:
+                feed.cancel()
             await asyncio.gather(*(model.aclose() for model in self._models.values()))
             await self._tasks.aclose()
             self._ended.set()
@@ -624,10 +692,16 @@ class WeightServer:
 
         Raises:
             AuthError: The peer's token does not allow it to push.
-            ConfigError: The model is not served, or another run has replaced that of the trainer.
+            ConfigError: The model is not served, nobody may push here, or another run has replaced
+                that of the trainer.
             ConnectError: Another trainer pushes the model.
         """
         model_id = hello.model_id
+        if pushes and self._upstream is not None:
+            raise ConfigError(
+                f"this server follows {self._upstream.address}, so that nobody pushes to it: push "
+                "there"
+            )
         if pushes and link.channel.read_only:
             text = f"the token of {link.channel.name} may pull and subscribe, not push {model_id!r}"
             log(logging.WARNING, "refused", text, model=model_id)

@@ -1,0 +1,112 @@
+"""A server's link to its upstream: the weight server or trainer whose versions it passes on.
+
+Must not import the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from typing import Protocol
+
+from aiosync._log import log
+from aiosync.errors import AiosyncError, ConfigError
+from aiosync.rendezvous.dialer import Backoff, Dialer, KeptLink, Left
+from aiosync.rendezvous.handshake import greet
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import TLS, Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
+from aiosync.wire import Hello, Welcome
+
+__all__ = ["Follower", "Upstream"]
+
+_ATTEMPT_SECONDS = 10.0
+_KEEPALIVE_SECONDS = 30.0
+
+
+class Follower(Protocol):
+    """A model that takes the versions of an upstream."""
+
+    async def hello(self) -> Hello:
+        """Return the message that tells the upstream what is here."""
+
+    async def follow(self, link: TCPTransport) -> None:
+        """Take the versions that arrive over a link until it ends, and raise the reason."""
+
+    @property
+    def version(self) -> int:
+        """Newest version that is here; 0 for none."""
+
+
+class Upstream:
+    """The weight server or the listening trainer that a server follows.
+
+    Args:
+        url: Its address.
+        token: Secret that both prove that they have.
+        tls: TLS of the side that dials.
+        limits: Limits on what it may announce.
+
+    Attributes:
+        address: As given.
+
+    Raises:
+        ConfigError: The address cannot be dialled, or the token is empty.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | bytes | None,
+        tls: TLS | ssl.SSLContext | None,
+        limits: Limits | None,
+    ) -> None:
+        self.address: Address = Address.parse(url)
+        if self.address.scheme == "tcp" and not self.address.port:
+            raise ConfigError(f"{self.address} has no port to dial")
+        self._dialer = Dialer(
+            address=self.address,
+            credentials=Credentials(token=token, tls=tls),
+            limits=limits,
+            keepalive=_KEEPALIVE_SECONDS,
+            attempt_timeout=_ATTEMPT_SECONDS,
+            name="the upstream",
+        )
+
+    async def feed(self, model_id: str, model: Follower) -> None:
+        """Have a model follow the upstream for ever; a lost link is dialled again and again."""
+        said = ""
+
+        def never(error: AiosyncError) -> bool:
+            nonlocal said
+            if str(error) != said:  # each reason is logged once
+                said = str(error)
+                text = f"{self.address} is not followed, and dialled again: {said}"
+                log(logging.WARNING, "waiting", text, model=model_id)
+            return False
+
+        async def dial(left: Left, again: bool) -> TCPTransport:
+            return await self._dialer.dial(left(), again=again)
+
+        async def meet(link: TCPTransport, timeout: float | None) -> Welcome:
+            return await greet(link, await model.hello(), timeout=timeout)
+
+        kept = KeptLink(
+            "the upstream",
+            dial,
+            meet,
+            nobody=self._dialer.not_reached,
+            final=never,
+            pauses=Backoff(),
+        )
+        link, _ = await kept.connect(None)
+        while True:
+            said = ""
+            log(logging.INFO, "joined", f"follows {self.address}", model=model_id)
+            try:
+                await model.follow(link)
+            except AiosyncError as exc:
+                never(exc)
+                link, _ = await kept.reconnect(exc, model.version, None)

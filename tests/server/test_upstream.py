@@ -1,0 +1,233 @@
+"""Servers that follow another server or a trainer, and deltas over every hop, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync.errors import ConfigError, PartialSyncError
+from aiosync.server import WeightClient, WeightServer
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests.schemes import _deltas as deltas
+from tests.schemes._harness import PATIENCE, until
+from tests.schemes._models import holds, linear
+from tests.server._tools import URL, described, refused, send, trainer, worker
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+SIZE = sum(each.numel() * each.element_size() for each in deltas.build().buffers())
+
+
+def relay(upstream: WeightServer | str, url: str = URL, **options: Any) -> WeightServer:
+    """Return a server of the model ``"policy"`` that follows another one."""
+    followed = upstream if isinstance(upstream, str) else upstream.url
+    return WeightServer(url, model_ids=["policy"], upstream=followed, **options)
+
+
+# -- a server that follows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hops", [1, 3])
+async def test_versions_pass_through_servers_unchanged(hops: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        first = last = await stack.enter_async_context(WeightServer(URL))
+        for _ in range(hops):
+            last = await stack.enter_async_context(relay(last))
+        source = await stack.enter_async_context(trainer(first))
+        report = await send(source, 1.0)
+        early = await stack.enter_async_context(worker(last))
+        assert (early.epoch, early.version) == (report.epoch, report.version)
+        for value in (2.0, 3.0):
+            report = await send(source, value)
+            await early.wait_for_version(report.version)
+            assert holds(early, value)
+        late = await stack.enter_async_context(worker(last))
+        assert holds(late, 3.0)
+        pulled = await WeightClient(last.url).pull("policy")
+        assert (pulled.epoch, pulled.version) == (report.epoch, report.version)
+
+
+async def test_a_trainer_that_listens_is_an_upstream() -> None:
+    scheme = aiosync.TCPWeightSyncScheme(URL, timeout=PATIENCE)
+    scheme.it = linear()
+    scheme.init_on_sender("policy", model=scheme.it, num_workers=1)
+    async with scheme, relay(scheme.address) as server:
+        await scheme.connect()
+        report = await send(scheme, 1.0)
+        # The ack says that the server has the version.
+        assert report.acked == {0}
+        assert described(server)["version"] == report.version
+        async with worker(server) as below:
+            assert holds(below, 1.0)
+        await server.aclose()
+        # It said farewell.
+        await until(lambda: [each.state for each in scheme.stats().workers] == ["left"])
+
+
+async def test_nobody_pushes_to_a_server_that_follows() -> None:
+    async with WeightServer(URL) as first, relay(first) as server:
+        await refused(trainer(server), PartialSyncError, f"ConfigError.*follows {first.url}")
+
+
+async def test_what_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_ids="):
+        WeightServer(URL, upstream="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="no port"):
+        WeightServer(URL, model_ids=["policy"], upstream="tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="delta must be"):
+        WeightServer(URL, delta="sometimes")  # type: ignore[arg-type]
+
+
+async def test_a_link_to_the_upstream_comes_back(tmp_path: Path) -> None:
+    """A cut link, an upstream that restarts empty or with a store, and a trainer's new run."""
+    url, options = f"unix://{tmp_path / 'first'}", {"store": tmp_path / "store"}
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(WeightServer(url, **options))
+        proxy = await stack.enter_async_context(FaultProxy(url))
+        server = await stack.enter_async_context(relay(proxy.url))
+        async with trainer(url) as source:
+            await send(source, 1.0)
+            below = await stack.enter_async_context(worker(server))
+            proxy.cut()
+            await send(source, 2.0)
+            await until(lambda: holds(below, 2.0))
+        await first.aclose()
+        # What is here is served meanwhile.
+        async with worker(server) as late:
+            assert holds(late, 2.0)
+        first = await stack.enter_async_context(WeightServer(url, **options))
+        async with trainer(url) as source:
+            report = await send(source, 3.0)
+            await until(lambda: holds(below, 3.0))
+            assert (below.epoch, below.version) == (report.epoch, report.version)
+
+
+async def test_a_server_that_restarts_catches_up(tmp_path: Path) -> None:
+    url = f"unix://{tmp_path / 'second'}"
+    async with WeightServer(URL) as first, trainer(first) as source:
+        for store in (None, tmp_path / "store", tmp_path / "store"):
+            async with relay(first, url, store=store) as server:
+                report = await send(source, 1.0)
+                await until(
+                    lambda server=server, report=report: (
+                        described(server)["version"] == report.version
+                    )
+                )
+            report = await send(source, 2.0)
+        async with relay(first, url, store=store) as server, worker(server) as below:
+            await below.wait_for_version(report.version)
+            assert holds(below, 2.0)
+
+
+async def test_updates_of_some_names_pass_as_they_are() -> None:
+    async with WeightServer(URL) as first, relay(first) as server:
+        async with trainer(first, strict=False) as source:
+            await send(source, 1.0)
+            async with worker(server, strict=False) as below:
+                report = await source.send({"weight": torch.full((2, 4), 5.0)})
+                await below.wait_for_version(report.version)
+                async with worker(server, strict=False) as late:
+                    for scheme in (below, late):
+                        assert (scheme.it.weight == 5).all()
+                        assert (scheme.it.bias == 1).all()
+
+
+async def test_an_upstream_that_refuses_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aiosync")
+    async with (
+        WeightServer(URL, token="a" * 32) as first,
+        relay(first, upstream_token="b" * 32) as server,
+    ):
+        await until(lambda: first.status()["refused"])
+        await asyncio.sleep(0.5)
+        said = [each.message for each in caplog.records if first.url in each.message]
+        assert len([each for each in said if "is not followed" in each]) == 1
+        assert described(server)["version"] == 0
+
+
+# -- deltas over every hop ---------------------------------------------------------------------
+
+
+def bringing(url: str, model: torch.nn.Module) -> Any:
+    scheme = aiosync.TCPWeightSyncScheme(
+        url, delta="always", chunk_nbytes=2**17, dial="both", timeout=PATIENCE
+    )
+    scheme.init_on_sender("policy", model=model)
+    return scheme
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_few_changes_are_few_bytes_on_every_hop(stored: bool, tmp_path: Path) -> None:
+    url, model, rng = f"unix://{tmp_path / 'first'}", deltas.build(), random.Random(0)
+    options = {"store": tmp_path / "store"} if stored else {}
+    async with WeightServer(url, delta="always", chunk_nbytes=2**17, **options) as first:
+        async with relay(first, delta="always", chunk_nbytes=2**17) as second:
+            target = deltas.build()
+            async with (
+                bringing(url, model) as source,
+                worker(second, model=target, initial=False, delta="always") as below,
+            ):
+                await source.connect()
+                for number in range(4):
+                    before = [
+                        source.stats().wire_nbytes,
+                        *(server.stats()["policy"].wire_nbytes for server in (first, second)),
+                    ]
+                    for each in model.buffers():
+                        if each.dtype == torch.bfloat16:
+                            each.view(torch.int16)[:: 97 + rng.randrange(9)] += 1
+                    await source.send()
+                    await below.wait_for_version(source.version)
+                    assert deltas.digests(target) == deltas.digests(model)
+                    after = [
+                        source.stats().wire_nbytes,
+                        *(server.stats()["policy"].wire_nbytes for server in (first, second)),
+                    ]
+                    sent = [new - old for new, old in zip(after, before, strict=True)]
+                    assert number == 0 or max(sent) < SIZE / 10, sent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_state_is_the_trainers(seed: int, tmp_path: Path) -> None:
+    """Random changes, cut and damaged links, and new runs of the trainer, over two servers."""
+    rng, url, model = random.Random(seed), f"unix://{tmp_path / 'first'}", deltas.build()
+    options: Any = {"delta": "always", "chunk_nbytes": 2**17, "stall_timeout": 3}
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(WeightServer(url, **options))
+        proxies = [await stack.enter_async_context(FaultProxy(first.url))]
+        second = await stack.enter_async_context(relay(proxies[0].url, **options))
+        proxies.append(await stack.enter_async_context(FaultProxy(second.url)))
+        proxies.append(await stack.enter_async_context(FaultProxy(url)))
+        target = deltas.build()
+        joining = worker(proxies[1].url, model=target, initial=False, delta="always")
+        below = await stack.enter_async_context(joining)
+        source = await stack.enter_async_context(bringing(proxies[2].url, model))
+        await source.connect()
+        for _ in range(40):
+            event = rng.random()
+            if event < 0.1:
+                await source.aclose()
+                source = await stack.enter_async_context(bringing(proxies[2].url, model))
+                await source.connect()
+            elif event < 0.3:
+                proxy = rng.choice(proxies)
+                harmed = [Plan(back=Faults(corrupt_at=rng.randrange(2 * SIZE)))]
+                proxy.plan = lambda _, left=harmed: left.pop() if left else None
+                proxy.cut()
+            deltas.change(model, rng)
+            with contextlib.suppress(PartialSyncError):
+                await source.send()
+            newest = source.stats().epoch, source.version
+            await until(lambda newest=newest: (below.epoch, below.version) == newest)
+            async with below.reading():
+                assert deltas.digests(target) == deltas.digests(model)
