@@ -135,6 +135,7 @@ class UpdateReader:
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
+        self._is_shared = False  # a server passes on what has landed there
         self._assembly: Assembly | None = None  # the update that arrives in chunks
         self._chunk = memoryview(b"")  # the chunk that is landing
         self._running: RunningChecksum | None = None  # over the bytes of that chunk
@@ -168,6 +169,22 @@ class UpdateReader:
             return None
         return assembly.epoch, assembly.version, assembly.good_nbytes
 
+    def share_partial(self) -> tuple[Assembly, Layout, FlatBuffer, Callable[[], None]] | None:
+        """Return the update that arrives and its memory, of which the verified part stays as it is.
+
+        Returns:
+            The account of its chunks, its layout, its memory, and the function that gives the
+            memory back, unless the whole update is read; ``None`` if no chunk has arrived.
+        """
+        assembly, landing = self._assembly, self._landing
+        if assembly is None or landing is None or not assembly.good_nbytes:
+            return None
+        layout = self._layouts.get(assembly.digest)
+        if layout is None:
+            return None
+        self._is_shared = True
+        return assembly, layout, landing, functools.partial(self._buffers.put_back, landing)
+
     @property
     def base(self) -> tuple[int, int]:
         """Epoch and version of the update to which the next may be a delta; (0, 0) for none."""
@@ -178,7 +195,10 @@ class UpdateReader:
         update, layout = self._layout_of(message, nbytes)
         if self._in_chunks:
             assembly, landing = self._assembly_of(update, layout)
+            had = assembly.good_nbytes
             start, stop = assembly.place(update, nbytes)
+            if self._is_shared and assembly.good_nbytes < had:  # it begins anew
+                landing = self._take_landing(layout.nbytes)
             self._running = RunningChecksum()
             self._chunk, self._encoded = landing.memoryview()[start:stop], None
             if update.base is not None and self._kept is not None:
@@ -271,13 +291,20 @@ class UpdateReader:
         if landing is None or landing.nbytes != layout.nbytes:
             # The old buffer's memory goes back before another one is allocated.
             current = landing = self._landing = self._assembly = None
-            landing = self._landing = self._buffers.take(layout.nbytes)
+            landing = self._take_landing(layout.nbytes)
         if current is None or (current.epoch, current.version, current.digest) != named:
+            if self._is_shared:
+                landing = self._take_landing(layout.nbytes)
             self._began = time.perf_counter()
             current = self._assembly = Assembly(
                 layout.nbytes, layout.digest, update.epoch, update.version
             )
         return current, landing
+
+    def _take_landing(self, nbytes: int) -> FlatBuffer:
+        self._landing, self._is_shared = None, False
+        landing = self._landing = self._buffers.take(nbytes)
+        return landing
 
     def heavy_work(self, received: Received) -> Callable[[], None] | None:
         """Return the work on a chunk that must not hold the loop, if there is any.
@@ -305,6 +332,7 @@ class UpdateReader:
         if not assembly.arrived(update, running.digest()):
             return None
         self._assembly = self._landing = None
+        self._is_shared = False
         if self._kept is not None:
             self._kept.complete(update)
         return landing

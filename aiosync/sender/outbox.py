@@ -151,6 +151,8 @@ class Outbox:
         if version != self.unreceived:
             return []
         self.in_flight, self.unreceived = self.in_flight[:-1], None
+        queued = (group[-1].version for group in self.queue.groups)
+        self.newest = max(self.applied, self.received, *self.in_flight, *queued)
         return [Outcome(version, error=error)]
 
     def on_ack(self, ack: Ack) -> list[Outcome]:

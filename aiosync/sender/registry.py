@@ -243,6 +243,11 @@ class WorkerRegistry:
         for group in missing:
             link.offer(*group)
 
+    def catch_up(self, link: WorkerLink) -> None:
+        """Offer a subscriber what is newer than all that it was offered."""
+        if link.hello.subscribe:
+            self._offer_history(link)
+
     def answer(self, link: WorkerLink) -> None:
         """Answer a worker's request if its version is here: with updates, or with a message."""
         if link.wanted is None:

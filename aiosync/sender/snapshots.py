@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from aiosync._log import log
 from aiosync.device_memory import Driver
 from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
+from aiosync.sender.incoming import Incoming
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
     CopyPool,
@@ -73,6 +74,7 @@ class Snapshot:
     Attributes:
         filling: Future that is done when the bytes are in the memory; ``None`` once they are.
         live: The tensors in their own memory, which is read until then; they must not change yet.
+        incoming: Progress of an update that is passed on while it arrives; ``None`` for others.
         kept: Brings the bytes back from a transport that keeps them, if they are nowhere else.
         checksums: Checksums of the payload's first chunks, as far as links needed them.
         state: State of the payload that its links share; ``None`` before there is any.
@@ -80,6 +82,7 @@ class Snapshot:
     """
 
     filling: asyncio.Future[None] | None = None
+    incoming: Incoming | None = None
     live: LiveBytes | None = None
     kept: Callable[[], Awaitable[Sequence[memoryview]]] | None = None
     slot: Slot | None = None
@@ -132,8 +135,12 @@ class Snapshot:
         """Wait until the bytes are in the memory.
 
         Raises:
-            LocalProtocolError: The bytes could not be copied.
+            LocalProtocolError: The bytes could not be copied, or do not all arrive.
         """
+        incoming = self.incoming
+        if incoming is not None:
+            while (waiting := incoming.until(self.nbytes, is_last=False)) is not None:
+                await asyncio.wait({waiting})
         filling = self.filling
         if filling is not None:
             await asyncio.wait({filling})

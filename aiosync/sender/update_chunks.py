@@ -22,7 +22,8 @@ from aiosync.wire import Hello, Message, Update, checksum, state_checksum
 __all__ = ["Steps", "Streaming", "UpdateChunks"]
 
 _Payload: TypeAlias = "Sequence[memoryview | bytes]"
-Steps: TypeAlias = "Generator[tuple[Message, _Payload] | asyncio.Future[bytes | None] | None]"
+_Waiting: TypeAlias = "asyncio.Future[bytes | None] | asyncio.Future[None]"
+Steps: TypeAlias = "Generator[tuple[Message, _Payload] | _Waiting | None]"
 """Messages of an update on a link, with ``None`` where other tasks may have a turn.
 
 A future is to be waited for, and not to be cancelled.
@@ -115,12 +116,16 @@ class UpdateChunks:
     def steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None) -> Steps:
         """Yield the chunks of an update, from the end of the part that the worker has."""
         size = self.settings.chunk_nbytes
+        incoming = snapshot.incoming
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
         count = max(1, -(-nbytes // size))
         # The last chunk is always sent: it has the values.
         first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
+            is_last = index == count - 1
+            while incoming and (waiting := incoming.until(stop, is_last=is_last)):
+                yield waiting
             views = snapshot.views(start, stop)
             # A checksum is computed once for all workers.
             if index == len(sums):
@@ -129,7 +134,6 @@ class UpdateChunks:
                 # Reading much memory must not hold the loop.
                 yield None
                 continue
-            is_last = index == count - 1
             payload: _Payload = views
             sent, codec, base = stop - start, "dense", None
             if delta is not None:

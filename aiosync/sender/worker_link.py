@@ -25,6 +25,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.sender.deltas import Delta, Deltas
+from aiosync.sender.incoming import Abandoned
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
 from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks
@@ -78,6 +79,9 @@ class LinkOwner(Protocol):
 
     def answer(self, link: WorkerLink) -> None:
         """Answer a worker that asked for a version."""
+
+    def catch_up(self, link: WorkerLink) -> None:
+        """Offer what is newer than all that this worker was offered."""
 
 
 class WorkerLink:
@@ -144,6 +148,7 @@ class WorkerLink:
         self._answered = Notifier()
         self._num_withdrawn = 0  # promises that the worker has withdrawn
         self._writing = False
+        self._waits = False  # for bytes that this side does not have yet
 
     # -- state of the worker -------------------------------------------------------------------
 
@@ -184,6 +189,11 @@ class WorkerLink:
         """Number of versions that the worker is behind; 0 if no update is on its way to it."""
         behind = self.is_behind or not self.outbox.is_idle
         return self.outbox.newest - self.applied if behind else 0
+
+    @property
+    def is_free(self) -> bool:
+        """True if the link writes nothing, and the worker owes no answer to an update."""
+        return self.outbox.is_idle and not (self._writing or self._word or self.outbox.error)
 
     @property
     def is_behind(self) -> bool:
@@ -228,6 +238,8 @@ class WorkerLink:
     def _write_now(self, snapshot: Snapshot) -> bool:
         if snapshot.filling is not None or snapshot.kept is not None or self._announces(snapshot):
             return False
+        if snapshot.incoming is not None:
+            return False
         chunks = self._chunks
         if chunks is not None:
             if snapshot.nbytes > min(_NOWAIT_NBYTES, chunks.settings.chunk_nbytes):
@@ -265,6 +277,7 @@ class WorkerLink:
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
         above = self.transport.follows_copies_above
         early = snapshot.live is not None or (above is not None and snapshot.nbytes > above)
+        early = early or snapshot.incoming is not None
         if self.publisher is not None:
             await snapshot.fetched()
         elif not early:
@@ -282,7 +295,9 @@ class WorkerLink:
                     elif isinstance(step, tuple):
                         await self.transport.send(*step)
                     else:
+                        self._waits = True
                         await asyncio.wait({step})
+                        self._waits = False
         finally:
             if delta is not None:
                 delta.base.release()
@@ -347,7 +362,7 @@ class WorkerLink:
         if owed is None or timeout is None:
             return
         progress = (self._written_nbytes - self._said_nbytes, owed)
-        if progress != self._progress:
+        if progress != self._progress or self._waits:
             self._progress = progress
             self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
             return
@@ -362,6 +377,9 @@ class WorkerLink:
     def _failed(self, group: tuple[Snapshot, ...], error: AiosyncError, epoch: int) -> None:
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
+        elif isinstance(error, Abandoned) and epoch == self.outbox.epoch:
+            self.outbox.give_up(group[-1].version, error)
+            self._registry.catch_up(self)
         elif group and epoch == self.outbox.epoch:
             # The update cannot be sent, and the link works as before.
             outcomes = self.outbox.give_up(group[-1].version, without_frames(error))

@@ -1,0 +1,239 @@
+"""A server passes an update on while it arrives; no worker has a version before the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiosync
+from aiosync.errors import PartialSyncError
+from aiosync.server import WeightClient, WeightServer
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests.schemes._harness import PATIENCE, until
+from tests.schemes._models import fill, holds
+from tests.server._tools import URL, described, worker
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
+
+CHUNK = 2**16
+COUNT = 16
+SIZE = COUNT * CHUNK
+OPTIONS: dict[str, Any] = {"chunk_nbytes": CHUNK}
+
+
+def large(value: float = 0.0) -> nn.Module:
+    model = nn.Linear(SIZE // 4, 1, bias=False)
+    fill(model, value)
+    return model
+
+
+@contextlib.asynccontextmanager
+async def pushing(url: str, value: float) -> Any:
+    """A trainer of a large model, over a proxy of its own that can stall."""
+    async with FaultProxy(url) as proxy:
+        scheme = aiosync.TCPWeightSyncScheme(proxy.url, dial="both", timeout=PATIENCE, **OPTIONS)
+        scheme.it = large(value)
+        scheme.init_on_sender("policy", model=scheme.it)
+        async with scheme:
+            await scheme.connect()
+            yield scheme, proxy
+
+
+def sent_nbytes(server: WeightServer) -> int:
+    """Return the bytes that a server's only worker got."""
+    found: int = described(server)["workers"][0]["sent_nbytes"]
+    return found
+
+
+@contextlib.asynccontextmanager
+async def halted(url: str, server: WeightServer) -> Any:
+    """A trainer whose second version stops on its way to the server, in the middle."""
+    async with pushing(url, 1.0) as (source, proxy):
+        async with worker(server, model=large()) as below:
+            before = sent_nbytes(server)
+            # The link begins anew, with a stall in the middle of the next version.
+            stalls = [Plan(forward=Faults(stall_at=SIZE // 2))]
+            proxy.plan = lambda _: stalls.pop() if stalls else None
+            proxy.cut()
+            await until(lambda: described(server)["trainer"] is None)
+            await until(lambda: described(server)["trainer"] is not None)
+            fill(source.it, 2.0)
+            sending = asyncio.ensure_future(source.send(source.it))
+            await until(lambda: sent_nbytes(server) - before > SIZE // 4)
+            yield source, proxy, below, sending
+            if not sending.done():
+                proxy.resume()
+            await asyncio.wait({sending})
+            sending.exception()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_a_part_is_passed_on_before_the_rest_is_there(stored: bool, tmp_path: Path) -> None:
+    options = {"store": tmp_path / "store"} if stored else {}
+    async with WeightServer(URL, **OPTIONS, **options) as server:
+        async with halted(server.url, server) as (_, proxy, below, sending):
+            assert described(server)["version"] == below.version == 1
+            assert holds(below, 1.0)
+            async with worker(server, model=large()) as late:
+                assert holds(late, 1.0)
+                proxy.resume()
+                assert (await sending).acked == {0}
+                for scheme in (below, late):
+                    await scheme.wait_for_version(2)
+                    assert holds(scheme, 2.0)
+
+
+async def test_a_version_that_the_disk_refuses_reaches_no_worker(tmp_path: Path) -> None:
+    store, away = tmp_path / "store", tmp_path / "away"
+    async with WeightServer(URL, store=store, **OPTIONS) as server:
+        async with halted(server.url, server) as (source, proxy, below, sending):
+            store.rename(away)
+            proxy.resume()
+            with pytest.raises(PartialSyncError):
+                await sending
+            away.rename(store)
+            assert described(server)["version"] == below.version == 1
+            assert holds(below, 1.0)
+            # A trainer that dials again brings the same version again.
+            proxy.cut()
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            fill(source.it, 3.0)
+            await source.send(source.it)
+            await below.wait_for_version(3)
+            assert holds(below, 3.0)
+            assert below.stats().reconnects == 0
+
+
+async def test_a_part_of_the_names_is_stored_with_the_others(tmp_path: Path) -> None:
+    """A server that follows another one counts on such updates."""
+    store = tmp_path / "store"
+    names = {name: torch.zeros(SIZE // 4) for name in ("a", "b")}
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(WeightServer(URL, **OPTIONS))
+        following = {"model_ids": ["policy"], "upstream": first.url, "store": store}
+        second = await stack.enter_async_context(WeightServer(URL, **OPTIONS, **following))
+        source = aiosync.TCPWeightSyncScheme(
+            first.url, dial="both", strict=False, timeout=PATIENCE, **OPTIONS
+        )
+        source.init_on_sender("policy")
+        await stack.enter_async_context(source)
+        await source.connect()
+        await source.send(names)
+        model = nn.ParameterDict(names)
+        joining = worker(second, model=model, strict=False)
+        below = await stack.enter_async_context(joining)
+        for value in (1.0, 2.0):
+            await source.send({"b": torch.full((SIZE // 4,), value)})
+            await below.wait_for_version(source.version)
+            assert (model["b"] == value).all() and (model["a"] == 0).all()
+        pulled = (await WeightClient(second.url).pull("policy")).mapping()
+        assert (pulled["b"] == 2).all() and (pulled["a"] == 0).all()
+
+
+async def test_a_lost_link_goes_on_where_it_stopped() -> None:
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (source, proxy, below, _):
+            proxy.cut()
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            # The worker's link was not touched, and got every byte once.
+            assert sent_nbytes(server) == 2 * SIZE
+            assert below.stats().reconnects == 0
+            fill(source.it, 3.0)
+            await source.send(source.it)
+            await below.wait_for_version(3)
+            assert holds(below, 3.0)
+
+
+async def test_another_run_takes_the_place_of_a_half_one() -> None:
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (source, proxy, below, sending):
+            source.abort()
+            proxy.cut()
+            await asyncio.wait({sending})
+            await until(lambda: described(server)["trainer"] is None)
+            assert holds(below, 1.0)
+            async with pushing(server.url, 5.0) as (new, _):
+                await until(lambda: holds(below, 5.0))
+                assert below.epoch == new.stats().epoch
+                assert below.stats().reconnects == 0
+                fill(new.it, 6.0)
+                await new.send(new.it)
+                await until(lambda: holds(below, 6.0))
+
+
+async def test_a_newer_version_takes_the_place_of_a_half_one() -> None:
+    """The trainer dials again with a newer version, while a worker reads the half one slowly."""
+    async with WeightServer(URL, **OPTIONS) as server, FaultProxy(server.url) as slow:
+        async with halted(server.url, server) as (source, proxy, below, sending):
+            async with worker(slow.url, model=large()) as other:
+                slow.stall()
+                fill(source.it, 3.0)
+                newer = asyncio.ensure_future(source.send(source.it))
+                await asyncio.sleep(0.05)
+                proxy.cut()
+                await asyncio.gather(newer, sending, return_exceptions=True)
+                await below.wait_for_version(3)
+                slow.resume()
+                await other.wait_for_version(3)
+                assert holds(below, 3.0) and holds(other, 3.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_state_is_the_trainers(seed: int, tmp_path: Path) -> None:
+    """Cut and damaged links, new runs of the trainer, a store: over two servers."""
+    rng, url = random.Random(seed), f"unix://{tmp_path / 'first'}"
+    options: Any = {**OPTIONS, "stall_timeout": 3.0}
+    store = tmp_path / "store" if seed == 2 else None
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        await enter(WeightServer(url, store=store, **options))
+        proxies = [await enter(FaultProxy(url))]
+        second = await enter(
+            WeightServer(URL, model_ids=["policy"], upstream=proxies[0].url, **options)
+        )
+        proxies.append(await enter(FaultProxy(second.url)))
+        crew = [
+            await enter(worker(address, model=large(), initial=False, reconnect=None))
+            for address in (proxies[1].url, second.url, url)
+        ]
+        run = await enter(contextlib.AsyncExitStack())
+        source, proxy = await run.enter_async_context(pushing(url, 0.5))
+        for number in range(1, 31):
+            event, value = rng.random(), float(number)
+            if event < 0.15:
+                await run.aclose()
+                source, proxy = await run.enter_async_context(pushing(url, value))
+            harmed = rng.choice([*proxies, proxy])
+            if event > 0.4:
+                fault = Faults(**{rng.choice(["cut_at", "corrupt_at"]): rng.randrange(2 * SIZE)})
+                plans = [Plan(forward=fault) if harmed is proxy else Plan(back=fault)]
+                harmed.plan = lambda _, plans=plans: plans.pop() if plans else None
+                harmed.cut()
+            fill(source.it, value)
+            with contextlib.suppress(PartialSyncError):
+                await source.send(source.it)
+            newest = source.stats().epoch, source.version
+            for scheme in crew:
+                await until(lambda one=scheme, newest=newest: (one.epoch, one.version) == newest)
+                assert holds(scheme, value)
+
+
+async def test_workers_that_ask_get_whole_versions() -> None:
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (_, proxy, _, _):
+            async with worker(server, model=large(), subscribe=False) as asking:
+                await asking.pull()
+                assert holds(asking, 1.0)
+                proxy.resume()
+                await asking.pull(min_version=2)
+                assert holds(asking, 2.0)
+                assert not torch.isnan(asking.it.weight).any()
