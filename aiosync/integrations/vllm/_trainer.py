@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import torch
 
@@ -38,7 +38,17 @@ from aiosync.transports.credentials import TLS, Secret, read_token
 
 __all__ = ["Activation", "AiosyncTrainerEngine", "AiosyncTrainerInitInfo", "span_of"]
 
-WeightSource: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+Items: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+
+
+class WholeTensorSource(Protocol):
+    """Source of weights in the form of vLLM 0.33, which is not iterable itself."""
+
+    def iter_full(self) -> Items:
+        """Return the names and whole tensors."""
+
+
+WeightSource: TypeAlias = Items | WholeTensorSource
 """Names and tensors of a trainer; each update iterates them anew, in the same order."""
 
 # Time for a worker's error to arrive after the engine has reported a failure.
@@ -180,8 +190,9 @@ class AiosyncTrainerEngine:
         Args:
             init_info: Options of this side.
             client: vLLM's HTTP or Ray client, or one of this package.
-            source: Names and tensors in checkpoint format, iterated for each update; without
-                it, :meth:`stage` and :meth:`send_weights` take them as an argument.
+            source: Names and tensors in checkpoint format, iterated for each update, or an object
+                whose ``iter_full()`` returns them; without it, :meth:`stage` and
+                :meth:`send_weights` take them as an argument.
 
         Raises:
             ConnectError: The engine refused, or its workers could not connect; the text says why.
@@ -289,13 +300,13 @@ class AiosyncTrainerEngine:
         if weights is None and self.source is None:
             raise ConfigError("pass weights, or a source= to trainer_init()")
         if not self.is_sender:
-            for _ in () if weights is not None else self.source or ():
+            for _ in () if weights is not None else _items_of(self.source):
                 pass  # the iteration takes part in the collective gathering
             return 0
         with self._lock:
             scheme = self._require()
             self._check_workers(scheme)
-            given = weights.items() if weights is not None else self.source or ()
+            given = weights.items() if weights is not None else _items_of(self.source)
             # Tensors are copied one by one, so that the accelerator never holds all gathered
             # tensors at a time.
             values = {name: tensor.detach().to("cpu") for name, tensor in given}
@@ -475,6 +486,12 @@ def _sending_scheme(info: AiosyncTrainerInitInfo) -> WeightSyncScheme:
     token: Any = info.token.value if isinstance(info.token, Secret) else info.token
     token = read_token(info.token_file, "token_file") if token is None else token
     return TCPWeightSyncScheme(info.address, "state_dict", token=token, tls=info.tls, **options)
+
+
+def _items_of(source: Any) -> Items:
+    """Return the names and whole tensors of a source, in the form of vLLM 0.32 or of 0.33."""
+    items: Items = source.iter_full() if hasattr(source, "iter_full") else source
+    return items
 
 
 async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
