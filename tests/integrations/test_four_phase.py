@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import threading
 import warnings
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,63 +16,17 @@ import torch
 import aiosync.sync
 from aiosync.errors import ApplyError, ConfigError, ConnectError, PartialSyncError
 from aiosync.integrations.four_phase import FourPhaseMiddleware
-from aiosync.integrations.vllm import AiosyncTrainerEngine, AiosyncTrainerInitInfo, HTTPClient
+from aiosync.integrations.vllm import AiosyncTrainerEngine, HTTPClient
 from aiosync.serving import AdmissionGate
-from tests.integrations._asgi_calls import Life, Upload, call, living, never, part, uvicorn_of
+from tests.integrations._asgi_calls import Life, Upload, call, living, never, part
+from tests.integrations._four_phase_servers import answering, get, init_of, serving
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 asynchronous = pytest.mark.asyncio
 
 
-# -- a server, and its callers ----------------------------------------------------------------
-
-
-def answering(model: torch.nn.Module) -> Any:
-    """Return an application that answers with the model, in two steps."""
-
-    @torch.no_grad()
-    def act() -> float:
-        # The mode is the thread's: another request must not begin before it is restored.
-        return float(model(torch.ones(1, 4))[0, 0])
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            raise RuntimeError("this application has no lifespan")
-        first = act()
-        await asyncio.sleep(0.002)
-        second = act()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps([first, second]).encode()})
-
-    return app
-
-
-@contextlib.asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[tuple[str, FourPhaseMiddleware]]:
-    pytest.importorskip("uvicorn")
-    model = models.linear()
-    app = FourPhaseMiddleware(answering(model), model=model, **options)
-    async with uvicorn_of(app) as url:
-        yield url, app
-
-
-async def get(url: str, path: str = "act") -> tuple[Any, str | None]:
-    """Return the answer of a server, and the version in its headers."""
-    import urllib.request
-
-    def ask() -> tuple[Any, str | None]:
-        with urllib.request.urlopen(f"{url}/{path}", timeout=PATIENCE) as reply:
-            return json.loads(reply.read()), reply.headers["x-weight-version"]
-
-    return await asyncio.to_thread(ask)
-
-
-def init_of(**options: Any) -> AiosyncTrainerInitInfo:
-    return AiosyncTrainerInitInfo(rank=0, timeout=PATIENCE, **options)
+# -- trainers that succeed --------------------------------------------------------------------
 
 
 def training(url: str, steps: int, client: Any = None) -> list[int]:

@@ -58,8 +58,9 @@ class FourPhaseMiddleware:
     - ``POST /pause`` waits for the running requests and keeps new ones waiting, by the rules of the
       gate, whatever its ``mode``; ``POST /resume`` lets them in. Without a pause, the switch itself
       takes its turn at the gate.
-    - ``POST /shutdown_weight_transfer_engine``, ``POST /update_weight_version``,
-      ``GET /weight_info``, ``/get_world_size``, ``/is_paused`` and ``/health``.
+    - ``POST /shutdown_weight_transfer_engine``, ``/update_weight_version`` and
+      ``/reset_prefix_cache``, ``GET /weight_info``, ``/get_world_size``, ``/is_paused`` and
+      ``/health``.
 
     An error has the status 400 for an illegal request, 401 or 403 for a caller that may not, 409
     for a call out of turn, 502 if the trainer was not reached, 503 if something took too long, and
@@ -134,6 +135,7 @@ class FourPhaseMiddleware:
             "/update_weight_version": ("POST", phases.set_label),
             "/pause": ("POST", phases.pause),
             "/resume": ("POST", phases.resume),
+            "/reset_prefix_cache": ("POST", phases.drop_caches),
             "/weight_info": ("GET", phases.weight_info),
             "/get_world_size": ("GET", phases.world_size),
             "/is_paused": ("GET", phases.is_paused),

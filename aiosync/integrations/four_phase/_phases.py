@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Phases"]
 
 _LARGEST: Final = 2**63 - 1  # the largest version
+_LINK_SECONDS: Final = 5.0  # without a link until a phase gives the trainer up
+_LOOK_SECONDS: Final = 0.25
 _MODES: Final = ("abort", "wait", "keep")
 
 
@@ -153,13 +155,25 @@ class Phases:
         if not 1 <= info.version <= _LARGEST:
             raise Refused(400, f"update_info: version must be from 1 to {_LARGEST}")
         timeout = min(info.timeout, MAX_WAIT_SECONDS)
+        arriving = asyncio.ensure_future(scheme.wait_staged(info.version, timeout=timeout))
+        linked_at = time.monotonic()
         try:
-            await scheme.wait_staged(info.version, timeout=timeout)
+            # A lost link may come back. But a phase that waits holds up the end of a pause, and the
+            # next trainer.
+            while not (await asyncio.wait({arriving}, timeout=_LOOK_SECONDS))[0]:
+                if scheme.link_lost is None:
+                    linked_at = time.monotonic()
+                elif time.monotonic() - linked_at > _LINK_SECONDS:
+                    raise RecvTimeout
+            arriving.result()
         except RecvTimeout as exc:
             if (lost := scheme.link_lost) is not None:
                 gone = f"version {info.version} is not here, and the trainer is gone: {lost}"
                 raise ConnectError(gone) from exc
             raise
+        finally:
+            arriving.cancel()
+            await asyncio.wait({arriving})
         # Without a staged version the model has it: the trainer did not get the last answer.
         staged = scheme.staged_version or scheme.version
         if staged != info.version:
@@ -233,6 +247,10 @@ class Phases:
         text = f"no /resume came within {self._max_pause:g} s of /pause, so the pause was ended"
         log(logging.WARNING, "pause", text, model=None)
         self._start(self.resume({}, {}))
+
+    async def drop_caches(self, body: Body, query: Mapping[str, str]) -> Body:
+        """Report success: no prefixes are kept here that old weights computed."""
+        return {"success": True}
 
     # -- what callers ask ------------------------------------------------------------------------
 
