@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +202,118 @@ def test_a_runner_that_dies_is_replaced() -> None:
             if len(alive) == 2 and set(alive) == {digest(weights_of(algorithm))}:
                 break
         assert alive == [digest(weights_of(algorithm))] * 2
+
+
+# -- failures of IMPALA, which goes on while runners sample --------------------------------------
+
+OFTEN = {"min_time_s_per_iteration": 0.2}
+
+
+def train_until(algorithm: Any, condition: Callable[[], bool]) -> None:
+    """Train until a condition is true, in bounded time."""
+    until = time.monotonic() + 2 * PATIENCE
+    while not condition():
+        assert time.monotonic() < until, "it never came to that"
+        algorithm.train()
+
+
+def pids_of(algorithm: Any) -> list[int]:
+    """Return the processes of the runners that are alive."""
+    return on_runners(algorithm, lambda _: os.getpid())
+
+
+def assert_ended(pids: set[int]) -> None:
+    """Check that processes end within a while."""
+    until = time.monotonic() + PATIENCE
+    while pids := {pid for pid in pids if Path(f"/proc/{pid}/exe").exists()}:
+        assert time.monotonic() < until, pids
+        time.sleep(0.1)
+
+
+def fragments_of(algorithm: Any) -> dict[int, list[Any]]:
+    """Return the fragments of each runner by its process."""
+    return dict(on_runners(algorithm, lambda r: (os.getpid(), getattr(r, "fragments", []))))
+
+
+def test_impala_goes_on_when_a_runner_is_killed() -> None:
+    with running(
+        IMPALAConfig,
+        Watching,
+        reporting=OFTEN,
+        fault_tolerance={
+            "restart_failed_env_runners": True,
+            "delay_between_env_runner_restarts_s": 0.0,
+        },
+    ) as algorithm:
+        train_until(algorithm, lambda: number_of(algorithm) >= 3)
+        fragments = fragments_of(algorithm)
+        [killed, other] = fragments
+        had = max(number for numbers, _ in fragments[killed] for number in numbers)
+        os.kill(killed, signal.SIGKILL)
+        before = number_of(algorithm)
+
+        def has_replacement() -> bool:
+            new = fragments_of(algorithm)
+            new.pop(other, None)
+            return killed not in new and any(len(seen) >= 3 for seen in new.values())
+
+        train_until(algorithm, has_replacement)
+        train_until(algorithm, lambda: number_of(algorithm) >= before + 10)
+        fragments = fragments_of(algorithm)
+        assert other in fragments and len(fragments) == 2
+        replacement = next(pid for pid in fragments if pid != other)
+        numbers = [number for numbers, _ in fragments[replacement] for number in numbers]
+        # It never acts with weights that are older than those of the runner that it replaces.
+        assert numbers == sorted(numbers) and numbers[0] >= had
+        assert numbers[-1] > before
+        weights: dict[int, set[str]] = {}
+        for seen in fragments.values():
+            for each, found in seen:
+                assert len(each) <= 1
+                for number in each:
+                    weights.setdefault(number, set()).add(found)
+        assert all(len(found) == 1 for found in weights.values())
+    assert_ended({killed, other, replacement})
+
+
+def test_impala_ends_with_a_cause_when_a_runner_is_not_replaced() -> None:
+    with running(
+        IMPALAConfig,
+        reporting=OFTEN,
+        fault_tolerance={"restart_failed_env_runners": False, "ignore_env_runner_failures": False},
+    ) as algorithm:
+        train_until(algorithm, lambda: number_of(algorithm) >= 3)
+        pids = pids_of(algorithm)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises((aiosync.PartialSyncError, ray.exceptions.RayError)) as caught:
+            train_until(algorithm, lambda: False)
+        if isinstance(caught.value, aiosync.PartialSyncError):
+            assert isinstance(caught.value.failed[0], aiosync.PeerClosed)
+        else:
+            assert isinstance(caught.value, ray.exceptions.ActorDiedError)
+    assert_ended(set(pids))
+
+
+def test_impala_ends_with_the_cause_of_an_update_that_does_not_fit() -> None:
+    with running(IMPALAConfig, Watching, reporting=OFTEN) as algorithm:
+        train_until(algorithm, lambda: number_of(algorithm) >= 3)
+
+        def grow(runner: Any) -> str | None:
+            if runner.worker_index == 1:
+                return None
+            runner.module.grown = torch.nn.Parameter(torch.zeros(3))
+            return digest(without_grown(runner.module))
+
+        [_, before] = on_runners(algorithm, grow)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            train_until(algorithm, lambda: False)
+        assert list(caught.value.failed) == [1]
+        assert "grown" in str(caught.value)
+        kept = on_runners(algorithm, lambda r: digest(without_grown(r.module)))
+        # The second has what it had, and the first goes on.
+        assert kept[1] == before != kept[0]
+        pids = pids_of(algorithm)
+    assert_ended(set(pids))
 
 
 def test_a_checkpoint_is_restored(tmp_path: Any) -> None:
