@@ -34,7 +34,7 @@ async def admit(
     epoch: int,
     num_workers: int | None,
     worker_idx: int | None,
-    indices: Callable[[], Iterable[int]],
+    indices: Callable[[Hello], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
     reserve: Callable[[int, Hello], int],
     hello: Hello | None = None,
@@ -50,7 +50,7 @@ async def admit(
         epoch: Epoch of the sender.
         num_workers: Number of workers that the sender expects; ``None`` for any number.
         worker_idx: Index that belongs to this link; ``None`` if the link decides nothing.
-        indices: Returns the indices to try in turn for a worker that asks for none.
+        indices: Returns the indices to try in turn for a worker whose Hello asks for none.
         holder: Returns the id of the other live process that has an index, or ``None``.
         reserve: Called with the index and the Hello before the answer is sent, so that a worker
             that asks meanwhile gets another index. Returns the version that this worker is sent
@@ -101,7 +101,7 @@ def _choose_idx(
     hello: Hello,
     expected: int | None,
     num_workers: int | None,
-    indices: Callable[[], Iterable[int]],
+    indices: Callable[[Hello], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
 ) -> int:
     """Return the index of the link, or the one that the worker asks for, or the first free one.
@@ -115,7 +115,7 @@ def _choose_idx(
         raise ConfigError(f"worker {asked} connected through the pipe of worker {expected}")
     wanted = asked if expected is None else expected
     if wanted is None:
-        for idx in indices():
+        for idx in indices(hello):
             if holder(idx, hello) is None:
                 return idx
         raise ConnectError(

@@ -12,7 +12,7 @@ from aiosync._log import log
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import AiosyncError
 from aiosync.rendezvous.dialer import is_final
-from aiosync.rendezvous.handshake import admit
+from aiosync.rendezvous.handshake import ANY_STRATEGY, admit
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_deaths import is_up
 from aiosync.sender.worker_link import WorkerLink
@@ -21,6 +21,8 @@ from aiosync.transports.base import Transport
 from aiosync.wire import Hello
 
 __all__ = ["Admission"]
+
+_FIRST_OF_OTHERS = 2**15
 
 
 class AdmissionOwner(Protocol):
@@ -171,10 +173,11 @@ class Admission:
             # With this error, send() says why the worker does not come back.
             record.error = error
 
-    def _indices(self) -> Iterable[int]:
+    def _indices(self, hello: Hello) -> Iterable[int]:
         """Return the indices in the order in which workers that ask for none get them."""
         if self.num_workers is None:
-            return itertools.count()
+            # A file, or another server, must not have the index that a worker asks for.
+            return itertools.count(_FIRST_OF_OTHERS if hello.strategy == ANY_STRATEGY else 0)
         indices = range(self.num_workers)
         if not self.is_joining:
             return indices

@@ -290,8 +290,9 @@ class ServedModel:
                 link.lose(ConfigError(f"the trainer's strategy is {strategy!r}"))
                 link.transport.abort()
 
-    async def hello(self) -> Hello:
+    async def hello(self, *, is_upstream: bool = False) -> Hello:
         """Return the message that tells a trainer or an upstream what is here."""
+        strategy = self.workers.admission.strategy
         # The other side does not send again the version that the Hello names, so the version that
         # is being written should be on disk before the Hello.
         await self.drain()
@@ -300,7 +301,7 @@ class ServedModel:
             role="receiver",
             model_id=self._model_id,
             pid=os.getpid(),
-            strategy=self.workers.admission.strategy if self.version else ANY_STRATEGY,
+            strategy=ANY_STRATEGY if is_upstream or not self.version else strategy,
             session=self._session,
             epoch=self._epoch or None,
             version=self.version or None,

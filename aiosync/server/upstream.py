@@ -28,7 +28,7 @@ _KEEPALIVE_SECONDS = 30.0
 class Follower(Protocol):
     """A model that takes the versions of an upstream."""
 
-    async def hello(self) -> Hello:
+    async def hello(self, *, is_upstream: bool) -> Hello:
         """Return the message that tells the upstream what is here."""
 
     async def follow(self, link: TCPTransport) -> None:
@@ -91,7 +91,7 @@ class Upstream:
             return await self._dialer.dial(left(), again=again)
 
         async def meet(link: TCPTransport, timeout: float | None) -> Welcome:
-            return await greet(link, await model.hello(), timeout=timeout)
+            return await greet(link, await model.hello(is_upstream=True), timeout=timeout)
 
         kept = KeptLink(
             "the upstream",

@@ -72,6 +72,18 @@ async def test_a_trainer_that_listens_is_an_upstream() -> None:
         await until(lambda: [each.state for each in scheme.stats().workers] == ["left"])
 
 
+async def test_a_server_that_follows_takes_no_index_of_a_worker() -> None:
+    async with WeightServer(URL) as first, trainer(first) as source, relay(first) as server:
+        await send(source, 1.0)
+        await until(lambda: described(server)["version"] == source.version)
+        scheme = aiosync.TCPWeightSyncScheme(first.url, dial="both", timeout=PATIENCE)
+        scheme.it = linear()
+        scheme.init_on_receiver("policy", model=scheme.it, worker_idx=0)
+        async with scheme:
+            await scheme.connect()
+            assert holds(scheme, 1.0)
+
+
 async def test_nobody_pushes_to_a_server_that_follows() -> None:
     async with WeightServer(URL) as first, relay(first) as server:
         await refused(trainer(server), PartialSyncError, f"ConfigError.*follows {first.url}")

@@ -57,6 +57,7 @@ class Plan:
         require: As for the scheme of the trainer.
         weather: What happens to connections.
         events: What goes wrong, in the order of time.
+        relays: Number of servers that follow the weight server, each the one before.
     """
 
     seed: int
@@ -76,6 +77,7 @@ class Plan:
     require: Literal["all"] | float
     weather: Weather
     events: tuple[Event, ...]
+    relays: int = 0
 
     def smaller(self) -> list[Plan]:
         """Return plans that are a little smaller, the smallest first."""
@@ -89,6 +91,10 @@ class Plan:
         for index in range(len(self.events)):
             events = self.events[:index] + self.events[index + 1 :]
             found.append(replace(self, events=events))
+        if self.relays:
+            last = f"relay {self.relays}"
+            events = tuple(each for each in self.events if each.who != last)
+            found.append(replace(self, relays=self.relays - 1, events=events))
         if self.cancels:
             found.append(replace(self, cancels=0.0))
         for fault in ("cuts", "loses", "half_closes", "corrupts", "fragments"):
@@ -121,6 +127,10 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
     names = ["trainer", *(f"worker {idx}" for idx in range(workers))]
     if server:
         names.append("server")
+    # What came later has dice of its own, so that the plans of older seeds stay as they are.
+    extra = Random(f"relays {seed}")
+    server = server or (kind == "deltas" and extra.random() < 0.3)
+    relays = extra.choice([0, 0, 1, 2]) if server else 0
     whats = random.sample(WHATS, random.randint(1, len(WHATS)))
     events = [
         Event(
@@ -131,6 +141,9 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         )
         for _ in range(random.choice([0, 1, 2, 4, 8]))
     ]
+    for _ in range(extra.choice([0, 1, 3]) if relays else 0):
+        what, who = extra.choice(WHATS), f"relay {extra.randint(1, relays)}"
+        events.append(Event(extra.uniform(0, 20), what, who, 10 ** extra.uniform(-3, 1.5)))
     # Smaller updates never travel as deltas.
     floats = 12_000 if kind == "deltas" else random.choice([8, 200, 3000])
     chunk_nbytes = max(64, -(-6 * floats // random.choice([1, 2, 5, 12]) // 64) * 64)
@@ -152,4 +165,5 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         random.choice(["all", "all", "all", 0.5]),
         weather,
         tuple(sorted(events, key=lambda each: each.at)),
+        relays,
     )

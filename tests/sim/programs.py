@@ -17,6 +17,7 @@ from aiosync.testing.sim import Process, SimulationError, World, simulate
 from tests.sim.plans import Plan
 
 URL = "tcp://127.0.0.1:7000"
+RELAY_URLS = (URL, "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002")
 _TOKEN = b"a token of a simulated run"
 _FAULT_SECONDS = 25.0
 _CALM_SECONDS = 600.0
@@ -154,10 +155,10 @@ class Bed:
 
     # -- programs ----------------------------------------------------------------------------------
 
-    def scheme(self, **options: Any) -> aiosync.TCPWeightSyncScheme:
+    def scheme(self, url: str = URL, **options: Any) -> aiosync.TCPWeightSyncScheme:
         plan = self.plan
         return aiosync.TCPWeightSyncScheme(
-            URL,
+            url,
             token=_TOKEN if plan.token else None,
             chunk_nbytes=plan.chunk_nbytes,
             strict=plan.kind != "parts",
@@ -167,15 +168,24 @@ class Bed:
             **options,
         )
 
-    async def serve(self) -> None:
+    async def serve(self, number: int = 0) -> None:
+        name, plan = f"relay {number}" if number else "server", self.plan
+        token = _TOKEN if plan.token else None
+        options: dict[str, Any] = {}
+        if number:
+            upstream = RELAY_URLS[number - 1]
+            options = {"model_ids": ["policy"], "upstream": upstream, "upstream_token": token}
         while not self.closing.is_set():
-            plan = self.plan
             server = WeightServer(
-                URL, token=_TOKEN if plan.token else None, chunk_nbytes=plan.chunk_nbytes
+                RELAY_URLS[number],
+                token=token,
+                chunk_nbytes=plan.chunk_nbytes,
+                delta="always" if plan.kind == "deltas" else "off",
+                **options,
             )
             async with server:
-                await self.away("server")
-            await self.pause("server")
+                await self.away(name)
+            await self.pause(name)
 
     async def away(self, name: str) -> None:
         """Wait until a process is to leave in order, or everything is over."""
@@ -349,6 +359,7 @@ class Bed:
             self.leaving[name] = asyncio.Event()
             model = Net(plan.floats, -1.0)
             scheme = self.scheme(
+                RELAY_URLS[idx % (plan.relays + 1)],
                 apply="manual" if plan.manual else "auto",
                 timeout=20.0,
                 reconnect=plan.reconnect,
@@ -421,6 +432,8 @@ class Bed:
             program = self.train()
         elif name == "server":
             program = self.serve()
+        elif name.startswith("relay"):
+            program = self.serve(int(name[6:]))
         else:
             program = self.work(int(name[7:]))
         self.processes[name] = self.world.start(name, program)
@@ -484,7 +497,8 @@ class Bed:
 
     def names(self) -> list[str]:
         names = ["trainer", *(f"worker {idx}" for idx in range(self.plan.workers))]
-        return [*names, "server"] if self.plan.server else names
+        relays = (f"relay {number}" for number in range(1, self.plan.relays + 1))
+        return [*names, "server", *relays] if self.plan.server else names
 
     def is_settled(self) -> bool:
         return self.is_known and all(
