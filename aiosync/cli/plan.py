@@ -11,7 +11,7 @@ from rich.table import Table
 
 from aiosync.cli._common import show_nbytes
 
-__all__ = ["plan"]
+__all__ = ["as_bits", "plan"]
 
 _WIDTH = 100
 _UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|bit)")
@@ -50,7 +50,8 @@ def _nbytes(text: str) -> float:
     return _quantity(text, "B", "16GB or 512MiB")
 
 
-def _bits(text: str) -> float:
+def as_bits(text: str) -> float:
+    """Return the number of bits in a text such as ``1Gbit``."""
     return _quantity(text, "bit", "1Gbit or 100Mbit")
 
 
@@ -68,7 +69,7 @@ def plan(
     bandwidth: Annotated[
         float,
         typer.Option(
-            parser=_bits, metavar="RATE", help="Bits a second that leave the trainer: 1Gbit."
+            parser=as_bits, metavar="RATE", help="Bits a second that leave the trainer: 1Gbit."
         ),
     ],
     workers: Annotated[int, typer.Option(min=1, help="Workers at the other site.")] = 1,

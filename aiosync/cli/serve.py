@@ -34,6 +34,7 @@ from aiosync.cli._common import (
     status_line,
     tls_of,
 )
+from aiosync.cli.plan import as_bits
 from aiosync.cli.status import serve_page
 
 if TYPE_CHECKING:
@@ -123,6 +124,15 @@ def serve(
     delta: Annotated[
         Delta, typer.Option(help="Which updates travel as changes to the one before.")
     ] = Delta.OFF,
+    limit_rate: Annotated[
+        float | None,
+        typer.Option(
+            parser=as_bits,
+            metavar="RATE",
+            show_default=False,
+            help="What each link sends at most in a second: 100Mbit.",
+        ),
+    ] = None,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum number of links at a time.")
     ] = 1024,
@@ -178,6 +188,7 @@ def serve(
                 store=store,
                 max_connections=max_connections,
                 delta=delta.value,
+                limit_rate=None if limit_rate is None else max(1, int(limit_rate / 8)),
                 upstream=upstream,
                 upstream_token=upstream_token,
                 upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),

@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import time
 import warnings
 import weakref
@@ -42,6 +43,7 @@ from aiosync.wire import Hello, Refuse, Status, encode_frame
 
 __all__ = ["Listener", "StreamListener", "first_word"]
 
+_SO_MAX_PACING_RATE = 47  # Python has no name for it.
 _MAX_STRANGERS = 256
 # Greatest number of new strangers, as one turn of the loop may run a step of each handshake.
 _AT_ONCE = 32
@@ -254,6 +256,7 @@ class StreamListener(Listener):
         untaken: See :meth:`TCPTransport.connect`.
         status: Returns the values that a peer gets that proved its identity and asks for the
             status; by default none.
+        limit_rate: Bytes per second that each link sends at most, a whole number; only with TCP.
 
     Attributes:
         url: The address on which this listens, with the port that was bound.
@@ -279,8 +282,13 @@ class StreamListener(Listener):
         keepalive: float | None = 30.0,
         untaken: float | None = None,
         status: Callable[[], Mapping[str, Any]] = dict,
+        limit_rate: int | None = None,
     ) -> None:
         address = Address.parse(url)
+        if limit_rate is not None:
+            as_count("limit_rate", limit_rate, 1)
+            if address.scheme != "tcp":
+                raise ConfigError(f"limit_rate= is for tcp://host:port, and not for {address}")
         validate_seconds("handshake_timeout", handshake_timeout)
         credentials = credentials or Credentials()
         if not address.is_local:
@@ -306,6 +314,10 @@ class StreamListener(Listener):
         self._why: dict[str, str] = {}
         self._tasks: TaskOwner | None = None
         sock, self._address = bind(address)
+        if limit_rate is not None:
+            # Accepted sockets inherit it, and the kernel keeps to it.
+            rate = struct.pack("@L", min(limit_rate, 2**64 - 1))
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
         super().__init__(sock)
         self.url: str = str(self._address)
 

@@ -72,6 +72,8 @@ class WeightServer:
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Largest number of links at a time.
         max_models: Largest number of models with a version or a trainer at a time.
+        limit_rate: Bytes per second that each link sends at most, so that others on the line have
+            room; only with ``tcp://``. ``None``: as fast as it goes.
         upstream: Address of a weight server, or of a trainer that listens. This server follows it
             for each of ``model_ids``, passes on what comes, and lets nobody push.
         upstream_token: The secret of the upstream.
@@ -99,6 +101,7 @@ class WeightServer:
         handshake_timeout: float = 10.0,
         max_connections: int = 1024,
         max_models: int = 64,
+        limit_rate: int | None = None,
         upstream: str | None = None,
         upstream_token: str | bytes | None = None,
         upstream_tls: TLS | ssl.SSLContext | None = None,
@@ -129,6 +132,7 @@ class WeightServer:
             limits=limits,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
+            limit_rate=limit_rate,
             status=lambda: self.status(),  # looked up at each call, so that a wrapper on it counts
         )
         self._models: dict[str, ServedModel] = {}

@@ -94,8 +94,22 @@ async def test_what_cannot_be_followed_is_refused() -> None:
         WeightServer(URL, upstream="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="no port"):
         WeightServer(URL, model_ids=["policy"], upstream="tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="limit_rate= is for tcp"):
+        WeightServer("unix:///tmp/none", limit_rate=1000)
+    with pytest.raises(ConfigError, match="limit_rate must be an int"):
+        WeightServer(URL, limit_rate=0)
     with pytest.raises(ConfigError, match="delta must be"):
         WeightServer(URL, delta="sometimes")  # type: ignore[arg-type]
+
+
+async def test_a_link_sends_no_faster_than_its_limit() -> None:
+    loop = asyncio.get_running_loop()
+    async with WeightServer(URL, limit_rate=2**22) as server, trainer(server) as source:
+        await source.send({"weight": torch.zeros(2**19)})
+        began = loop.time()
+        await WeightClient(server.url).pull("policy")
+        # 2 MiB at 4 MiB a second, of which the kernel's first bytes go at once.
+        assert loop.time() - began > 0.2
 
 
 async def test_a_link_to_the_upstream_comes_back(tmp_path: Path) -> None:
