@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from aiosync.errors import ConfigError
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.deltas import Delta, Deltas, Pace
+from aiosync.sender.incoming import Abandoned
 from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.delta import check_delta
 from aiosync.wire import Hello, Message, Update, checksum, state_checksum
@@ -124,8 +125,13 @@ class UpdateChunks:
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
             is_last = index == count - 1
-            while incoming and (waiting := incoming.until(stop, is_last=is_last)):
-                yield waiting
+            try:
+                while incoming and (waiting := incoming.until(stop, is_last=is_last)):
+                    yield waiting
+            except Abandoned:
+                # The same version may come again, and then goes on from here.
+                self._partial = (epoch, snapshot.version, start)
+                raise
             views = snapshot.views(start, stop)
             # A checksum is computed once for all workers.
             if index == len(sums):
