@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,11 +277,42 @@ def tables(results: list[dict[str, Any]]) -> Iterator[str]:
         yield _row(result, names)
 
 
+def draw(page: str, path: str) -> None:
+    """Draw the table in a page: bytes for each change over the share of changed weights."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # With a fixed salt, the same picture has the same bytes.
+    mpl.rcParams["svg.hashsalt"] = "aiosync"
+    from matplotlib import pyplot
+
+    lines = [line.strip("| \n") for line in Path(page).read_text().splitlines() if "|" in line]
+    table = [[cell.strip(" *") for cell in line.split(" | ")] for line in lines]
+    head = next(row for row in table if row[0] == "training")
+    rows = [row for row in table if len(row) == len(head) and row[0].startswith(("PPO", "GRPO"))]
+    figure, axis = pyplot.subplots(figsize=(7, 3.6), facecolor="#fbfbf8", layout="constrained")
+    for column, name in list(enumerate(head))[5:-1]:
+        points = sorted((float(row[3].split()[0]), float(row[column])) for row in rows)
+        axis.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=0.8, label=name)
+    axis.set_facecolor("#fbfbf8")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("% of the weights that changed")
+    axis.set_ylabel("bytes for each change")
+    axis.grid(True, alpha=0.3)
+    axis.legend(frameon=False, fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     """Run all trainings, or those that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", nargs=2, metavar=("PAGE", "SVG"), help="only draw a page's table")
     parser.add_argument("--only", default="", help="trainings whose name contains this")
     given = parser.parse_args()
+    if given.draw:
+        draw(*given.draw)
+        return
     torch.set_num_threads(1)
     every = np.arange(2**16, dtype=np.uint16)
     assert np.unique(in_order(every)).size == every.size, "two numbers have one place"
