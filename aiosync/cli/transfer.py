@@ -111,7 +111,8 @@ async def _push(
         show: Called with the bytes sent so far, and with how many there are.
 
     Raises:
-        ConfigError: The file announces larger tensors than it can hold.
+        ConfigError: The file announces larger tensors than it can hold; or the server follows
+            another one.
         ConnectError: Another trainer is pushing the model.
     """
     from aiosync.rendezvous.handshake import ANY_STRATEGY
@@ -126,6 +127,8 @@ async def _push(
 
     # The scheme would dial until the timeout if another trainer pushed the model, so ask first.
     status = await client.status(timeout=timeout)
+    if status.get("upstream"):
+        raise ConfigError(f"that server follows {status['upstream']}: push there")
     for model in status.get("models") or ():
         if model.get("model_id") == model_id and model.get("trainer"):
             raise ConnectError(

@@ -336,6 +336,7 @@ class WeightServer:
             "refused": dict(listener.refused),
             "ended": dict(self._failed),
             "store": self._store is not None,
+            "upstream": None if self._upstream is None else str(self._upstream.address),
             "model_ids": None if self._model_ids is None else sorted(self._model_ids),
             "max_models": self._max_models,
             "models": [model.describe() for _, model in sorted(self._models.items())],

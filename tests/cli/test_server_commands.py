@@ -135,6 +135,32 @@ def test_push_pull_and_status_as_processes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_a_server_behind_another_one(
+    servers: dict[str, Command],
+    weights: tuple[str, dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    path, tensors = weights
+    upstream = servers["plain"].url
+    pushed = run("push", path, upstream, "--model-id", "far")
+    assert pushed.returncode == 0
+    here = f"unix://{tmp_path / 'here'}"
+    given = ("--upstream", upstream, "--model-id", "far", "--delta", "always")
+    with serving(tmp_path, "--listen", here, *given) as server:
+        pulled = run("pull", server.url, str(tmp_path / "copy.safetensors"), "--model-id", "far")
+        assert (pulled.returncode, pulled.stderr) == (0, "")
+        assert pulled.stdout.split(",")[0].split()[2:] == pushed.stdout.split(",")[0].split()[2:]
+        assert_same(load_weights(tmp_path / "copy.safetensors"), tensors)
+        refused = run("push", path, server.url, "--model-id", "far")
+        assert refused.returncode == 1
+        assert f"follows {upstream}" in refused.stderr
+    limited = run("serve", "--listen", here, "--limit-rate", "1Mbit")
+    assert limited.returncode == 2
+    assert "limit_rate= is for tcp://host:port" in limited.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_round_trip_with_tls(
     servers: dict[str, Command],
     weights: tuple[str, dict[str, torch.Tensor]],
