@@ -4,8 +4,8 @@
 workers, in processes of their own: through shared memory, over TCP, and through a weight server
 that has a store. Each trainer sends a small model 20 times a second, and one of 4 MiB every two
 seconds. Workers are killed, stopped, closed and started anew, links are cut, reset and stalled,
-sends are cancelled and updates refused. In the first third trainers and the server are killed, too.
-The first worker of each trainer is left alone, but for its links, so it lives as long as the run.
+sends are cancelled and updates refused. In the first quarter trainers and the server are killed
+as well. The first worker of each trainer lives as long as the run: only its links are cut.
 
 Every value of a version is one number, which grows from version to version and from trainer to
 trainer. The program prints a line for each forward that is mixed or that went back, for each call
@@ -52,6 +52,7 @@ class Member:
     def __init__(self, soak: Soak, name: str, role: type[Role], *args: Any) -> None:
         self.soak, self.name, self.is_ending = soak, name, False
         self.report: tuple[int, dict[str, float], Counter[str]] = (0, {}, Counter())
+        self._moved_at = time.monotonic()
         self._told: dict[str, asyncio.Future[Any]] = defaultdict(asyncio.Future)
         mine, theirs = soak.context.Pipe()
         self.process = soak.context.Process(target=begin, args=(role, theirs, *args), daemon=True)
@@ -82,11 +83,21 @@ class Member:
         self.line.send("report")
         answer = await self.told("answer")
         if answer is not None:
+            self._check_progress(answer[1])
             self.report = answer
         elif not self.is_ending and not self.process.is_alive():
             self.is_ending = True
             self.soak.violation(f"failed: {self.name} ended with {self.process.exitcode}")
         return answer is not None
+
+    def _check_progress(self, values: dict[str, float]) -> None:
+        """Note a process that has had no new version for long; a server reports none."""
+        now = time.monotonic()
+        if values != self.report[1] or not any(values.values()):
+            self._moved_at = now
+        elif now > self._moved_at + PATIENCE:
+            self._moved_at = now
+            self.soak.violation(f"stuck: {self.name} is still at {values}")
 
     async def end(self, *, by_kill: bool) -> None:
         """End the process, and wait until it is gone."""
@@ -186,7 +197,8 @@ class Soak:
         sampling = asyncio.ensure_future(self._sample())
         await self._make_faults()
         sampling.cancel()
-        await asyncio.wait([sampling])
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampling
         await self._settle()
         for kind in ("worker", "trainer", "server"):
             for key in [key for key in self._members if key[1].startswith(kind)]:
@@ -275,10 +287,8 @@ class Soak:
             proxy.resume()
 
     async def _spoil(self) -> None:
-        transport, fault = (
-            self._chance.choice(TRANSPORTS),
-            self._chance.choice(["cancel", "misfit"]),
-        )
+        transport = self._chance.choice(TRANSPORTS)
+        fault = self._chance.choice(["cancel", "misfit"])
         self._note("send cancelled" if fault == "cancel" else "update refused", transport)
         self._members[transport, "trainer"].line.send(fault, self._chance.choice([*MODELS]))
 
@@ -368,7 +378,10 @@ def by_process(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw the median of each minute, with one panel for each series. Needs matplotlib."""
+    """Draw the median of each minute, with one panel for each series. Needs matplotlib.
+
+    A process that takes another's place has the same line. The script's own are not drawn.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -382,19 +395,24 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     )
     for axis, (what, unit) in zip(axes, SERIES.items(), strict=True):
         for name, own in by_process(rows).items():
+            if name == "script":
+                continue
             minutes = defaultdict(list)
             for row in own:
                 minutes[row["at"] // 60].append(row[what])
             points = [statistics.median(each) for each in minutes.values()]
             color = colors.get(name.split()[0], "#57606a")
             style = "--" if "worker" in name else "-"
-            axis.plot([*minutes], points, style, color=color, linewidth=1, label=name)
+            label = name.rstrip("0123456789 ")
+            axis.plot([*minutes], points, style, color=color, linewidth=1, label=label)
         axis.set_facecolor("#fbfbf8")
         axis.set_ylabel(unit)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("minutes")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=3)
     figure.savefig(path, metadata={"Date": None})
 
 
