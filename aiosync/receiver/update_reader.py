@@ -195,9 +195,8 @@ class UpdateReader:
         update, layout = self._layout_of(message, nbytes)
         if self._in_chunks:
             assembly, landing = self._assembly_of(update, layout)
-            had = assembly.good_nbytes
             start, stop = assembly.place(update, nbytes)
-            if self._is_shared and assembly.good_nbytes < had:  # it begins anew
+            if self._is_shared and not assembly.good_nbytes:  # it begins anew
                 landing = self._take_landing(layout.nbytes)
             self._running = RunningChecksum()
             self._chunk, self._encoded = landing.memoryview()[start:stop], None

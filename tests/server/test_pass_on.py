@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,19 @@ import aiosync
 from aiosync.errors import PartialSyncError
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
+from aiosync.transports.address import Address
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import (
+    Hello,
+    LeafSpec,
+    Manifest,
+    ManifestMessage,
+    Update,
+    Welcome,
+    checksum,
+    state_checksum,
+)
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, holds
 from tests.server._tools import URL, described, worker
@@ -26,6 +40,7 @@ CHUNK = 2**16
 COUNT = 16
 SIZE = COUNT * CHUNK
 OPTIONS: dict[str, Any] = {"chunk_nbytes": CHUNK}
+MANIFEST = Manifest((LeafSpec("weight", "float32", (1, SIZE // 4), 0, SIZE),), SIZE)
 
 
 def large(value: float = 0.0) -> nn.Module:
@@ -237,3 +252,46 @@ async def test_workers_that_ask_get_whole_versions() -> None:
                 await asking.pull(min_version=2)
                 assert holds(asking, 2.0)
                 assert not torch.isnan(asking.it.weight).any()
+
+
+@contextlib.asynccontextmanager
+async def raw_trainer(url: str) -> Any:
+    """The link of a trainer that says what it likes, as a server has let it in."""
+    none = Credentials(token=None)
+    async with await TCPTransport.connect(Address.parse(url), credentials=none) as link:
+        await link.send(Hello(role="sender", model_id="policy", pid=os.getpid(), epoch=5))
+        assert isinstance((await link.recv()).message, Hello)
+        await link.send(Welcome(5, 1, 0))
+        await link.send(ManifestMessage(MANIFEST))
+        yield link
+
+
+async def send_chunks(link: Any, version: int, value: float, stop: int = COUNT) -> None:
+    """Send the first chunks of a version whose elements are all ``value``."""
+    chunk = torch.full((CHUNK // 4,), value).numpy().tobytes()
+    sums = [checksum(chunk)] * COUNT
+    for index in range(stop):
+        state = state_checksum(MANIFEST.digest, sums) if index == COUNT - 1 else None
+        place = (index, COUNT)
+        update = Update(5, version, MANIFEST.digest, chunk=place, checksum=sums[index], state=state)
+        await link.send(update, [chunk])
+
+
+async def test_a_version_that_begins_anew_is_not_mixed_with_its_first_half() -> None:
+    """Bytes that a worker may have are not written again, whatever a trainer sends."""
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with raw_trainer(server.url) as link:
+            await send_chunks(link, 1, 1.0)
+            await until(lambda: described(server)["version"] == 1)
+            joining = worker(server, model=large())
+            async with joining as below, contextlib.AsyncExitStack() as stack:
+                before = sent_nbytes(server)
+                await send_chunks(link, 2, 2.0, COUNT // 2)
+                await until(lambda: sent_nbytes(server) - before >= SIZE // 2)
+                # A chunk that does not follow: the server counts on no byte of the version.
+                await link.send(Update(5, 2, MANIFEST.digest, chunk=(3, 4), checksum=bytes(16)))
+                await until(lambda: described(server)["trainer"] is None)
+                again = await stack.enter_async_context(raw_trainer(server.url))
+                await send_chunks(again, 2, 3.0)
+                await below.wait_for_version(2)
+                assert holds(below, 3.0)
