@@ -212,7 +212,19 @@ class WorkerLink:
     def say(self, message: Current) -> None:
         """Send a message between two updates; it makes one that still waits obsolete."""
         self._word = message
+        if self._waits:
+            self._say_between_chunks()
         self._pump()
+
+    def _say_between_chunks(self) -> None:
+        """Send the message that waits, as the rest of the update may not come for long."""
+        before = self._written_nbytes
+        try:
+            if self._word is not None and self.transport.send_nowait(self._word):
+                self._word = None
+                self._said_nbytes += self._written_nbytes - before
+        except AiosyncError as exc:
+            self.lose(exc)
 
     def _pump(self) -> None:
         """Write the next message or update: at once if the link takes it, else in a task."""
@@ -296,6 +308,7 @@ class WorkerLink:
                         await self.transport.send(*step)
                     else:
                         self._waits = True
+                        self._say_between_chunks()
                         await asyncio.wait({step})
                         self._waits = False
         finally:

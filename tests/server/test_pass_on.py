@@ -295,3 +295,18 @@ async def test_a_version_that_begins_anew_is_not_mixed_with_its_first_half() -> 
                 await send_chunks(again, 2, 3.0)
                 await below.wait_for_version(2)
                 assert holds(below, 3.0)
+
+
+async def test_a_follower_that_asks_is_answered_while_the_rest_is_missing() -> None:
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (_, proxy, below, sending):
+            for _ in range(3):
+                async with asyncio.timeout(PATIENCE / 2):
+                    await below.pull()
+                assert below.version == 1 and holds(below, 1.0)
+            asking = asyncio.ensure_future(below.pull(min_version=2))
+            proxy.resume()
+            await sending
+            await asking
+            assert holds(below, 2.0)
+            assert below.stats().reconnects == 0
