@@ -91,14 +91,17 @@ class _Versions:
             wanted = epoch, version
             self.newest = next(a for a in self._loaded if (a.epoch, a.version) == wanted)
 
-    def take_old(self) -> list[Adapter]:
-        """Remove and return those that are neither among the newest nor in use."""
+    def old(self) -> list[Adapter]:
+        """Return those that are neither among the newest nor in use. They stay so."""
         with self._lock:
             end = 0 if self.newest is None else self._loaded.index(self.newest) + 1
             older = self._loaded[: max(0, end - self._keep)]
-            old = [each for each in older if not self._uses[each.name]]
-            self._loaded = [each for each in self._loaded if each not in old]
-        return old
+            return [each for each in older if not self._uses[each.name]]
+
+    def remove(self, adapter: Adapter) -> None:
+        """Note that this is not loaded any more."""
+        with self._lock:
+            self._loaded.remove(adapter)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Adapter]:
@@ -231,9 +234,11 @@ class VLLMAdapterReceiver:
         from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
-        for old in self._versions.take_old():
+        for old in self._versions.old():
+            # If this fails, it is tried again with the next version.
             self._wait(self._engine.remove_lora(old.request.lora_int_id))
-            shutil.rmtree(old.request.lora_path)
+            self._versions.remove(old)
+            shutil.rmtree(old.request.lora_path, ignore_errors=True)
         adapter, number = self._versions.make(), next(_numbers)
         path = self._folder / str(number)
         path.mkdir()
@@ -247,7 +252,7 @@ class VLLMAdapterReceiver:
             if not self._wait(self._engine.add_lora(request)):
                 raise RuntimeError("vLLM did not add the adapter")
         except BaseException:  # raised again
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # close() may have deleted it
             raise
         self._versions.add(dataclasses.replace(adapter, request=request))
         return []  # The scheme itself has nothing to apply.
@@ -375,7 +380,9 @@ class PeftAdapterReceiver:
         model, given = self._model, dict(weights)
         number = int(given.pop(_LABEL))
         new = self._labels[number]
-        self._labels = {each: a for each, a in self._labels.items() if each > number}
+        for each in list(self._labels):  # a newer one may be added in another thread meanwhile
+            if each <= number:
+                del self._labels[each]
         pattern = get_peft_model_state_dict(model, adapter_name=self._adapter)
         if pattern.keys() != given.keys():
             other = sorted(pattern.keys() ^ given.keys())
@@ -387,8 +394,9 @@ class PeftAdapterReceiver:
             name: given[name].to(like.device, like.dtype, copy=True)
             for name, like in pattern.items()
         }
-        for old in self._versions.take_old():
+        for old in self._versions.old():
             model.delete_adapter(old.name)
+            self._versions.remove(old)
         # Without memory at first: PEFT would draw random numbers to fill it.
         model.add_adapter(new.name, model.peft_config[self._adapter], low_cpu_mem_usage=True)
         try:

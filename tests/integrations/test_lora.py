@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import sys
 import threading
+import types
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -154,3 +158,67 @@ def test_what_cannot_be_used_is_refused() -> None:
         VLLMAdapterReceiver(scheme, object(), {"r": 1, "lora_alpha": 1, "target_modules": ["q"]})
     with pytest.raises(aiosync.ConfigError, match="no lora_alpha, target_modules"):
         VLLMAdapterReceiver(scheme, object(), {"r": 1})
+
+
+# -- vLLM, with an engine that fails ---------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """The ``LoRARequest`` of vLLM, which need not be installed here."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class Engine:
+    """An engine that keeps the names of its adapters, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+        self.fails: Exception | None = None
+
+    async def add_lora(self, request: Request) -> bool:
+        assert (Path(request.lora_path) / "adapter_model.safetensors").is_file()
+        self.loaded[request.lora_int_id] = request.lora_name
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        if self.fails is not None:
+            raise self.fails
+        return self.loaded.pop(number, None) is not None
+
+
+def count_folders(folder: Path) -> int:
+    """Return the number of versions whose files are there."""
+    return len(list(folder.glob("*/*")))
+
+
+@pytest.mark.asyncio
+async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.lora.request"], "LoRARequest", Request, raising=False)
+    engine, config = Engine(), {"r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    sender = aiosync.TCPWeightSyncScheme(free_address(), token="t" * 32, guard="reading")
+    sender.init_on_sender(num_workers=1)
+    worker = copy.copy(sender)
+    adapters = VLLMAdapterReceiver(worker, engine, config, keep=1, folder=tmp_path, worker_idx=0)
+    weights = {"q.lora_A.weight": torch.zeros(1, 4)}
+    async with sender, worker:
+        await asyncio.gather(sender.connect(), worker.connect(initial=False))
+        for _ in range(2):
+            await sender.send(weights)
+        engine.fails = RuntimeError("busy")
+        with pytest.raises(aiosync.PartialSyncError, match="busy"):
+            await sender.send(weights)
+        engine.fails = None
+        await sender.send(weights)
+        await sender.send(weights)
+        newest = adapters.newest
+        assert newest is not None and newest.version == 5
+        assert len(engine.loaded) == count_folders(tmp_path) == 2
+    adapters.close()
+    assert not count_folders(tmp_path)
