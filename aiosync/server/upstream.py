@@ -103,10 +103,12 @@ class Upstream:
         )
         link, _ = await kept.connect(None)
         while True:
-            said = ""
+            before = model.version
             log(logging.INFO, "joined", f"follows {self.address}", model=model_id)
             try:
                 await model.follow(link)
             except AiosyncError as exc:
+                if model.version != before:  # the link was of use
+                    said = ""
                 never(exc)
                 link, _ = await kept.reconnect(exc, model.version, None)

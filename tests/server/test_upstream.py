@@ -179,6 +179,21 @@ async def test_an_upstream_that_refuses_is_told_once(caplog: pytest.LogCaptureFi
         assert described(server)["version"] == 0
 
 
+async def test_an_update_that_cannot_be_taken_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "aiosync")
+    async with WeightServer(URL) as first, trainer(first) as source:
+        await send(source, 1.0)
+        small = aiosync.Limits(max_payload_nbytes=16)
+        async with relay(first, limits=small) as server:
+            # A trainer and three links of the server that follows.
+            await until(lambda: first.status()["accepted"] > 3)
+            said = [each.message for each in caplog.records if first.url in each.message]
+            assert len([each for each in said if "at most 16 are allowed" in each]) == 1
+            assert described(server)["version"] == 0
+
+
 # -- deltas over every hop ---------------------------------------------------------------------
 
 
