@@ -79,6 +79,7 @@ async def halted(url: str, server: WeightServer) -> Any:
             proxy.cut()
             await until(lambda: described(server)["trainer"] is None)
             await until(lambda: described(server)["trainer"] is not None)
+            await until(lambda: [each.state for each in source.stats().workers] == ["ready"])
             fill(source.it, 2.0)
             sending = asyncio.ensure_future(source.send(source.it))
             await until(lambda: sent_nbytes(server) - before > SIZE // 4)
