@@ -173,7 +173,7 @@ def serve(
         token, pull_token = read_token(token_file, errors), None
         if pull_token_file is not None:
             pull_token = read_token(pull_token_file, errors, "--pull-token-file")
-        upstream_token = token
+        upstream_token = None if upstream is None else token
         if upstream_token_file is not None:
             upstream_token = read_token(upstream_token_file, errors, "--upstream-token-file")
         tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)

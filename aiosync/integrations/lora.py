@@ -195,6 +195,10 @@ class VLLMAdapterReceiver:
                 "construct a VLLMAdapterReceiver in the event loop of the engine"
             ) from None
         self._engine, self._load_timeout = engine, load_timeout
+        if folder is None and Path("/dev/shm").is_dir():
+            folder = "/dev/shm"
+        self._folder = Path(tempfile.mkdtemp(prefix="aiosync-lora-", dir=folder))
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         scheme.init_on_receiver(
             model_id,
             worker_idx=worker_idx,
@@ -204,10 +208,6 @@ class VLLMAdapterReceiver:
                 before_apply=self._versions.await_version, applied=self._versions.activate
             ),
         )
-        if folder is None and Path("/dev/shm").is_dir():
-            folder = "/dev/shm"
-        self._folder = Path(tempfile.mkdtemp(prefix="aiosync-lora-", dir=folder))
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
     def newest(self) -> Adapter | None:

@@ -28,7 +28,7 @@ from aiosync.sender.deltas import Delta, Deltas
 from aiosync.sender.incoming import Abandoned
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
-from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks
+from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks, Waiting
 from aiosync.sender.update_queue import LateJoinerUpdates, join_snapshots
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
@@ -307,13 +307,27 @@ class WorkerLink:
                     elif isinstance(step, tuple):
                         await self.transport.send(*step)
                     else:
-                        self._waits = True
-                        self._say_between_chunks()
-                        await asyncio.wait({step})
-                        self._waits = False
+                        await self._wait_for(step)
         finally:
             if delta is not None:
                 delta.base.release()
+
+    async def _wait_for(self, bytes_to_send: Waiting) -> None:
+        """Wait for bytes that this side does not have yet; raise the error that ends the link."""
+        self._waits = True
+        self._say_between_chunks()
+        try:
+            while not bytes_to_send.done():
+                if self.outbox.error is not None:
+                    raise self.outbox.error
+                ended = asyncio.ensure_future(self._answered.wait())
+                try:
+                    first = asyncio.FIRST_COMPLETED
+                    await asyncio.wait({bytes_to_send, ended}, return_when=first)
+                finally:
+                    ended.cancel()
+        finally:
+            self._waits = False
 
     def _announces(self, snapshot: Snapshot) -> bool:
         """Return True if reads would find a word whose manifest or segment they may lack."""

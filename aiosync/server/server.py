@@ -117,6 +117,8 @@ class WeightServer:
             # loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
         self._upstream = None
+        if upstream is None and (upstream_token is not None or upstream_tls is not None):
+            raise ConfigError("upstream_token= and upstream_tls= need an upstream=")
         if upstream is not None:
             if not model_ids:
                 raise ConfigError(

@@ -243,6 +243,17 @@ async def test_every_state_is_the_trainers(seed: int, tmp_path: Path) -> None:
                 assert holds(scheme, value)
 
 
+async def test_a_worker_that_leaves_in_the_middle_leaves_no_task() -> None:
+    def writers() -> int:
+        return sum("send to worker" in each.get_name() for each in asyncio.all_tasks())
+
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (_, _, below, _):
+            assert writers() == 1
+            await below.aclose()
+            await until(lambda: not writers())
+
+
 async def test_workers_that_ask_get_whole_versions() -> None:
     async with WeightServer(URL, **OPTIONS) as server:
         async with halted(server.url, server) as (_, proxy, _, _):
