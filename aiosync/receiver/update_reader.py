@@ -169,12 +169,12 @@ class UpdateReader:
             return None
         return assembly.epoch, assembly.version, assembly.good_nbytes
 
-    def share_partial(self) -> tuple[Assembly, Layout, FlatBuffer, Callable[[], None]] | None:
-        """Return the update that arrives and its memory, of which the verified part stays as it is.
+    def share_partial(self) -> tuple[Layout, FlatBuffer, Callable[[], None]] | None:
+        """Return the update that arrives, and never use its memory for another one.
 
         Returns:
-            The account of its chunks, its layout, its memory, and the function that gives the
-            memory back, unless the whole update is read; ``None`` if no chunk has arrived.
+            Its layout, its memory, and the function that gives the memory back, unless the whole
+            update is read; ``None`` if no chunk has arrived.
         """
         assembly, landing = self._assembly, self._landing
         if assembly is None or landing is None or not assembly.good_nbytes:
@@ -183,7 +183,7 @@ class UpdateReader:
         if layout is None:
             return None
         self._is_shared = True
-        return assembly, layout, landing, functools.partial(self._buffers.put_back, landing)
+        return layout, landing, functools.partial(self._buffers.put_back, landing)
 
     @property
     def base(self) -> tuple[int, int]:

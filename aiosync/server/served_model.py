@@ -2,7 +2,14 @@
 
 An update is passed on while it arrives, but for its last chunk, which waits until the server serves
 the version. With a store, that is once it is on disk, because a version that the disk refuses could
-not be taken back from a worker. Must not import the command line.
+not be taken back from a worker. On its way an update is
+
+- partial, while chunks are missing: the reader has its memory;
+- early, if workers get the verified part: a snapshot of the same memory, with its progress;
+- an arrival, once it is whole: with a store it waits for the disk;
+- served, or discarded for a newer one, for another run's, or as the disk refused it.
+
+Must not import the command line.
 """
 
 from __future__ import annotations
@@ -314,6 +321,7 @@ class ServedModel:
         if self._ending:
             return  # without an ack: the trainer sees that the link ends
         early, values = self._early, dict(staged.values)
+        # Memory that was passed on is used for no other update, so it tells the update.
         if early is not None and early.buffer is staged.flat:
             self._early, snapshot = None, early
             snapshot.values = values
@@ -352,7 +360,7 @@ class ServedModel:
         shared = self._updates.share_partial() if links or early is not None else None
         if shared is None:
             return
-        _, layout, landing, give_back = shared
+        layout, landing, give_back = shared
         if early is None or early.buffer is not landing:
             self._discard_early()
             early = self._early = Snapshot(layout, landing, give_back, version=version)

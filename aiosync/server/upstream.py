@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aiosync._log import log
 from aiosync.errors import AiosyncError, ConfigError
-from aiosync.rendezvous.dialer import Backoff, Dialer, KeptLink, Left
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
 from aiosync.rendezvous.handshake import greet
 from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
@@ -79,13 +79,13 @@ class Upstream:
         """Have a model follow the upstream for ever; a lost link is dialled again and again."""
         said = ""
 
-        def never(error: AiosyncError) -> bool:
+        def log_once(error: AiosyncError) -> bool:
             nonlocal said
-            if str(error) != said:  # each reason is logged once
+            if str(error) != said:
                 said = str(error)
                 text = f"{self.address} is not followed, and dialled again: {said}"
                 log(logging.WARNING, "waiting", text, model=model_id)
-            return False
+            return False  # No error ends the attempts.
 
         async def dial(left: Left, again: bool) -> TCPTransport:
             return await self._dialer.dial(left(), again=again)
@@ -98,8 +98,7 @@ class Upstream:
             dial,
             meet,
             nobody=self._dialer.not_reached,
-            final=never,
-            pauses=Backoff(),
+            final=log_once,
         )
         link, _ = await kept.connect(None)
         while True:
@@ -110,5 +109,5 @@ class Upstream:
             except AiosyncError as exc:
                 if model.version != before:  # the link was of use
                     said = ""
-                never(exc)
+                log_once(exc)
                 link, _ = await kept.reconnect(exc, model.version, None)
