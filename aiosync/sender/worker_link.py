@@ -190,10 +190,11 @@ class WorkerLink:
         behind = self.is_behind or not self.outbox.is_idle
         return self.outbox.newest - self.applied if behind else 0
 
-    @property
-    def is_free(self) -> bool:
-        """True if the link writes nothing, and the worker owes no answer to an update."""
-        return self.outbox.is_idle and not (self._writing or self._word or self.outbox.error)
+    def is_free_for(self, version: int) -> bool:
+        """Return True if a subscriber lacks this version, and no other update is on its way."""
+        outbox = self.outbox
+        busy = self._writing or self._word or outbox.error or not outbox.is_idle
+        return self.hello.subscribe and not busy and outbox.newest < version
 
     @property
     def is_behind(self) -> bool:

@@ -355,11 +355,18 @@ class ServedModel:
         epoch, version, nbytes = partial
         if epoch != self._epoch or version <= self.version:
             return
-        links = [each for each in workers.links.values() if each.hello.subscribe]
-        links = [each for each in links if each.is_free and each.outbox.newest < version]
-        shared = self._updates.share_partial() if links or early is not None else None
+        links = [each for each in workers.links.values() if each.is_free_for(version)]
+        if links or early is not None:
+            early = self._share_early(version, nbytes)
+        if early is not None:
+            for link in links:
+                link.offer(early)
+
+    def _share_early(self, version: int, nbytes: int) -> Snapshot | None:
+        """Return a snapshot of the update that arrives, of which so many bytes are verified."""
+        shared, early = self._updates.share_partial(), self._early
         if shared is None:
-            return
+            return None
         layout, landing, give_back = shared
         if early is None or early.buffer is not landing:
             self._discard_early()
@@ -367,8 +374,7 @@ class ServedModel:
             early.incoming = Incoming()
         assert early.incoming is not None
         early.incoming.advance(nbytes)
-        for link in links:
-            link.offer(early)
+        return early
 
     def _discard_early(self) -> None:
         early, self._early = self._early, None
