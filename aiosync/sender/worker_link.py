@@ -321,7 +321,8 @@ class WorkerLink:
             while not bytes_to_send.done():
                 if self.outbox.error is not None:
                     raise self.outbox.error
-                ended = asyncio.ensure_future(self._answered.wait())
+                lost = self._answered.wait(lambda: self.outbox.error is not None)
+                ended = asyncio.ensure_future(lost)
                 try:
                     first = asyncio.FIRST_COMPLETED
                     await asyncio.wait({bytes_to_send, ended}, return_when=first)
