@@ -1,4 +1,4 @@
-"""LoRA adapters: the trainer sends adapters only, and each version has a name in the worker.
+"""Shows LoRA adapters: only they are sent, and each version has a name in the worker.
 
 The worker computes with the newest version, and with the one before by its name. Needs PEFT:
 `pip install -e '.[peft]'`.

@@ -28,6 +28,7 @@ LARGER = [
     "distributed_trainer",
     "four_phase_server",
     "generation_server",
+    "lora_adapters",
     "ray_serve_policy",
     "rpc_trainer",
     "transformers_batching",

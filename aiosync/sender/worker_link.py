@@ -219,13 +219,15 @@ class WorkerLink:
 
     def _say_between_chunks(self) -> None:
         """Send the message that waits, as the rest of the update may not come for long."""
-        before = self._written_nbytes
+        before, word = self._written_nbytes, self._word
         try:
-            if self._word is not None and self.transport.send_nowait(self._word):
-                self._word = None
-                self._said_nbytes += self._written_nbytes - before
+            sent = word is not None and self.transport.send_nowait(word)
         except AiosyncError as exc:
             self.lose(exc)
+            return
+        if sent:
+            self._word = None
+            self._said_nbytes += self._written_nbytes - before
 
     def _pump(self) -> None:
         """Write the next message or update: at once if the link takes it, else in a task."""

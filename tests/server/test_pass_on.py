@@ -83,11 +83,13 @@ async def halted(url: str, server: WeightServer) -> Any:
             fill(source.it, 2.0)
             sending = asyncio.ensure_future(source.send(source.it))
             await until(lambda: sent_nbytes(server) - before > SIZE // 4)
-            yield source, proxy, below, sending
-            if not sending.done():
-                proxy.resume()
-            await asyncio.wait({sending})
-            sending.exception()
+            try:
+                yield source, proxy, below, sending
+            finally:
+                if not sending.done():
+                    proxy.resume()
+                await asyncio.wait({sending})
+                sending.exception()
 
 
 @pytest.mark.parametrize("stored", [False, True])
