@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import aiosync
 import aiosync.sync
 from aiosync.errors import ApplyError, PartialSyncError, PeerClosed
+from aiosync.integrations.trl import WeightTransfer
 from tests.integrations._four_phase_servers import ask, get, init_of, serving
 from tests.schemes import _models as models
 from tests.schemes._harness import PATIENCE
@@ -308,6 +310,40 @@ async def test_a_server_is_killed_in_an_update_of_skyrl() -> None:
             with_one = asyncio.to_thread(train_once, [living], 7.0)
             assert await with_one == answer_of(1)[1]
             assert await get(living) == ([35.0, 35.0], "1")
+    finally:
+        await ended(process, pipe)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("when", ["between", "switching"])
+async def test_trl_hears_of_a_killed_engine(when: str) -> None:
+    """The object in TRL's trainer raises in bounded time, and can be ended."""
+    pipe, model = multiprocessing.Pipe(), models.linear()
+    process, url = await in_process(serve_and_stall, pipe)
+    transfer = WeightTransfer(url, timeout=PATIENCE)
+
+    def sync(value: float) -> None:
+        models.fill(model, value)
+        transfer.pause()
+        transfer.send_weights(iter(model.state_dict().items()))
+        transfer.resume()
+
+    try:
+        await asyncio.to_thread(transfer.init_weight_transfer)
+        await asyncio.to_thread(sync, 1.0)
+        assert await get(url) == answer_of(1)
+        if when == "between":
+            process.kill()
+            await asyncio.to_thread(process.join)
+        syncing = asyncio.ensure_future(asyncio.to_thread(sync, 2.0))
+        if when == "switching":
+            await asyncio.to_thread(pipe[0].poll, PATIENCE)
+            process.kill()
+        killed_at = time.monotonic()
+        with pytest.raises((aiosync.AiosyncError, OSError)):
+            await syncing
+        await asyncio.to_thread(transfer.destroy)
+        assert time.monotonic() - killed_at < PATIENCE
     finally:
         await ended(process, pipe)
 
