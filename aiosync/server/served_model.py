@@ -235,6 +235,9 @@ class ServedModel:
             if not self.version:
                 self._agree_on(hello.strategy)
             await self._receive(link, hello.strategy)
+        except RemoteProtocolError as exc:
+            link.channel.fail(exc)  # the channel tells the trainer the error
+            raise
         finally:
             self._end_link(link)
 
@@ -245,6 +248,9 @@ class ServedModel:
         self.workers.history.parts = True
         try:
             await self._receive(link, ANY_STRATEGY)
+        except RemoteProtocolError as exc:
+            link.channel.fail(exc)  # the channel tells the upstream the error
+            raise
         except asyncio.CancelledError:
             with contextlib.suppress(AiosyncError):
                 link.send_nowait(Leave())  # so that this server does not count as lost there
@@ -267,21 +273,17 @@ class ServedModel:
         epoch, version = updates.base
         if version:
             answers.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
-        try:
-            while True:
-                received = await link.recv(into=updates.lender)
-                work = updates.heavy_work(received)
-                if work is not None:
-                    await in_pool_thread(work)
-                staged = updates.read(received)
-                answers.check()
-                if staged is not None:
-                    self._take(answers, strategy, staged)
-                elif isinstance(received.message, Update):
-                    self._pass_on()
-        except RemoteProtocolError as exc:
-            link.channel.fail(exc)  # the channel tells the trainer the error
-            raise
+        while True:
+            received = await link.recv(into=updates.lender)
+            work = updates.heavy_work(received)
+            if work is not None:
+                await in_pool_thread(work)
+            staged = updates.read(received)
+            answers.check()
+            if staged is not None:
+                self._take(answers, strategy, staged)
+            elif isinstance(received.message, Update):
+                self._pass_on()
 
     def _agree_on(self, strategy: str) -> None:
         """Adopt the trainer's strategy; end the links of workers that have another one.

@@ -128,7 +128,7 @@ async def test_a_link_to_the_upstream_comes_back(tmp_path: Path) -> None:
             await send(source, 2.0)
             await until(lambda: holds(below, 2.0))
         await first.aclose()
-        # What is here is served meanwhile.
+        # The versions that are here are served meanwhile.
         async with worker(server) as late:
             assert holds(late, 2.0)
         first = await stack.enter_async_context(WeightServer(url, **options))

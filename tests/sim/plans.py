@@ -127,7 +127,7 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
     names = ["trainer", *(f"worker {idx}" for idx in range(workers))]
     if server:
         names.append("server")
-    # What came later has dice of its own, so that the plans of older seeds stay as they are.
+    # Later additions have dice of their own, so that the plans of older seeds stay as they are.
     extra = Random(f"relays {seed}")
     server = server or (kind == "deltas" and extra.random() < 0.3)
     relays = extra.choice([0, 0, 1, 2]) if server else 0
