@@ -290,10 +290,11 @@ class TCPOptions:
     chunk_nbytes: Option[int] = Option(as_chunk_nbytes, "Bytes that share one checksum.")
     delta: Option[Literal["auto", "off", "always"]] = Option(
         one_of("auto", "off", "always"),
-        """Which updates travel as changes to the one before, if both sides say so; experimental.
+        """Which updates travel as changes to an older one, if both sides say so; experimental.
 
         ``"auto"``: those that then arrive sooner over the link, as far as it was measured.
-        ``"always"``: all above 64 KiB. Each side keeps one more copy of the weights.
+        ``"always"``: all above 64 KiB. Each side keeps one more copy of the weights, and the
+        sender another one while workers skip versions.
         """,
     )
     keepalive: Option[float | None] = Option(

@@ -1,8 +1,10 @@
-"""The newest update of a sender as changes to the one before, encoded once for all links.
+"""The newest update of a sender as changes to an older one, encoded once for all links.
 
-Each chunk is encoded in a thread when the first link needs it. The next ones are begun at the same
-time, so that they are encoded while the link carries this one. A sender keeps one older update for
-this, and of the encoded chunks at most a quarter of an update.
+The older one is mostly the one before. For a worker that skipped versions while its link carried an
+update, it is that update, which the link has kept. Each chunk is encoded in a thread when the first
+link needs it. The next ones are begun at the same time, so that they are encoded while the link
+carries this one. A sender keeps two older updates for this at most, and of the encoded chunks of
+each at most a quarter of an update.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class Delta:
 
 
 class Deltas:
-    """The newest update of a sender, and the one before as its base.
+    """The newest update of a sender, with the one before and an older one as its bases.
 
     Args:
         chunk_nbytes: Bytes of a chunk.
@@ -153,46 +155,61 @@ class Deltas:
         self._tasks = tasks
         self._newest: Snapshot | None = None
         self._layout: DeltaLayout | None = None
-        self._delta: Delta | None = None
+        # The newest update as changes to the one before, and to the older one of a slow link.
+        self._deltas: list[Delta] = []
 
-    def take(self, snapshot: Snapshot, version: int) -> Delta | None:
+    def take(self, snapshot: Snapshot, version: int, carried: Snapshot | None) -> Delta | None:
         """Register an update that a link is about to write; the newest before becomes its base.
 
         Args:
             snapshot: The update.
             version: The version that the worker keeps as a base; 0 for none.
+            carried: The update that the link carried last, if it has kept it.
 
         Returns:
             The update as changes to that version, with a reference to its base that the caller
-            releases; ``None`` if the sender does not have that base.
+            releases; ``None`` if nobody has that base.
         """
         if snapshot.nbytes > _SMALL_NBYTES:
             self._follow(snapshot)
-        delta = self._delta
-        if delta is None or snapshot is not self._newest or delta.base.version != version:
+        if not version or snapshot is not self._newest:
             return None
-        delta.base.retain()
-        return delta
+        found = next((each for each in self._deltas if each.base.version == version), None)
+        if found is None and carried is not None and carried.version == version:
+            self._drop(above=1)
+            found = self._add(carried.retain(), snapshot)
+        if found is not None:
+            found.base.retain()
+        return found
 
     def _follow(self, snapshot: Snapshot) -> None:
         newest = self._newest
         if newest is not None and snapshot.version <= newest.version:
             return
-        old, self._delta, self._newest = self._delta, None, snapshot.retain()
-        if old is not None:
-            old.base.release()
+        self._drop(above=0)
+        self._newest = snapshot.retain()
         if newest is None or newest.layout.digest != snapshot.layout.digest:
             self._layout = DeltaLayout(snapshot.layout.manifest)
-            if newest is not None:
-                newest.release()
-        else:
-            assert self._layout is not None
-            self._delta = Delta(newest, snapshot, self._layout, self._size, self._tasks)
+        if newest is not None:
+            self._add(newest, snapshot)
+
+    def _add(self, base: Snapshot, new: Snapshot) -> Delta | None:
+        """Make a delta that takes over the reference to its base, if the layouts are equal."""
+        if base.layout.digest != new.layout.digest:
+            base.release()
+            return None
+        assert self._layout is not None
+        self._deltas.append(Delta(base, new, self._layout, self._size, self._tasks))
+        return self._deltas[-1]
+
+    def _drop(self, *, above: int) -> None:
+        """Forget all deltas but the first ones."""
+        while len(self._deltas) > above:
+            self._deltas.pop().base.release()
 
     def close(self) -> None:
-        """Release both updates."""
-        if self._delta is not None:
-            self._delta.base.release()
+        """Release all updates."""
+        self._drop(above=0)
         if self._newest is not None:
             self._newest.release()
-        self._delta = self._newest = None
+        self._newest = None

@@ -83,6 +83,8 @@ class UpdateChunks:
         self._counts = counts
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
         self._pace = Pace()
+        # The update that the link carried last, while it may be the base of the next one.
+        self._carried: Snapshot | None = None
 
     def note_base(self, version: int) -> None:
         """Note that the worker keeps the bytes of this version."""
@@ -96,7 +98,9 @@ class UpdateChunks:
         """
         # The chunks of an update replace the worker's base one by one.
         base, self.base = self.base, 0
-        delta = deltas.take(snapshot, base)
+        delta = deltas.take(snapshot, base, self._carried)
+        self.rest()
+        self._carried = snapshot.retain()
         is_worth = False
         try:
             if delta is not None:
@@ -106,6 +110,12 @@ class UpdateChunks:
                 delta.base.release()
         self._pace.begin(snapshot, time.monotonic(), is_delta=is_worth)
         return delta if is_worth else None
+
+    def rest(self) -> None:
+        """Give back the last update, as the worker has it and no newer one waits for the link."""
+        if self._carried is not None:
+            self._carried.release()
+            self._carried = None
 
     def _take_partial(self, snapshot: Snapshot, epoch: int, size: int) -> int:
         """Return the bytes of this update that the worker has from the link before, once."""

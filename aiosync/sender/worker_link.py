@@ -314,6 +314,8 @@ class WorkerLink:
         finally:
             if delta is not None:
                 delta.base.release()
+            if self._chunks is not None and self.outbox.error is not None:
+                self._chunks.rest()
 
     async def _wait_for(self, bytes_to_send: Waiting) -> None:
         """Wait for bytes that this side does not have yet; raise the error that ends the link."""
@@ -490,6 +492,8 @@ class WorkerLink:
             self._registry.on_outcomes(self, outcomes)
             if self.outbox.queue.groups:
                 self._pump()
+            elif self._chunks is not None and self.outbox.unreceived is None:
+                self._chunks.rest()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
             self._registry.answer(self)
@@ -523,6 +527,7 @@ class WorkerLink:
         self.outbox = Outbox(epoch, self.idx)
         if self._chunks is not None:
             self._chunks.base = 0
+            self._chunks.rest()
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
@@ -537,6 +542,8 @@ class WorkerLink:
         outcomes = self.outbox.close(without_frames(error))
         if self._timer is not None:
             self._timer.cancel()
+        if self._chunks is not None:
+            self._chunks.rest()
         self._answered.notify()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)

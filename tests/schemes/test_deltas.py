@@ -126,6 +126,32 @@ async def test_auto_uses_deltas_on_a_slow_link() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_worker_that_skipped_versions_gets_the_changes_since_its_own() -> None:
+    """Otherwise a link that takes long for a whole update would carry nothing else for ever."""
+    model, quick, slow = deltas.build(), deltas.build(), deltas.build()
+    sender = tcp(require=1)
+    sender.init_on_sender("policy", model=model)
+    first = tcp(sender.address)
+    first.init_on_receiver("policy", model=quick)
+    async with FaultProxy(sender.address) as proxy, sender, first:
+        await asyncio.gather(sender.connect(), first.connect())
+        proxy.plan = Plan(back=Faults(delay=0.05))
+        second = tcp(proxy.url, subscribe=True)
+        second.init_on_receiver("policy", model=slow)
+        async with second:
+            joining = asyncio.create_task(second.connect())
+            while not joining.done():  # it gets the first version meanwhile
+                step(model)
+                await sender.send()
+                await asyncio.sleep(0.01)
+            await second.wait_for_version(sender.version, timeout=PATIENCE)
+            assert deltas.digests(slow) == deltas.digests(model)
+            sent = sender.stats().wire_nbytes
+    assert sender.version > 4
+    assert sent < 2.5 * SIZE
+
+
+@pytest.mark.asyncio
 async def test_a_small_update_travels_whole() -> None:
     model, target = models.linear(), models.linear()
     async with harness.here(tcp(), target, sender={"model": model}) as (sender, receiver):
