@@ -98,11 +98,12 @@ def serve(
         ),
     ] = None,
     upstream: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="URL",
             show_default=False,
-            help="Pass on the versions of another server, or of a trainer. Needs --model-id.",
+            help="Pass on the versions of another server, or of a trainer. Needs --model-id. "
+            "Repeated: of the first that is reached.",
         ),
     ] = None,
     upstream_token_file: Annotated[
@@ -173,7 +174,7 @@ def serve(
         token, pull_token = read_token(token_file, errors), None
         if pull_token_file is not None:
             pull_token = read_token(pull_token_file, errors, "--pull-token-file")
-        upstream_token = None if upstream is None else token
+        upstream_token = token if upstream else None
         if upstream_token_file is not None:
             upstream_token = read_token(upstream_token_file, errors, "--upstream-token-file")
         tls = tls_of(ca=tls_ca, cert=tls_cert, key=tls_key, verify_clients=tls_verify_clients)
@@ -189,7 +190,7 @@ def serve(
                 max_connections=max_connections,
                 delta=delta.value,
                 limit_rate=None if limit_rate is None else max(1, int(limit_rate / 8)),
-                upstream=upstream,
+                upstream=upstream or None,
                 upstream_token=upstream_token,
                 upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),
             )

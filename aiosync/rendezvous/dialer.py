@@ -6,9 +6,11 @@ Must not import torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -22,13 +24,13 @@ from aiosync.errors import (
     PeerClosed,
 )
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, parse_all
 from aiosync.transports.base import Transport, without_frames
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 
-__all__ = ["Backoff", "Dialer", "KeptLink", "Left", "LinkState", "is_final", "retry"]
+__all__ = ["Backoff", "Dialer", "KeptLink", "Left", "LinkState", "is_final", "retry", "to_dial"]
 
 _T = TypeVar("_T")
 _L = TypeVar("_L", bound=Transport)
@@ -36,6 +38,7 @@ _W = TypeVar("_W")
 
 # Timers may fire early by at most this time, so that a shorter rest counts as none.
 _OVER_SECONDS = 0.001
+_FIRST_PAUSE_SECONDS = 0.02
 # A link that lasted for longer than this was of use, even if no update came over it.
 _OF_USE_SECONDS = 1.0
 
@@ -49,17 +52,16 @@ class Backoff:
     Each pause is shortened at random, so that many processes do not dial at the same moment.
 
     Args:
-        first: Seconds of the first pause.
         longest: Greatest length of a pause, in seconds.
     """
 
-    def __init__(self, first: float = 0.02, longest: float = 2.0) -> None:
-        self._first = self._pause = first
+    def __init__(self, longest: float = 2.0) -> None:
+        self._pause = _FIRST_PAUSE_SECONDS
         self._longest = longest
 
     def reset(self) -> None:
         """Return to the first, short pause."""
-        self._pause = self._first
+        self._pause = _FIRST_PAUSE_SECONDS
 
     async def wait(self, most: float | None = None) -> None:
         """Sleep for the next pause, or for ``most`` seconds if that is shorter."""
@@ -117,8 +119,8 @@ async def retry(
     while True:
         if last is not None:
             await backoff.wait(left())
-            if left() == 0.0:
-                raise (late(last) if late else last) from last
+            if late is not None and left() == 0.0:
+                raise late(last) from last
         try:
             return await attempt(left)
         except AiosyncError as exc:
@@ -131,22 +133,35 @@ async def retry(
             last = without_frames(exc)
 
 
+def to_dial(urls: str | Sequence[str]) -> tuple[Address, ...]:
+    """Parse an address to dial, or several in the order in which they are tried.
+
+    Raises:
+        ConfigError: There is none, or one of them is no address or has no port to dial.
+    """
+    addresses = parse_all(urls)
+    for address in addresses:
+        if address.scheme == "tcp" and not address.port:
+            raise ConfigError(f"{address} has no port to dial")
+    return addresses
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialer:
-    """A dialer of one address.
+    """A dialer of one address, or of the first of several that can be reached.
 
     Args:
-        address: Address of the other end.
+        addresses: Addresses of the other end; each attempt tries them in this order.
         credentials: Token and TLS.
         limits: Bounds on what the other end may announce.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
-        attempt_timeout: Seconds for one attempt, its handshakes included.
+        attempt_timeout: Seconds for one attempt at one address, its handshakes included.
         name: Name of the other end in errors.
         advice: Advice in errors: what the user has to do so that the other end can be reached.
     """
 
-    address: Address
+    addresses: tuple[Address, ...]
     credentials: Credentials
     limits: Limits | None
     keepalive: float | None
@@ -155,27 +170,41 @@ class Dialer:
     name: str
     advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`"
 
+    @property
+    def where(self) -> str:
+        """The addresses, as a piece of a text."""
+        return " or ".join(map(str, self.addresses))
+
     async def dial(self, timeout: float | None = None, *, again: bool = False) -> TCPTransport:
         """Make one attempt to reach the other end; see :meth:`TCPTransport.connect`.
 
         Args:
-            timeout: Seconds for the attempt, if less than ``attempt_timeout``.
+            timeout: Seconds for the attempt, if less than ``attempt_timeout`` at each address.
             again: True if there was a link before. Unreadable certificate files, and a refusal by
                 the process that answers, then raise ``ConnectError``, because they may be
                 temporary.
         """
+        clock = asyncio.get_running_loop().time
+        ends = None if timeout is None else clock() + timeout
+        for left in range(len(self.addresses), 1, -1):
+            # An address that does not answer leaves time for the others.
+            rest = None if ends is None else (ends - clock()) / left
+            with contextlib.suppress(ConnectError, ConnectTimeout):
+                return await self._dial(self.addresses[-left], rest, again)
+        rest = None if ends is None else max(0.0, ends - clock())
+        return await self._dial(self.addresses[-1], rest, again)
+
+    async def _dial(self, address: Address, timeout: float | None, again: bool) -> TCPTransport:
         try:
             return await TCPTransport.connect(
-                self.address,
+                address,
                 credentials=self.credentials,
                 limits=self.limits,
                 payloads=False,
                 keepalive=self.keepalive,
                 untaken=self.untaken,
-                timeout=(
-                    self.attempt_timeout if timeout is None else min(timeout, self.attempt_timeout)
-                ),
-                name=f"{self.name} at {self.address}",
+                timeout=min(self.attempt_timeout, math.inf if timeout is None else timeout),
+                name=f"{self.name} at {address}",
             )
         except (AuthError, ConfigError) as exc:
             if not again:
@@ -190,15 +219,15 @@ class Dialer:
         Args:
             within: The time, as a piece of the text, such as " within 5 s".
         """
-        return f"{self.name} at {self.address} was not reached{within}: {self.advice}"
+        return f"{self.name} at {self.where} was not reached{within}: {self.advice}"
 
 
 class LinkState(enum.Enum):
-    """State of a link that is kept up; the values describe the states."""
+    """State of a link that is kept up: not reached (again), reached without an answer, let in."""
 
-    DIALING = "nobody is reached yet, or again"
-    GREETING = "the other end was reached, and has not answered"
-    UP = "it was let in"
+    DIALING = enum.auto()
+    GREETING = enum.auto()
+    UP = enum.auto()
 
 
 class KeptLink(Generic[_L, _W]):
@@ -348,8 +377,8 @@ class KeptLink(Generic[_L, _W]):
             link.abort()
 
     def describe(self) -> str:
-        """Return the text of a trainer's error while the other end has not admitted it."""
-        if self.state is LinkState.UP:
-            return f"{self._name} was reached, but has not let this trainer in"
+        """Return a text that says why the other end has not admitted this side yet."""
+        if self.state is not LinkState.DIALING:
+            return f"{self._name} was reached, but has not let this process in"
         why = "" if self.why is None else f"; the last attempt: {self.why}"
         return f"{self._nobody('')}{why}"

@@ -266,7 +266,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
                 scheme.handshake_timeout if rest is None else min(rest, scheme.handshake_timeout)
             )
             here = await dial_here(
-                dialer.address,
+                dialer.addresses[0],
                 self.credentials,
                 scheme.limits,
                 timeout=limit,

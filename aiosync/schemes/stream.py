@@ -72,6 +72,7 @@ class StreamFabric(Fabric[_Scheme]):
         address: As given; with the port once it is bound.
         credentials: As given.
         listener: The trainer's listener, once the address is bound.
+        others: Addresses that a worker tries if it does not reach the first one.
     """
 
     _of_process: ClassVar[tuple[str, ...]] = (*Fabric._of_process, "listener")
@@ -85,6 +86,7 @@ class StreamFabric(Fabric[_Scheme]):
         super().__init__()
         self.address: Address | None = address
         self.credentials: Credentials = credentials
+        self.others: tuple[Address, ...] = ()
 
     def begin(self, life: Life) -> None:
         """See :meth:`Fabric.begin`."""
@@ -181,7 +183,7 @@ class StreamFabric(Fabric[_Scheme]):
                 "init_on_sender(), which binds one, or choose a port"
             )
         return Dialer(
-            address=address,
+            addresses=(address, *self.others),
             credentials=self.credentials,
             limits=scheme.limits,
             keepalive=self.keepalive(scheme),

@@ -7,10 +7,11 @@ import errno
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from typing import Literal
 
 from aiosync.errors import AiosyncError, AuthError, ConfigError, PeerClosed
-from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, to_dial
 from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
 from aiosync.schemes.options import TCPOptions, refuse
 from aiosync.schemes.sources import Sources
@@ -19,7 +20,7 @@ from aiosync.sender import Streaming, WeightSender, WorkerRegistry
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors import Dtypes
 from aiosync.tensors.delta import check_delta
-from aiosync.transports.address import Address
+from aiosync.transports.address import Address, parse_all
 from aiosync.transports.base import Transport
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -45,7 +46,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     Args:
         address: ``tcp://host:port`` or ``unix:///path``. Port 0 lets the system choose: pickle this
-            object, or read :attr:`address`, after ``init_on_sender()``.
+            object, or read :attr:`address`, after ``init_on_sender()``. With ``dial="both"``
+            several may be given, and each attempt takes the first one that it reaches.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
@@ -86,7 +88,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
 
     def __init__(
         self,
-        address: str = "tcp://127.0.0.1:0",
+        address: str | Sequence[str] = "tcp://127.0.0.1:0",
         strategy: Literal["tensordict", "state_dict"] | WeightStrategy = "tensordict",
         *,
         sync: bool = True,
@@ -131,7 +133,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         if dial not in ("receiver", "both"):
             raise ConfigError(f"dial must be 'receiver' or 'both', got {dial!r}")
         credentials = Credentials(token=token, tls=tls)
-        self._use(TCPFabric(Address.parse(address), credentials, dial))
+        self._use(TCPFabric(address, credentials, dial))
         self._set_options(
             subscribe=subscribe,
             reconnect=reconnect,
@@ -156,16 +158,26 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
     """Fabric over TCP, of a trainer that listens or of a weight server that both sides dial.
 
     Args:
-        address: As for :class:`StreamFabric`.
+        address: As for the scheme.
         credentials: As for :class:`StreamFabric`.
         dial: The side that dials, as for the scheme.
+
+    Raises:
+        ConfigError: An address is none, or cannot be dialled; or only one can be used.
     """
 
     def __init__(
-        self, address: Address, credentials: Credentials, dial: Literal["receiver", "both"]
+        self,
+        address: str | Sequence[str],
+        credentials: Credentials,
+        dial: Literal["receiver", "both"],
     ) -> None:
-        super().__init__(address, credentials)
+        first, *others = parse_all(address)
+        super().__init__(first, credentials)
         self._has_server = dial == "both"
+        if others and not self._has_server:
+            raise ConfigError("several addresses need dial='both': a trainer listens at one")
+        self.others: tuple[Address, ...] = to_dial(address)[1:] if others else ()
         if self._has_server:
             self.trainer_name: str = "the weight server"
             self.advice: str = "`aiosync serve` has to run there"
@@ -267,7 +279,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 
         kept = KeptLink(
-            f"{dialer.name} at {dialer.address}", dial, introduce, nobody=dialer.not_reached
+            f"{dialer.name} at {dialer.where}", dial, introduce, nobody=dialer.not_reached
         )
         workers.record(idx).where = kept.describe
         try:

@@ -29,9 +29,8 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.protocol import as_version, validate_timeout
-from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry
+from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry, to_dial
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
-from aiosync.transports.address import Address
 from aiosync.transports.base import Received, make_ack
 from aiosync.transports.credentials import TLS, Credentials, Secret
 from aiosync.transports.tcp import TCPTransport
@@ -133,11 +132,8 @@ class WeightClient:
         tls: TLS | ssl.SSLContext | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._address = Address.parse(url)
-        if self._address.scheme == "tcp" and not self._address.port:
-            raise ConfigError(f"{self._address} has no port to dial")
         self._dialer = Dialer(
-            address=self._address,
+            addresses=to_dial(url),
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=30.0,
@@ -147,7 +143,7 @@ class WeightClient:
 
     @in_every_state
     def __repr__(self) -> str:
-        return f"<WeightClient for {self._address}>"
+        return f"<WeightClient for {self._dialer.where}>"
 
     # -- status --------------------------------------------------------------------------------
 
@@ -174,7 +170,7 @@ class WeightClient:
         values = await self._ask(timeout)
         if "models" not in values:
             raise ConnectError(
-                f"{self._address} is a trainer, not a weight server: `aiosync top` shows it"
+                f"{self._dialer.where} is a trainer, not a weight server: `aiosync top` shows it"
             )
         return values
 
@@ -206,6 +202,7 @@ class WeightClient:
         """Dial the peer, ask for its status and close the link; return the status as values."""
         validate_timeout(timeout)
         hello = Hello(role="status", model_id="", pid=os.getpid())
+        where = self._dialer.where
         try:
             async with asyncio.timeout(timeout):
                 link = await self._dialer.dial()
@@ -215,19 +212,19 @@ class WeightClient:
                     answer = (await link.recv()).message
                 except (PeerClosed, TransportBroken) as exc:
                     raise ConnectError(
-                        f"{self._address} closed the link without answering: it is not a weight "
-                        "server (aiosync serve), or has just ended"
+                        f"{where} closed the link without answering: it is not a weight server "
+                        "(aiosync serve), or has just ended"
                     ) from exc
                 finally:
                     link.abort()
         except TimeoutError as exc:
             if isinstance(exc, AiosyncError):
                 raise
-            raise ConnectTimeout(f"{self._address} did not answer within {timeout:g} s") from exc
+            raise ConnectTimeout(f"{where} did not answer within {timeout:g} s") from exc
         if isinstance(answer, Status):
             return dict(answer.values)
         if isinstance(answer, Refuse):
-            raise ConnectError(f"{self._address} refused the status request: {answer.error_text}")
+            raise ConnectError(f"{where} refused the status request: {answer.error_text}")
         raise RemoteProtocolError(f"expected Status, got {type(answer).__name__}")
 
     # -- weights -------------------------------------------------------------------------------
@@ -396,7 +393,7 @@ class _Pull:
 
     def describe(self, within: str = "") -> str:
         """Return the reason why there are no weights yet; ``within`` is a text with the time."""
-        url, what = self._dialer.address, f"model {self._model_id!r}"
+        url, what = self._dialer.where, f"model {self._model_id!r}"
         if self._lost is not None and not self._moved:
             return f"{url} was lost ({self._lost}) and not reached again{within}"
         if self._total:

@@ -75,7 +75,8 @@ class WeightServer:
         limit_rate: Bytes per second that each link sends at most, so that others on the line have
             room; only with ``tcp://``. ``None``: as fast as it goes.
         upstream: Address of a weight server, or of a trainer that listens. This server follows it
-            for each of ``model_ids``, passes on what comes, and lets nobody push.
+            for each of ``model_ids``, passes on what comes, and lets nobody push. Of several
+            addresses it uses the first one that it reaches.
         upstream_token: The secret of the upstream.
         upstream_tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext``, for the link to the upstream.
 
@@ -102,7 +103,7 @@ class WeightServer:
         max_connections: int = 1024,
         max_models: int = 64,
         limit_rate: int | None = None,
-        upstream: str | None = None,
+        upstream: str | Sequence[str] | None = None,
         upstream_token: str | bytes | None = None,
         upstream_tls: TLS | ssl.SSLContext | None = None,
     ) -> None:
@@ -272,7 +273,7 @@ class WeightServer:
         model_id = hello.model_id
         if pushes and self._upstream is not None:
             raise ConfigError(
-                f"this server follows {self._upstream.address}, so that nobody pushes to it: push "
+                f"this server follows {self._upstream.where}, so that nobody pushes to it: push "
                 "there"
             )
         if pushes and link.channel.read_only:
@@ -338,7 +339,7 @@ class WeightServer:
             "refused": dict(listener.refused),
             "ended": dict(self._failed),
             "store": self._store is not None,
-            "upstream": None if self._upstream is None else str(self._upstream.address),
+            "upstream": None if self._upstream is None else self._upstream.where,
             "model_ids": None if self._model_ids is None else sorted(self._model_ids),
             "max_models": self._max_models,
             "models": [model.describe() for _, model in sorted(self._models.items())],

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Sequence
 from typing import Protocol
 
 from aiosync._log import log
-from aiosync.errors import AiosyncError, ConfigError
-from aiosync.rendezvous.dialer import Dialer, KeptLink, Left
+from aiosync.errors import AiosyncError
+from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, to_dial
 from aiosync.rendezvous.handshake import greet
-from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
@@ -43,37 +43,36 @@ class Upstream:
     """The weight server or the listening trainer that a server follows.
 
     Args:
-        url: Its address.
+        url: Its address; or several, of which the first is used that can be reached.
         token: Secret that both prove that they have.
         tls: TLS of the side that dials.
         limits: Limits on what it may announce.
 
-    Attributes:
-        address: As given.
-
     Raises:
-        ConfigError: The address cannot be dialled, or the token is empty.
+        ConfigError: An address cannot be dialled, or the token is empty.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         token: str | bytes | None,
         tls: TLS | ssl.SSLContext | None,
         limits: Limits | None,
     ) -> None:
-        self.address: Address = Address.parse(url)
-        if self.address.scheme == "tcp" and not self.address.port:
-            raise ConfigError(f"{self.address} has no port to dial")
         self._dialer = Dialer(
-            address=self.address,
+            addresses=to_dial(url),
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=_KEEPALIVE_SECONDS,
             attempt_timeout=_ATTEMPT_SECONDS,
             name="the upstream",
         )
+
+    @property
+    def where(self) -> str:
+        """The addresses, as a piece of a text."""
+        return self._dialer.where
 
     async def feed(self, model_id: str, model: Follower) -> None:
         """Have a model follow the upstream for ever; a lost link is dialled again and again."""
@@ -83,7 +82,7 @@ class Upstream:
             nonlocal said
             if str(error) != said:
                 said = str(error)
-                text = f"{self.address} is not followed, and dialled again: {said}"
+                text = f"{self.where} is not followed, and dialled again: {said}"
                 log(logging.WARNING, "waiting", text, model=model_id)
             return False  # No error ends the attempts.
 
@@ -103,7 +102,7 @@ class Upstream:
         link, _ = await kept.connect(None)
         while True:
             before = model.version
-            log(logging.INFO, "joined", f"follows {self.address}", model=model_id)
+            log(logging.INFO, "joined", f"follows {link.channel.name}", model=model_id)
             try:
                 await model.follow(link)
             except AiosyncError as exc:

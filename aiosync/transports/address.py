@@ -12,13 +12,14 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from aiosync.errors import ConfigError
 
-__all__ = ["Address", "bind", "own_host"]
+__all__ = ["Address", "bind", "own_host", "parse_all"]
 
 _BACKLOG = 1024
 # Greatest path in a sockaddr_un on Linux.
@@ -93,6 +94,19 @@ class Address:
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
+
+
+def parse_all(urls: str | Address | Sequence[str]) -> tuple[Address, ...]:
+    """Parse one address or several, in their order.
+
+    Raises:
+        ConfigError: There is none, or one of them is no address.
+    """
+    if isinstance(urls, Sequence) and not isinstance(urls, str):
+        if not urls:
+            raise ConfigError("there is no address: the list is empty")
+        return tuple(map(Address.parse, urls))
+    return (Address.parse(urls),)
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:

@@ -2,8 +2,8 @@
 
 ``python -m tests.bench.relays`` runs a trainer, a server that follows it, servers that follow that
 one, and their workers. The kernel paces every link to the same rate. It compares the last worker
-with one worker that dials the trainer itself. Then it kills a server in the middle of an update and
-starts it anew at its address, and says when the last of its workers and of the others had it.
+with one worker that dials the trainer itself. Then it kills a server in the middle of an update,
+whose workers go on at another one, and says when the last of them and of the others had it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def server(url: str, upstream: str, rate: float, conn: Connection) -> None:
     asyncio.run(main())
 
 
-def workers(url: str, count: int, mib: int, conn: Connection) -> None:
+def workers(urls: list[str], count: int, mib: int, conn: Connection) -> None:
     """Run workers; answer with the times at which each had a version, when all have it."""
     torch.set_num_threads(1)
 
@@ -73,7 +73,9 @@ def workers(url: str, count: int, mib: int, conn: Connection) -> None:
             def note(epoch: int, version: int, times: dict[int, float] = times) -> None:
                 times[version] = time.monotonic()
 
-            scheme = aiosync.TCPWeightSyncScheme(url, reconnect=None, timeout=_PATIENCE)
+            scheme = aiosync.TCPWeightSyncScheme(
+                urls, dial="both", reconnect=None, timeout=_PATIENCE
+            )
             hooks = aiosync.SchemeHooks(applied=note)
             scheme.init_on_receiver("policy", model=_model(mib), hooks=hooks)
             schemes.append(scheme)
@@ -105,8 +107,8 @@ class Tree:
         self._conns.append(ours)
         return process, ours
 
-    def serve(self, upstream: str, url: str | None = None) -> tuple[str, BaseProcess, Connection]:
-        url = url or f"tcp://127.0.0.1:{free_port()}"
+    def serve(self, upstream: str) -> tuple[str, BaseProcess, Connection]:
+        url = f"tcp://127.0.0.1:{free_port()}"
         return url, *self.start(server, url, upstream, self.rate)
 
     def end(self) -> None:
@@ -135,7 +137,7 @@ async def alone(tree: Tree, sends: int) -> list[float]:
     """Return the seconds of sends to one worker that dials the trainer itself."""
     scheme, model = _trainer(), _model(tree.mib)
     scheme.init_on_sender("policy", model=model, num_workers=1)
-    _, conn = tree.start(workers, scheme.address, 1, tree.mib)
+    _, conn = tree.start(workers, [scheme.address], 1, tree.mib)
     async with scheme:
         await scheme.connect()
         await _heard([conn])
@@ -159,7 +161,10 @@ async def together(tree: Tree, sites: int, per_site: int, sends: int, bound: flo
         await _heard([root_conn])
         found = [tree.serve(root) for _ in range(sites)]
         await _heard([conn for _, _, conn in found])
-        crews = [tree.start(workers, url, per_site, tree.mib)[1] for url, _, _ in found]
+        urls = [url for url, _, _ in found]
+        # Each worker knows the server of the next site, too.
+        pairs = zip(urls, [*urls[1:], urls[0]], strict=True)
+        crews = [tree.start(workers, list(pair), per_site, tree.mib)[1] for pair in pairs]
         await _heard(crews)
         servers, ratios = [root_conn, *(conn for _, _, conn in found)], []
         before = await _busy(crews, servers, scheme.version)
@@ -176,19 +181,18 @@ async def together(tree: Tree, sites: int, per_site: int, sends: int, bound: flo
         print(
             f"median {statistics.median(ratios):.2f}; the processes took {share:.0%} of all cores"
         )
-        url, process, _ = found[0]
+        _, process, _ = found[0]
         began = time.monotonic()
         sending = asyncio.ensure_future(scheme.send())
         await asyncio.sleep(bound / 2)
         process.kill()
         process.join()
         killed = time.monotonic()
-        _, _, again = tree.serve(root, url)
-        await asyncio.gather(sending, _heard([again]))
+        await sending
         told = await _say(crews, scheme.version)
         orphans, *others = (max(times) for times, _ in told)
         print(
-            f"a server killed after {killed - began:.2f} s and started anew: its workers have the "
+            f"a server killed after {killed - began:.2f} s: its workers have the "
             f"version after {orphans - began:.2f} s, all others after {max(others) - began:.2f} s"
         )
 

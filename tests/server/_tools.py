@@ -21,13 +21,13 @@ URL = "tcp://127.0.0.1:0"
 
 @contextlib.asynccontextmanager
 async def trainer(
-    server: WeightServer | str,
+    server: WeightServer | str | list[str],
     model_id: str = "policy",
     strategy: Any = "tensordict",
     **options: Any,
 ) -> AsyncIterator[Any]:
     """A connected trainer that sends ``scheme.it``, all of whose elements are 0 at first."""
-    url = server if isinstance(server, str) else server.url
+    url = server.url if isinstance(server, WeightServer) else server
     options = {"timeout": PATIENCE, "dial": "both", **options}
     scheme = aiosync.TCPWeightSyncScheme(url, strategy, **options)
     model = linear()
@@ -47,7 +47,7 @@ async def send(scheme: Any, value: float) -> Any:
 
 @contextlib.asynccontextmanager
 async def worker(
-    server: WeightServer | str,
+    server: WeightServer | str | list[str],
     model_id: str = "policy",
     strategy: Any = "tensordict",
     model: nn.Module | None = None,
@@ -55,7 +55,7 @@ async def worker(
     **options: Any,
 ) -> AsyncIterator[Any]:
     """A connected worker; its model is ``scheme.it``."""
-    url = server if isinstance(server, str) else server.url
+    url = server.url if isinstance(server, WeightServer) else server
     options = {"timeout": PATIENCE, "dial": "both", **options}
     scheme = aiosync.TCPWeightSyncScheme(url, strategy, **options)
     scheme.it = linear() if model is None else model
