@@ -71,10 +71,17 @@ def demo(
         progress = Progress(workers, seconds, _say_nothing if is_live else console.print)
         if not is_live:
             console.print(title)
+
+        def is_shown(record: logging.LogRecord) -> bool:
+            return progress.started > 0 or record.levelno > logging.WARNING
+
         # Workers that start slowly on a busy machine are no fault.
-        LOGGER.addFilter(lambda record: progress.started > 0 or record.levelno > logging.WARNING)
-        with live(progress, title, Console(highlight=False)) if is_live else nullcontext():
-            ppo.train(progress, transport.value, workers, seed, sync)
+        LOGGER.addFilter(is_shown)
+        try:
+            with live(progress, title, Console(highlight=False)) if is_live else nullcontext():
+                ppo.train(progress, transport.value, workers, seed, sync)
+        finally:
+            LOGGER.removeFilter(is_shown)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}
         console.print(_end_of(progress, risen=summary["risen"]))
         if json_to is not None:

@@ -361,25 +361,28 @@ class BucketSender:
 
         async def welcome(session: bytes, rank: int, name: str) -> None:
             try:
-                self._round.append(await self._ready(session, rank, name))
+                self._round.append(await self._let_in(session, rank, name))
             except AiosyncError as exc:
                 self._absent[rank] = exc
 
         await asyncio.gather(*(welcome(each, *known) for each, known in self._members.items()))
 
-    async def _ready(self, session: bytes, rank: int, name: str) -> _Peer:
-        """Return the link of a member that is in the round."""
-        state, lost = "connect", None
+    async def _let_in(self, session: bytes, rank: int, name: str) -> _Peer:
+        """Let a member into the round once it asks for weights, and return its link.
+
+        This begins anew if the member's link ends before it knows that it is in.
+        """
+        awaited, lost = "connect", None
         grace = min(_RETURN_SECONDS, self._seconds)
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._seconds) as whole:
                 while True:
-                    state = "connect"
+                    awaited = "connect"
                     # A member that was killed does not come back: a shorter time is enough.
                     async with asyncio.timeout(grace):
                         while (peer := self._peers.get(session)) is None or peer.error:
                             await self._changed.wait()
-                    state = "ask for weights"
+                    awaited = "ask for weights"
                     while not peer.error and not peer.is_ready:
                         await self._changed.wait()
                     peer.rank, peer.link.name, peer.answer = rank, name, None
@@ -393,9 +396,9 @@ class BucketSender:
                     lost = peer.error
         except TimeoutError as exc:
             why = "; ".join(self._listener.refusals())
-            seconds = seconds_text(grace if state == "connect" else self._seconds)
+            within = seconds_text(self._seconds if whole.expired() else grace)
             raise ConnectTimeout(
-                f"{name} did not {state} within {seconds}" + (f" (refused: {why})" if why else "")
+                f"{name} did not {awaited} within {within}" + (f" (refused: {why})" if why else "")
             ) from (lost or exc)
 
     async def _deliver(self, frame: Frame, count: int, sum_of_frame: bytes) -> None:
@@ -424,10 +427,11 @@ class BucketSender:
                     await self._changed.wait()
 
     async def _finish(self, count: int, version: int | None) -> int:
+        """End the round, wait for the answer of every member, and return their number."""
         members, self._round = self._round, []
         number, seconds = self._number, self._seconds
 
-        async def settle(peer: _Peer) -> None:
+        async def await_answer(peer: _Peer) -> None:
             try:
                 if peer.error is None:
                     await peer.link.send(Current(number, count), timeout=seconds)
@@ -441,7 +445,7 @@ class BucketSender:
                 late = f"{peer.link.name} did not take all weights within {seconds_text(seconds)}"
                 peer.fail(AckTimeout(late, worker_ids=[peer.rank], version=number))
 
-        await asyncio.gather(*map(settle, members))
+        await asyncio.gather(*map(await_answer, members))
         failed = {peer.rank: peer.error for peer in members if peer.error is not None}
         failed |= self._absent
         if failed:

@@ -22,7 +22,7 @@ from collections.abc import (
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
-from aiosync.protocol import as_count, validate_seconds
+from aiosync.protocol import MAX_VERSION, as_count, validate_seconds
 from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _VERSIONS: Final = b"x-weight-versions"
 _EPOCH: Final = b"x-weight-epoch"
 _MIN_VERSION: Final = b"x-min-weight-version"
 _OURS: Final = frozenset({_VERSION, _VERSIONS, _EPOCH})
-_LARGEST: Final = 2**63 - 1  # the largest version
+_BODY: Final = {"http.response.body", "http.response.zerocopysend"}
 _RETRY: Final = (b"retry-after", b"1")
 # A message of one byte takes some hundred bytes of memory, so a limit on the bytes is not enough.
 _MOST_MESSAGES: Final = 4096
@@ -179,7 +179,9 @@ class WeightsMiddleware:
                         epoch = admission.epoch if admission.epoch == self.feed.epoch else None
                         headers += _labels(admission.versions, epoch)
                     message = {**message, "headers": headers}
-                elif kind == "http.response.pathsend" or not message.get("more_body", False):
+                elif kind == "http.response.pathsend" or (
+                    kind in _BODY and not message.get("more_body", False)
+                ):
                     # The request leaves the gate before its last part is sent, so that a client
                     # that reads slowly delays no switch.
                     await inside.aclose()
@@ -352,8 +354,8 @@ def _asked_for(headers: Any) -> tuple[int, int | None]:
         return 0, None
     min_version, epoch = found.get(_MIN_VERSION, b"0"), found.get(_EPOCH)
     # Only ASCII digits are valid; int() would also take signs, underscores and thousands of digits.
-    if not re.fullmatch(rb"[0-9]{1,19}", min_version) or int(min_version) > _LARGEST:
-        raise ValueError(f"x-min-weight-version must be a whole number from 0 to {_LARGEST}")
+    if not re.fullmatch(rb"[0-9]{1,19}", min_version) or int(min_version) > MAX_VERSION:
+        raise ValueError(f"x-min-weight-version must be a whole number from 0 to {MAX_VERSION}")
     if epoch is None:
         return int(min_version), None
     if not re.fullmatch(rb"[0-9a-fA-F]{1,16}", epoch):

@@ -205,7 +205,7 @@ class WeightReceiver:
                     self._on_message(received)
             except AiosyncError as exc:
                 lost = without_frames(exc)
-            if self._closed:
+            if self._closed or self.error is not None:
                 return
             wake = self.waits.changed.notify
             version, reconnect = self.version, self._reconnect
@@ -222,6 +222,9 @@ class WeightReceiver:
                 self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
                 await outage.give_up(without_frames(exc))
                 self.fail(exc)
+                return
+            if self.error is not None:
+                link.abort()
                 return
             self._note_welcome(welcome)
             slots = self.updates.slots

@@ -374,7 +374,7 @@ class Worker:
         try:
             welcome = await greet(link, hello, timeout=timeout)
         except (ConfigError, Refused) as exc:
-            if not self._idx_chosen:
+            if not self._idx_chosen or hello.worker_idx is None:
                 raise
             # A new trainer may have given the index to another worker.
             life.worker_idx = None

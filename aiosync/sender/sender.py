@@ -219,11 +219,10 @@ class WeightSender:
                 async with self._copying:
                     self.workers.check()  # The scheme may have been closed meanwhile.
                     snapshots = await self._take(planned, timeout)
-            self.workers.check()
-            addressed = self.workers.address(planned, worker_ids)  # Other workers may have joined.
             early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
             if sent is None:
+                addressed = self._address_anew(planned, worker_ids, snapshots)
                 given = snapshots, addressed, worker_ids, timeout, started
                 sent = self._dispatch(*given, at_once=not self.workers.has_ended())
             self.tell()
@@ -252,6 +251,23 @@ class WeightSender:
                     await self.copier.settle(early)
                 finally:
                     early.release()
+
+    def _address_anew(
+        self,
+        planned: Mapping[int | None, Prepared],
+        worker_ids: set[int] | None,
+        snapshots: Mapping[int | None, Snapshot],
+    ) -> tuple[set[int], dict[int, AiosyncError]]:
+        """Return the targets after the copy, as workers may have joined or left meanwhile.
+
+        An error gives the snapshots back.
+        """
+        try:
+            self.workers.check()
+            return self.workers.address(planned, worker_ids)
+        except BaseException:  # raised again
+            _release(snapshots)
+            raise
 
     def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
         """Keep the loop turning until the answer is there, as waking it takes longer."""
@@ -303,8 +319,7 @@ class WeightSender:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how, patience)
         except BaseException:  # The error goes on to the caller of send().
-            for snapshot in snapshots.values():
-                snapshot.release()
+            _release(snapshots)
             raise
         return snapshots
 
@@ -691,3 +706,9 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
+
+
+def _release(snapshots: Mapping[int | None, Snapshot]) -> None:
+    """Give back the snapshots of an update that is not sent."""
+    for snapshot in snapshots.values():
+        snapshot.release()

@@ -304,12 +304,17 @@ class SnapshotCopier:
                 if nbytes <= _INLINE_NBYTES:
                     slot = arena.grow(nbytes, driver)
                     break
-                # Until the slot is there, no other call makes one or gives one's memory back.
+                # Until the slot is taken, no other call makes one or gives one's memory back.
                 self._growing = self._start(functools.partial(arena.grow, nbytes, driver))
-                # If this call is cancelled, the next one that grows the arena gets the same slot.
-                self._growing.add_done_callback(self._grown)
-                slot = await asyncio.shield(self._growing)
-                break
+                try:
+                    slot = await asyncio.shield(self._growing)
+                except BaseException:  # raised again
+                    # The next call that grows the arena gets the same slot.
+                    self._growing.add_done_callback(self._grown)
+                    raise
+                snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
+                self._growing = None
+                return snapshot
             if arena.num_slots == MAX_SLOTS or (late and arena.on_device):
                 return self._private(prepared)
             if late:

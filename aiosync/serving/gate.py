@@ -219,7 +219,8 @@ class AdmissionGate:
 
         The block contains the code that answers the request. Inside another request of this gate,
         or in a task that the other request started, the block is part of that request: it is
-        admitted at once, and a switch waits for both.
+        admitted at once, and a switch waits for both. In the mode ``"immediate"`` it is admitted
+        by itself.
 
         Args:
             min_version: The lowest version that may answer the request.
@@ -305,8 +306,9 @@ class AdmissionGate:
         Raises:
             SwapTimeout: On entering: the running requests did not end in time. They go on, and
                 the waiting requests are admitted.
-            LocalProtocolError: On entering: the gate is closed, or this is inside a request,
-                which would wait for itself. On leaving: ``swap.version`` is below 1.
+            LocalProtocolError: On entering: the gate is closed, or this is the task of a request,
+                which would wait for itself; another task that the request waits for gets
+                SwapTimeout. On leaving: ``swap.version`` is below 1.
 
         Cancellation:
             Class A.

@@ -255,6 +255,22 @@ async def test_a_client_that_reads_slowly_holds_no_switch_up() -> None:
     assert feed.gate.running == 0
 
 
+@asynchronous
+async def test_what_a_server_is_asked_for_early_ends_no_request() -> None:
+    """Such as ``http.response.push``, of which the application computes the rest afterwards."""
+    feed, running = feed_at(3), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.push", "path": "/style.css", "headers": []})
+        await send({"type": "http.response.early_hint", "links": []})
+        running.append(feed.gate.running)
+        await hello(scope, receive, send)
+        running.append(feed.gate.running)
+
+    await call(WeightsMiddleware(app, feed))
+    assert running == [1, 0]
+
+
 # -- bodies: a client that uploads slowly delays no switch ---------------------------------------
 
 GONE = {"type": "http.disconnect"}

@@ -409,3 +409,37 @@ async def test_a_promise_that_the_trainer_does_not_know_ends_no_forward() -> Non
             assert float(target(torch.ones(4))[0].detach()) == 10.0
         assert (await handle).acked == {0}
         assert float(target(torch.ones(4))[0].detach()) == 15.0
+
+
+@pytest.mark.slow
+async def test_two_sends_at_a_time_never_have_one_slot() -> None:
+    """One of them waits for new memory while the other one asks for memory at each turn."""
+    for number in range(5):
+        scheme, target = SHM(timeout=harness.PATIENCE), nn.Linear(2**21, 1, bias=False)
+        source = nn.Linear(2**21, 1, bias=False)
+        async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
+            values, seen = dict[int, float](), set[tuple[int, float]]()
+
+            def look(receiver: Any = receiver, target: Any = target, seen: Any = seen) -> None:
+                with receiver.reading():
+                    found = target.weight.detach().flatten()[:: 2**19].unique().tolist()
+                    seen.update((receiver.version, value) for value in found)
+
+            look()
+            values[sender.version] = seen.pop()[1]
+            seen.clear()
+            models.fill(source, 1.0)
+            sending = asyncio.ensure_future(sender.send())
+            more = {"weight": torch.full((1, 2**21), 2.0)}
+            handles = []
+            while not sending.done():
+                await asyncio.sleep(0)
+                if len(handles) < 100:
+                    handles.append(sender.send_nowait(more))
+                look()
+            values[(await sending).version] = 1.0
+            values |= {handle.version: 2.0 for handle in handles}
+            await asyncio.gather(*handles)
+            await receiver.wait_for_version(sender.version, timeout=harness.PATIENCE)
+            look()
+            assert {(version, values[version]) for version, _ in seen} == seen, number

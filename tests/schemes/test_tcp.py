@@ -212,6 +212,75 @@ async def test_a_cut_transfer_goes_on_where_it_stopped_or_gives_way(url: str, ne
         assert (rest > 20 * CHUNK) if newer else (CHUNK < rest < 15 * CHUNK)
 
 
+async def test_a_receiver_that_has_ended_with_an_error_dials_nobody() -> None:
+    """Otherwise the trainer would go on sending to a worker whose calls raise for ever."""
+
+    async def ends(epoch: int, version: int) -> None:
+        if version > 1:
+            raise asyncio.CancelledError
+
+    sender = make()
+    sender.init_on_sender(model=models.linear(1.0), num_workers=1)
+    async with sender, make(sender.address, reconnect=None) as receiver:
+        hooks = aiosync.SchemeHooks(applied=ends)
+        receiver.init_on_receiver(model=models.linear(), hooks=hooks)
+        await asyncio.gather(sender.connect(), receiver.connect())
+        with contextlib.suppress(aiosync.PartialSyncError):
+            await sender.send()
+        with pytest.raises(aiosync.AiosyncError):
+            await receiver.wait_for_version(99)
+        await asyncio.sleep(0.5)
+        assert receiver.reconnects == 0
+        assert [each.state for each in sender.stats().workers] == ["lost"]
+
+
+@pytest.mark.parametrize("worker_idx", [None, 0])
+async def test_a_trainer_that_comes_back_with_another_strategy_is_a_final_error(
+    worker_idx: int | None,
+) -> None:
+    url = free_address()
+    async with make(url, reconnect=None) as receiver:
+        receiver.init_on_receiver(model=models.linear(), worker_idx=worker_idx)
+        for strategy in ("tensordict", "state_dict"):
+            async with make(url, strategy=strategy) as sender:
+                sender.init_on_sender(model=models.linear(1.0))
+                await sender.connect()
+                if strategy == "tensordict":
+                    await receiver.connect()
+                    continue
+                with pytest.raises(aiosync.ConfigError, match="strategy"):
+                    await receiver.wait_for_version(99)
+
+
+async def test_a_send_whose_worker_leaves_meanwhile_keeps_no_memory() -> None:
+    nbytes, kept = 64 * 2**20, []
+    async with make() as sender:
+        sender.init_on_sender(model=nn.Linear(nbytes // 4, 1, bias=False))
+        await sender.connect()
+        for number in range(6):
+            receiver = make(sender.address, subscribe=False)
+            receiver.init_on_receiver(model=nn.Linear(nbytes // 4, 1, bias=False), worker_idx=0)
+            await receiver.connect(initial=False)
+            sending = asyncio.ensure_future(sender.send(worker_ids={0}))
+            await asyncio.sleep(0)
+            receiver.abort()
+            try:
+                await sending
+            except aiosync.AiosyncError as exc:
+                kept.append(exc)  # with its traceback
+            if number == 1:
+                before = _resident()
+            del receiver
+        assert any(isinstance(each, aiosync.ConfigError) for each in kept[2:])
+        assert _resident() < before + 3 * nbytes
+
+
+def _resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 async def test_pulls_that_wait_get_what_they_ask_for_on_the_next_link(url: str) -> None:
     async with stage(url, subscribe=False) as ends:
         waiting = asyncio.ensure_future(ends.receiver.pull(min_version=2))
