@@ -172,13 +172,11 @@ class Meter:
         started: float,
         seconds: Mapping[str, float] = _NONE,
         nbytes: int = 0,
-        wire_nbytes: int = 0,
-        trace: str | None = None,
     ) -> None:
         """Count a sync and call :meth:`tell` with these arguments. For one thread at a time."""
-        self.count(outcome, nbytes, wire_nbytes)
+        self.count(outcome, nbytes, 0)
         if self.observers:
-            self.tell(outcome, epoch, version, started, seconds, nbytes, wire_nbytes, trace)
+            self.tell(outcome, epoch, version, started, seconds, nbytes, 0, None)
 
     def tell(
         self,

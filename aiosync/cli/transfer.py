@@ -30,6 +30,7 @@ from aiosync.cli._common import (
     status_line,
 )
 from aiosync.errors import ConfigError, ConnectError, PartialSyncError, TransportError
+from aiosync.protocol import MAX_VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,7 +183,7 @@ def pull(
         int,
         typer.Option(
             min=0,
-            max=2**63 - 1,
+            max=MAX_VERSION,
             metavar="N",
             help="Wait until there is at least this version. Each push is version 1.",
         ),

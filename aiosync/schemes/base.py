@@ -450,7 +450,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Class C: the transfer goes on in the background, from the sender's own snapshot; of a
             call that is cancelled before that has been copied, nothing is sent.
         """
-        trainer, limit = self._require("send", "sender", timeout)
+        trainer, limit = self._require("send", "sender"), self._limit(timeout)
         if max_lag is not None:
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
@@ -491,7 +491,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 initial weights.
             ConfigError: As for :meth:`send`. Errors in the workers are raised by the handle.
         """
-        trainer, limit = self._require("send_nowait", "sender", timeout)
+        trainer, limit = self._require("send_nowait", "sender"), self._limit(timeout)
         planned = trainer.plan(self, weights)
         return SendHandle(
             *trainer.runtime.send_nowait(planned, addressed_workers(weights, worker_ids), limit)
@@ -522,7 +522,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A.
         """
-        receiver: WeightReceiver = self._require("receive", "receiver", timeout)[0].runtime
+        receiver: WeightReceiver = self._require("receive", "receiver").runtime
+        self._limit(timeout)
         if not await receiver.waits.receive(timeout):
             return None
         epoch, version = receiver.ledger.inbox.epoch or 0, receiver.ledger.inbox.version
@@ -554,8 +555,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         version = as_version("version", version)
         call, text = f"wait_for_version({version})", f"version {version} was not applied"
-        wait = self._require("wait_for_version")[0].waits.wait_for
-        return await self._wait(call, timeout, text, wait, version)
+        side = self._require("wait_for_version")
+        return await self._wait(side, call, timeout, text, side.waits.wait_for, version)
 
     async def wait_staged(self, version: int = 1, *, timeout: float | None = None) -> int:
         """Wait until ``version`` is complete at the receiver, whether or not it is applied yet.
@@ -584,8 +585,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """
         version = as_version("version", version)
         call, text = f"wait_staged({version})", f"version {version} was not complete"
-        wait = functools.partial(self._require("wait_staged")[0].waits.wait_for, staged=True)
-        return await self._wait(call, timeout, text, wait, version)
+        side = self._require("wait_staged")
+        wait = functools.partial(side.waits.wait_for, staged=True)
+        return await self._wait(side, call, timeout, text, wait, version)
 
     async def pull(self, *, min_version: int | None = None, timeout: float | None = None) -> int:
         """Ask the trainer for its newest version, and wait until the model has it.
@@ -609,10 +611,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A; the update may still arrive.
         """
-        receiver: WeightReceiver = self._require("pull", "receiver")[0].runtime
+        side = self._require("pull", "receiver")
         least = 0 if min_version is None else as_version("min_version", min_version)
         text = f"no version from {least} on was applied"
-        return await self._wait("pull()", timeout, text, receiver.waits.pull, least)
+        return await self._wait(side, "pull()", timeout, text, side.waits.pull, least)
 
     async def wait_lag_below(self, limit: int, *, timeout: float | None = None) -> int:
         """Wait until the worker is less than ``limit`` versions behind (sender: until all are).
@@ -640,13 +642,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         Cancellation:
             Class A.
         """
-        waits = self._require("wait_lag_below")[0].waits
+        side = self._require("wait_lag_below")
         as_version("a lag", limit, 1)
         call, text = f"wait_lag_below({limit})", f"the lag did not fall below {limit}"
-        return await self._wait(call, timeout, text, waits.wait_lag_below, limit)
+        return await self._wait(side, call, timeout, text, side.waits.wait_lag_below, limit)
 
     async def _wait(
         self,
+        side: Trainer | Worker,
         call: str,
         timeout: float | None,
         text: str,
@@ -654,7 +657,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         what: object,
     ) -> _T:
         """Wait with a method of the sender or receiver; ``text`` begins the error of a timeout."""
-        side, limit = self._require(call, timeout=timeout)
+        limit = self._limit(timeout)
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
@@ -671,9 +674,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         return runtime is not None and runtime.is_ready()
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        side = self._require("ready")[0]
-        text = "there was no complete version"
-        await self._wait("ready", timeout, text, side.waits.wait_until, side.runtime.is_ready)
+        side = self._require("ready")
+        text, waits = "there was no complete version", side.waits
+        await self._wait(side, "ready", timeout, text, waits.wait_until, side.runtime.is_ready)
 
     # -- closing -------------------------------------------------------------------------------
 

@@ -91,7 +91,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Send nothing."""
         del weights, worker_ids
         # Mistakes are refused as by the other schemes.
-        self._require("send", "sender", timeout)
+        self._require("send", "sender")
+        self._limit(timeout)
         # This lets other tasks run.
         await self.wait_lag_below(1 if max_lag is None else max_lag)
         return _NOTHING
@@ -105,7 +106,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     ) -> SendHandle:
         """Send nothing."""
         del weights, worker_ids
-        self._require("send_nowait", "sender", timeout)
+        self._require("send_nowait", "sender")
+        self._limit(timeout)
         future = asyncio.get_running_loop().create_future()
         future.set_result(_NOTHING)
         return SendHandle(0, future)
@@ -124,7 +126,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Cancellation:
             Class A.
         """
-        _, limit = self._require("receive", "receiver", timeout)
+        self._require("receive", "receiver")
+        limit = self._limit(timeout)
         if timeout is None or timeout <= 0:
             # A task that receives in a loop has to let others run.
             await asyncio.sleep(0)
@@ -142,7 +145,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigError: A version above 0 is asked for, which never arrives, or the timeout is
                 not a number.
+            LocalProtocolError: Not connected.
         """
+        self._require("wait_for_version")
         self._limit(timeout)
         if as_version("version", version):
             raise ConfigError(
@@ -176,7 +181,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return self._life.connected
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
-        self._require("ready", timeout=timeout)
+        self._require("ready")
+        self._limit(timeout)
 
     def create_transport(self, pipe_or_context: Any) -> Transport:
         """Refuse: there is no link.

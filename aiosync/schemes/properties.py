@@ -403,22 +403,25 @@ class SchemeState(SchemeOptions):
     # -- checks --------------------------------------------------------------------------------
 
     def _limit(self, timeout: float | None) -> float | None:
-        validate_timeout(timeout)
-        limit = self.timeout if timeout is None else timeout
-        return None if limit == math.inf else limit
+        """Return the seconds that a call waits; ``None`` for ever.
 
-    def _require(
-        self, method: str, role: str | None = None, timeout: float | None = None
-    ) -> tuple[Any, float | None]:
-        """Return the role of a scheme that is connected here, and the seconds to wait.
+        Raises:
+            ConfigError: The timeout is not a number.
+        """
+        if timeout is None:
+            return self.timeout
+        validate_timeout(timeout)
+        return None if timeout == math.inf else timeout
+
+    def _require(self, method: str, role: str | None = None) -> Any:
+        """Return the role of a scheme that is connected here.
 
         Raises:
             LocalProtocolError: The scheme is not, or has another role than the method needs.
-            ConfigError: The timeout is not a number.
         """
         life, side = self._life, self._life.side
         here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()
         usable = here and life.connected and not life.closed
         if not usable or side is None or role not in (None, side.role):
             life.why_not_here(method, role)
-        return side, self.timeout if timeout is None else self._limit(timeout)
+        return side

@@ -22,6 +22,7 @@ from aiosync.integrations.four_phase._bodies import (
     text_of,
 )
 from aiosync.integrations.vllm import AiosyncInitInfo, AiosyncUpdateInfo
+from aiosync.protocol import MAX_VERSION
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.serving import Admission, AdmissionGate, FeedStatus, Swap
 from aiosync.sync._schemes import core_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Phases"]
 
-_LARGEST: Final = 2**63 - 1  # the largest version
 _LINK_SECONDS: Final = 5.0  # without a link until a phase gives the trainer up
 _LOOK_SECONDS: Final = 0.25
 _MODES: Final = ("abort", "wait", "keep")
@@ -152,8 +152,8 @@ class Phases:
         return {"message": "Weights updated"}
 
     async def _staged(self, scheme: WeightSyncScheme, info: AiosyncUpdateInfo) -> int:
-        if not 1 <= info.version <= _LARGEST:
-            raise Refused(400, f"update_info: version must be from 1 to {_LARGEST}")
+        if not 1 <= info.version <= MAX_VERSION:
+            raise Refused(400, f"update_info: version must be from 1 to {MAX_VERSION}")
         timeout = min(info.timeout, MAX_WAIT_SECONDS)
         arriving = asyncio.ensure_future(scheme.wait_staged(info.version, timeout=timeout))
         linked_at = time.monotonic()

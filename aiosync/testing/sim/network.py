@@ -379,10 +379,6 @@ class SimPoll:
         """Watch a simulated socket."""
         self._masks[fd] = eventmask
 
-    def unregister(self, fd: int) -> None:
-        """Watch a simulated socket no more."""
-        del self._masks[fd]
-
     def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
         """Return the sockets with their events of this moment."""
         found = []
