@@ -123,7 +123,7 @@ def serve(
         ),
     ] = None,
     delta: Annotated[
-        Delta, typer.Option(help="Which updates travel as changes to the one before.")
+        Delta, typer.Option(help="Which updates travel as changes to an older one.")
     ] = Delta.OFF,
     limit_rate: Annotated[
         float | None,

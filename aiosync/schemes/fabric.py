@@ -105,7 +105,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         return False
 
     def takes_deltas(self, scheme: _Scheme) -> bool:
-        """Return True if a worker takes updates as changes to the one before."""
+        """Return True if a worker takes updates as changes to an older one."""
         return False
 
     def subscribes(self, scheme: _Scheme) -> bool:

@@ -75,7 +75,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         take_over: Trainer of a weight server: bring the server back to this run when it dials again
             and another run has replaced it meanwhile. Otherwise calls raise.
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
-        delta: Updates travel as changes to the one before: ``"off"``, ``"auto"`` where they arrive
+        delta: Updates travel as changes to an older one: ``"off"``, ``"auto"`` where they arrive
             sooner so, or ``"always"``. Both sides need it, and zstandard. Experimental.
         keepalive: Seconds after which the kernel probes a silent TCP peer; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.

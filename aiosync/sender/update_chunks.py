@@ -42,7 +42,7 @@ class Streaming:
         chunk_nbytes: Bytes of a chunk, a multiple of 64.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
-        delta: Which updates travel as changes to the one before: ``"auto"`` those that arrive
+        delta: Which updates travel as changes to an older one: ``"auto"`` those that arrive
             sooner so, ``"always"`` all that have a base at the worker.
 
     Raises:

@@ -65,7 +65,7 @@ class WeightServer:
             serving the previous one. ``None`` keeps them in memory only.
         limits: Limits on the sizes that a peer may announce.
         chunk_nbytes: Bytes that share one checksum on the way to workers, a multiple of 64.
-        delta: Which updates travel as changes to the one before, from a trainer or an upstream and
+        delta: Which updates travel as changes to an older one, from a trainer or an upstream and
             to workers that take them, see :attr:`aiosync.TCPWeightSyncScheme.delta`; experimental.
         stall_timeout: Seconds without progress after which a worker that owes an answer is
             dropped; ``None`` for never.
