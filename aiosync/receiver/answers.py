@@ -52,7 +52,8 @@ class Outgoing:
         waiting = self._waiting
         waiting.append(message)
         if self._writing:
-            return  # the writing task sends it, too
+            # The writing task sends it, too.
+            return
         try:
             while waiting and self._transport.send_batch_nowait(list(waiting)):
                 waiting.clear()
@@ -71,7 +72,8 @@ class Outgoing:
                 try:
                     await transport.send(self._waiting.popleft())
                 except (TransportError, RemoteProtocolError):
-                    if transport is self._transport:  # later messages are for the next link
+                    # Later messages are for the link that has replaced this one.
+                    if transport is self._transport:
                         self._waiting.clear()
         finally:
             self._writing = False

@@ -140,7 +140,8 @@ class Applier:
         """Make an update the waiting one; return the update that it replaces, if never applied."""
         with self._lock:
             old, self.waiting = self.waiting, staged
-            return None if old is self._taking else old  # an interrupt left it in both places
+            # An interrupt may have left the update in both places.
+            return None if old is self._taking else old
 
     def owe(self, version: int) -> int:
         """Note that a message asks for a version that the word names.
@@ -162,7 +163,8 @@ class Applier:
     def _end_turn(self, changed: bool) -> None:
         self._report(changed)
         if changed:
-            self.apply_soon()  # another update may have come
+            # Another update may have come.
+            self.apply_soon()
 
     def apply_by_hand(self) -> None:
         """Apply only on request from now on. On the loop."""
@@ -174,7 +176,8 @@ class Applier:
 
         As :meth:`WorkerModel.replace`, which has the arguments and the errors.
         """
-        self._promise.withdraw()  # until the new model has taken an update
+        # Until the new model has taken an update, reads promise nothing.
+        self._promise.withdraw()
         self.model.replace(model, chosen, self.waiting)
         self.turns.submit()
 
@@ -204,7 +207,8 @@ class Applier:
                 patience=patience,
             )
         finally:
-            if self._taking is not None:  # an interrupt cut the apply short
+            # An interrupt cut the apply short: it runs again as soon as no thread reads.
+            if self._taking is not None:
                 self._guard.submit(self.turns.take)
             if asyncio._get_running_loop() is self._loop:
                 self._report(False)
@@ -241,7 +245,8 @@ class Applier:
             error: Exception | None = None
             try:
                 has_model = self.model.follow(self.waiting, closed=self.turns.is_over)
-            except Exception as exc:  # the trainer gets it
+            except Exception as exc:
+                # The trainer gets the error, unless it is an interrupt.
                 if is_interrupt(exc):
                     raise
                 error, has_model = exc, True
@@ -283,11 +288,13 @@ class Applier:
         assert staged is not None
         inbox = self._ledger.inbox
         has = inbox.version if staged.epoch == inbox.epoch else 0
-        if staged.slot is None and staged.version < has:  # the word has overtaken it
+        # The word has overtaken this update.
+        if staged.slot is None and staged.version < has:
             self._tell(staged, None)
             self._taking = None
             return staged
-        target = model.target  # the loop may close the model meanwhile
+        # The loop may close the model meanwhile.
+        target = model.target
         began = time.perf_counter() if self._meter.observers else 0.0
         # A call that was interrupted may have put this version into the model.
         if error is None and staged.version != has:
@@ -342,7 +349,8 @@ class Applier:
         try:
             if self.flipped is not None:
                 self.flipped(staged.epoch, staged.version)
-        except Exception as exc:  # of the flipped hook; the trainer gets it
+        except Exception as exc:
+            # The hook raised. The trainer gets the error, unless it is an interrupt.
             if is_interrupt(exc):
                 raise
             error = exc
@@ -391,9 +399,11 @@ class Applier:
             True if the trainer has to be told.
         """
         slots, slot, guard = self._updates.slots, staged.slot, self._guard
-        if slots is None or slot is None or staged.slots is not slots:  # it is of an earlier link
+        # An update of an earlier link tells nothing about the slots of this one.
+        if slots is None or slot is None or staged.slots is not slots:
             if unused is staged:
-                staged.give_back()  # the end of that link waits for this
+                # The end of that link waits for this.
+                staged.give_back()
             return True
         if not staged.taken:
             slots.refuse(slot)
@@ -410,7 +420,8 @@ class Applier:
         elif unused is not None and unused.slot is not None and unused.slot.key != slot.key:
             unused.give_back()
         if len(slot.view.locked) > 1 or len(slots.segments) > 1:
-            slots.leave_others()  # an interrupt may have left some locked
+            # An interrupt may have left some locked.
+            slots.leave_others()
         ledger = self._ledger
         return self._promise.digest != staged.layout.digest or ledger.owed > 0 or ledger.is_asked
 
@@ -428,7 +439,8 @@ class Applier:
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
-                if slots is self._updates.slots:  # else another link has replaced it meanwhile
+                # If another link has replaced this one meanwhile, the new one goes on.
+                if slots is self._updates.slots:
                     self._lose_link(exc, read_looks)
                 return None
             if staged is not None or not (read_looks and slots.is_behind):
@@ -438,7 +450,8 @@ class Applier:
                 # the trainer counts on no read, and reads compute with the version before it.
                 guard.seen = slots.next_unread
                 return None
-            if slots.unread:  # else the trainer has stored a word after this look
+            # If no manifest is missing, the trainer has stored a word since: look again at once.
+            if slots.unread:
                 # The version before it cannot be read any more, and the trainer may count on it.
                 until = until or time.monotonic() + _MANIFEST_SECONDS
                 self._pause_for_manifest(until)
@@ -494,7 +507,8 @@ class Applier:
         self._ledger.owed = 0
         self._guard.withdraw()
         waiting = self.offer(None)
-        if self._taking is not None:  # complete it: the model keeps one version, not two
+        # Complete the apply that an interrupt cut short: the model keeps one version, not two.
+        if self._taking is not None:
             self._guard.exclusively(self.apply, timeout=0.0)
         return waiting
 

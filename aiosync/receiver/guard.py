@@ -141,8 +141,10 @@ class Guard:
         # Thread and frame that apply, and True if an interrupted apply has to run again.
         self._applying: tuple[int, FrameType, bool] | None = None
         self._pending = False
-        self._claims = 0  # number of calls that wait for the readers
-        self._met_since = 0.0  # time when a reader found a waiting update; 0 if none has
+        # Number of calls that wait for the readers.
+        self._claims = 0
+        # Time when a reader found a waiting update; 0 if none has.
+        self._met_since = 0.0
         # Applies the waiting update, and the one that the word names; keeps no object alive, see
         # weakly().
         self._apply: Callable[[], object] = no_guard
@@ -184,7 +186,8 @@ class Guard:
 
         def refuse() -> None:
             self.before_next_read = refuse
-            if self._applying is not None:  # closing the scheme reads, too
+            # Closing the scheme reads, too, and has to work.
+            if self._applying is not None:
                 return
             raise TransportClosed(
                 "the event loop of aiosync.sync has ended: other code of this process has closed "
@@ -410,7 +413,8 @@ class Guard:
         reads = [read for read in self._open.get(thread, ()) if not _has_ended(read)]
         if reads:
             self._open[thread] = reads
-        else:  # an interrupt may have left it empty
+        else:
+            # An interrupt may have left the list empty.
             self._open.pop(thread, None)
         return reads
 
@@ -652,7 +656,8 @@ def _has_ended(read: _Read) -> bool:
     if not isinstance(read, FrameType):
         return False
     try:
-        read.clear()  # clears a frame that has ended, whose variables are no longer needed
+        # This clears a frame that has ended, whose variables are no longer needed.
+        read.clear()
     except RuntimeError:
         return False
     return True

@@ -80,8 +80,10 @@ class WorkerModel:
         # may close a scheme inside.
         self._choosing = threading.RLock()
         self._target_of: Any = None
-        self._warned = False  # it was warned that compiled code has weights in it
-        self._dropped = False  # None was assigned during a read: the model is still to be let go
+        # True once it was warned that compiled code has weights in it.
+        self._warned = False
+        # True if None was assigned during a read: the model is still to be let go.
+        self._dropped = False
 
     # -- what it can ---------------------------------------------------------------------------
 
@@ -133,7 +135,8 @@ class WorkerModel:
             on_cpu = isinstance(target, Target) and not target.waits
             with FORKING if on_cpu else contextlib.nullcontext():
                 target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
-        except BaseException as exc:  # the trainer gets it, and wait_for_version() raises it
+        except BaseException as exc:
+            # The trainer gets the error, and wait_for_version() raises it.
             if is_interrupt(exc):
                 raise
             return exc
@@ -142,7 +145,8 @@ class WorkerModel:
     def detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
         if self._copies.model_is_gone:
-            return  # other views keep that memory alive
+            # Other views keep that memory alive.
+            return
         if isinstance(self.target, Target) and self.current is not None and not self.copy:
             self.target.detach_(self.current.flat)
 
@@ -162,7 +166,8 @@ class WorkerModel:
         if model is not self._target_of and (model is not None or self._dropped) and not closed:
             try:
                 self._adopt(model, waiting)
-            except ApplyError:  # the context has a model of another shape, without a version yet
+            except ApplyError:
+                # The context has a model of another shape, without a version yet.
                 self._let_go()
                 self._use(model)
         return model is not None and self.target is not None
@@ -227,7 +232,8 @@ class WorkerModel:
                 # Detach the old model first, as the two may have parameters in common.
                 self.detach()
                 target.apply_(current.layout, current.flat, current.values, copy=False)
-        except Exception as exc:  # the caller, who gave the model, sees it
+        except Exception as exc:
+            # The caller, who gave the model, sees the error.
             raise _misfit(self._inbox.version, exc) from exc
         self._use(model, chosen)
 
@@ -236,7 +242,8 @@ class WorkerModel:
         if model is not None and newest is not None:
             try:
                 self._target_for(model).check(newest.layout, newest.values)
-            except Exception as exc:  # the caller, who gave the model, sees it
+            except Exception as exc:
+                # The caller, who gave the model, sees the error.
                 raise _misfit(newest.version, exc) from exc
 
     def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
@@ -251,7 +258,8 @@ class WorkerModel:
 
     def _guard_forwards(self, model: Any) -> None:
         guarded = self._methods is not None and why_unguarded(model) is None
-        self._wrap(None)  # to walk over the model below is no read of it
+        # Walking over the model below is no read of it.
+        self._wrap(None)
         if guarded:
             self._guard.install(model, watch=self.watch)
             self._wrap(model)
@@ -292,7 +300,8 @@ class WorkerModel:
         """
         current, gone = self.current, self._copies.model_is_gone
         try:
-            self._wrap(None)  # to walk over the model below is no read of it
+            # Walking over the model below is no read of it.
+            self._wrap(None)
             detach = _nothing if gone else self.detach
             if current is not None and not self.copy:
                 # The memory goes back to the trainer, who writes the next version into it. A
@@ -301,7 +310,8 @@ class WorkerModel:
                 if self._guard.exclusively(detach, timeout=0.0):
                     current.give_back()
                 else:
-                    with FORKING:  # a thread may be applying: one after the other
+                    # A thread may be applying an update: the two must come one after the other.
+                    with FORKING:
                         detach()
                     keep(current)
                     # The list keeps the update alive until the open reads have ended.

@@ -28,7 +28,8 @@ __all__ = ["OnLost", "Outage"]
 OnLost = Literal["keep", "raise"]
 """The effect of a lost trainer on a read: it computes with the model as it is, or raises."""
 
-_EARLY_SECONDS = 0.001  # timers fire at most so early
+# Timers fire at most so early.
+_EARLY_SECONDS = 0.001
 
 
 class Outage:

@@ -59,7 +59,8 @@ class ReadPromise:
         self._allowed = allowed
         # On this link a promise is allowed until reads overlap.
         self._may = allowed
-        self._num_rung = 0  # number of versions in a row that no read took
+        # Number of versions in a row that no read took.
+        self._num_rung = 0
         self._loop = asyncio.get_running_loop()
         self._offer = offer
         guard.on_compute = weakly(self, ReadPromise._note_compute)

@@ -53,7 +53,8 @@ class Reading:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._held: tuple[int, int] | None = None  # epoch and version of the last block
+        # Epoch and version of the last block.
+        self._held: tuple[int, int] | None = None
         # Thread and task that entered each open block, because a generator may end in another one.
         self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []
 
@@ -113,7 +114,8 @@ class Reading:
         traceback: TracebackType | None,
     ) -> None:
         reads = list(_inside.get())
-        with contextlib.suppress(ValueError):  # it was entered in another context
+        # The block may have been entered in another context.
+        with contextlib.suppress(ValueError):
             reads.remove(id(self._guard))
         _inside.set(tuple(reads))
         self.__exit__(exc_type, exc, traceback)
@@ -183,7 +185,8 @@ class Guarded:
         finally:
             self._guard.leave(frame)
             del frame
-        if isinstance(result, Coroutine):  # an `async def` below a decorator gives one
+        # An `async def` below a decorator gives a coroutine.
+        if isinstance(result, Coroutine):
             return self._wait(result)
         if isinstance(result, Generator | AsyncGenerator):
             raise _generates(self._name)
@@ -366,8 +369,10 @@ def _own_class(module: nn.Module) -> type:
     """
     base: Any = type(module)
 
-    def reduce(self: object, protocol: int) -> Any:  # a copy is not guarded
-        found = base.__reduce_ex__(self, min(protocol, 1))  # later protocols insist on the class
+    # A copy is not guarded.
+    def reduce(self: object, protocol: int) -> Any:
+        # Later protocols insist on the class.
+        found = base.__reduce_ex__(self, min(protocol, 1))
         if isinstance(found, str):
             return found
         make, args, *state = found

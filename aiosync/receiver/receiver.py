@@ -186,7 +186,8 @@ class WeightReceiver:
         if self.error is None and not self._closed:
             self.error = without_frames(error)
             self._error_traceback = error.__traceback__
-            self.transport.abort()  # the sender sees it at once
+            # The sender sees the end at once.
+            self.transport.abort()
         self.waits.changed.notify()
 
     # -- the link ------------------------------------------------------------------------------
@@ -261,7 +262,8 @@ class WeightReceiver:
         self._fetch()
 
     def _on_message(self, received: Received) -> None:
-        if self._closed:  # the link is about to be closed
+        # The link is about to be closed.
+        if self._closed:
             return
         message = received.message
         self._outgoing.check()
@@ -269,13 +271,15 @@ class WeightReceiver:
             self.outage.progress += isinstance(message, Update)
             staged = self.updates.read(received)
             if isinstance(message, ManifestMessage):
-                self._promise.withdraw()  # the trainer names its versions only after this
+                # The trainer names its versions only after this.
+                self._promise.withdraw()
             if staged is not None:
                 self._stage(staged)
         elif isinstance(message, Take):
             self._on_take(message)
         elif isinstance(message, Promise):
-            self.applier.apply_soon()  # the word's last version before the trainer heard of it
+            # The trainer confirms a withdrawal: take what the word named until then.
+            self.applier.apply_soon()
             if self._promise.digest is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
@@ -283,7 +287,8 @@ class WeightReceiver:
             if self.guard.words is not None:
                 self.applier.apply_soon()
             if not self.ledger.announce(message.epoch, message.version):
-                self.outage.cut_off = None  # the newest message counts
+                # The newest version is here, so that the link is of use.
+                self.outage.cut_off = None
                 self._has_come(message.epoch, message.version)
         elif isinstance(message, Leave):
             self.outage.farewell = True
@@ -357,7 +362,8 @@ class WeightReceiver:
     def _take(self, staged: Staged) -> None:
         """Have the model take this update, now or as soon as it can."""
         old = self.applier.offer(staged)
-        if old is not None:  # otherwise another thread is applying it, if there is one
+        # If there is none, another thread may be applying the update before this one.
+        if old is not None:
             self._skip(old)
         self._apply_and_answer(staged.epoch, staged.version)
 
@@ -369,7 +375,8 @@ class WeightReceiver:
         self.waits.changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
-        if staged.epoch != self.ledger.inbox.newest_epoch:  # its trainer is gone
+        # The trainer of this update is gone.
+        if staged.epoch != self.ledger.inbox.newest_epoch:
             staged.give_back()
         elif error is None:
             self._take(staged)
@@ -428,7 +435,8 @@ class WeightReceiver:
         results = self.applier.results
         while results:
             staged, unused = results.popleft()
-            if staged.reported:  # an interrupt had it repeated
+            # An interrupt had the update repeated.
+            if staged.reported:
                 continue
             staged.reported = True
             if staged.taken or staged.error is not None:
@@ -537,9 +545,11 @@ class WeightReceiver:
         if self.error is not None:
             if isinstance(self.error, PeerClosed):
                 closed = "the trainer closed the link, or its process ended"
-                looked_for = str(self.error)  # it says for how long
+                # This text says for how long a trainer was looked for.
+                looked_for = str(self.error)
                 raise PeerClosed(closed if self._reconnect is None else looked_for) from self.error
-            raise self.error.with_traceback(self._error_traceback)  # else it grows at each raise
+            # Without this the traceback would grow at each raise.
+            raise self.error.with_traceback(self._error_traceback)
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -552,7 +562,8 @@ class WeightReceiver:
             self._end()
             self._outgoing.say(Leave())
             await self._tasks.aclose()
-        except BaseException:  # goes on to the caller
+        except BaseException:
+            # The error goes on to the caller.
             self.abort()
             raise
         self.transport.abort()
@@ -568,8 +579,10 @@ class WeightReceiver:
     def _end(self) -> None:
         """End everything but the link and the tasks, without waiting."""
         if self._closed:
-            return  # another call did it meanwhile
-        with contextlib.ExitStack() as last:  # each runs, even if others raise
+            # Another call did it meanwhile.
+            return
+        # Each callback runs, even if others raise.
+        with contextlib.ExitStack() as last:
             last.callback(self.waits.changed.notify)
             last.callback(self.updates.close)
             last.callback(self.applier.close)
@@ -578,7 +591,8 @@ class WeightReceiver:
             waiting = self.applier.end()
             if waiting is not None:
                 waiting.give_back()
-            self.report()  # another thread may have applied an update meanwhile
+            # Another thread may have applied an update meanwhile.
+            self.report()
             self._closed = True
             self._promise.end()
             self.outage.close()

@@ -111,7 +111,8 @@ class Transformer:
             return self._result_of(staged)
         finally:
             if self._closed and staged.slot is not None:
-                staged.give_back()  # the task that waits for this may be cancelled
+                # The task that waits for this may be cancelled.
+                staged.give_back()
 
     def _result_of(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         if self._transform is None:

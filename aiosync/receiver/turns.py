@@ -20,7 +20,8 @@ from aiosync.receiver.model import WorkerModel
 
 __all__ = ["Turns"]
 
-_LOOK_SECONDS = (0.05, 1.0)  # first and longest pause between two tries
+# First and longest pause between two tries.
+_LOOK_SECONDS = (0.05, 1.0)
 
 
 class Turns:
@@ -57,12 +58,14 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
-        self._thread = 0  # its ident
+        # Identifier of the thread while it applies, else 0.
+        self._thread = 0
 
     def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
         """Apply the noted updates between two reads: now, or as soon as the reads end."""
         if self._in_thread is not None or (self._model.waits and not self.is_over):
-            self._guard.offer(self.take)  # a read that begins before the thread does applies it
+            # A read that begins before the thread does applies the updates.
+            self._guard.offer(self.take)
             if self._in_thread is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(1, "aiosync-apply")

@@ -50,11 +50,13 @@ class Staged:
     give_back: Callable[[], None]
     # The traceparent of the sender's span. That of a slot is only read if there is an observer.
     trace: str | None = None
-    wire_nbytes: int = 0  # bytes that travelled
+    # Bytes that travelled.
+    wire_nbytes: int = 0
     # The slot whose memory this is, and the reader of the slot, if the memory is shared.
     slot: NamedSlot | None = None
     slots: SlotReader | None = None
-    lent: bool = False  # the memory is the link's
+    # True if the memory is the link's.
+    lent: bool = False
     taken: bool = False
     error: BaseException | None = None
     reported: bool = False
@@ -131,17 +133,23 @@ class UpdateReader:
         self.arrived: Callable[[Received], bool | None] | None
         self.arrived = None if takes_deltas else arrived
         self._kept = KeptBase() if takes_deltas else None
-        self._encoded: memoryview | None = None  # the chunk that is landing, if it is a delta
+        # The chunk that is landing, if it is a delta.
+        self._encoded: memoryview | None = None
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
         self._landing: FlatBuffer | None = None
-        self._is_shared = False  # a server passes on what has landed there
-        self._assembly: Assembly | None = None  # the update that arrives in chunks
-        self._chunk = memoryview(b"")  # the chunk that is landing
-        self._running: RunningChecksum | None = None  # over the bytes of that chunk
+        # True if a server passes on what has landed there.
+        self._is_shared = False
+        # The update that arrives in chunks.
+        self._assembly: Assembly | None = None
+        # The chunk that is landing, and the checksum over its bytes.
+        self._chunk = memoryview(b"")
+        self._running: RunningChecksum | None = None
         self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
-        self._in_chunks = False  # each chunk has a checksum
-        self._began = 0.0  # time when the first byte of the arriving update came
+        # True if each chunk has a checksum.
+        self._in_chunks = False
+        # Time when the first byte of the arriving update came.
+        self._began = 0.0
         self.slots: SlotReader | None = None
         self.epoch: int | None = None
         self.lender: UpdateReader | None = self
@@ -196,7 +204,8 @@ class UpdateReader:
         if self._in_chunks:
             assembly, landing = self._assembly_of(update, layout)
             start, stop = assembly.place(update, nbytes)
-            if self._is_shared and not assembly.good_nbytes:  # it begins anew
+            # The update begins anew, and the server still reads the bytes that came before.
+            if self._is_shared and not assembly.good_nbytes:
                 landing = self._take_landing(layout.nbytes)
             self._running = RunningChecksum()
             self._chunk, self._encoded = landing.memoryview()[start:stop], None
@@ -251,7 +260,8 @@ class UpdateReader:
             landing = self._assemble(update, layout, received)
             if landing is None:
                 return None
-        elif isinstance(received.key, tuple):  # the link lends its own memory
+        elif isinstance(received.key, tuple):
+            # The link lends its own memory.
             lent = self._map(received.key, received.payload[0])
             return Staged(epoch, version, layout, lent, values, _nothing, *more, lent=True)
         else:
@@ -414,7 +424,8 @@ class UpdateReader:
 
     def close(self) -> None:
         """Forget every buffer."""
-        self._buffers = Buffers()  # buffers that are put back after this are not kept
+        # Buffers that are put back after this are not kept.
+        self._buffers = Buffers()
         self._assembly = self._landing = self._running = None
         self._chunk, self._encoded = memoryview(b""), None
         if self._kept is not None:

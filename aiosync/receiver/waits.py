@@ -109,7 +109,8 @@ class VersionWaits:
         def rung() -> bool:
             slots = self._updates.slots
             if slots is not None and self._guard.words is not None:
-                slots.ring_me(True)  # the trainer tells of a new version at once
+                # From now on the trainer tells of a new version at once.
+                slots.ring_me(True)
                 # It may have named one just before, when neither side saw the other's change.
                 self._loop.call_later(_BELL_SECONDS, applier.apply_soon)
             applier.apply_soon()
@@ -119,9 +120,11 @@ class VersionWaits:
         try:
             applier.apply_soon()
             if condition():
-                await asyncio.sleep(0)  # updates arrive on this loop, and need a turn of it
+                # Updates arrive on this loop, and need a turn of it.
+                await asyncio.sleep(0)
                 return
-            self._ledger.num_waiting += 1  # now, not before: it has the trainer told of each update
+            # Now, not before: this has the trainer told of each update.
+            self._ledger.num_waiting += 1
             try:
                 with waiting:
                     async with asyncio.timeout(timeout):
@@ -168,7 +171,8 @@ class VersionWaits:
             self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
             if self._applier.model.resolve() is None:
                 return self._applier.has_staged
-            if inbox.epoch == welcome.epoch:  # parts with the newest of each name arrive one by one
+            # Parts with the newest of each name arrive one by one.
+            if inbox.epoch == welcome.epoch:
                 return inbox.version >= welcome.version
             return inbox.version > 0
 

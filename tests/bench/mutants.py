@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "memory of an update that was reported late is given back twice",
         "receiver/receiver.py",
-        "            if staged.reported:  # an interrupt had it repeated",
+        "            if staged.reported:",
         "            if False:",
         "tests/sync/test_interrupts.py -k splits_no_update",
     ),
@@ -585,8 +585,8 @@ MUTANTS = [
     Mutant(
         "a read does not wait for the thread that is to apply",
         "receiver/turns.py",
-        "self._guard.offer(self.take)  # a",
-        "self._guard._apply = self.take  # a",
+        "self._guard.offer(self.take)",
+        "self._guard._apply = self.take",
         "tests/schemes/test_accelerator.py",
     ),
     Mutant(
