@@ -23,7 +23,8 @@ from aiosync.transports.tcp import TCPTransport
 if TYPE_CHECKING:
     from aiosync.transports.distributed import DistributedTransport
     from aiosync.transports.rpc import RPCTransport
-else:  # these modules import torch, so they are loaded when a name of them is used
+else:
+    # These modules import torch, so they are loaded when a name of them is used.
     __getattr__, __dir__ = lazily(
         __name__, "aiosync.transports.distributed", "aiosync.transports.rpc"
     )

@@ -67,7 +67,8 @@ class Address:
         except ValueError as exc:
             raise ConfigError(f"{shown} is not an address: {exc}") from exc
         if parts.query or parts.fragment:
-            pass  # An address has neither.
+            # An address has neither.
+            pass
         elif parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
             if port is not None:
                 return cls("tcp", host=parts.hostname, port=port)

@@ -292,7 +292,8 @@ class DataPlaneTransport(Transport):
         try:
             async with asyncio.timeout(timeout) as deadline:
                 yield
-        except BaseException as exc:  # raised again, or replaced by the error that caused it
+        except BaseException as exc:
+            # The error is raised again, or replaced by the one that caused it.
             ours = isinstance(exc, AiosyncError)
             if (
                 late is RecvTimeout
@@ -385,11 +386,13 @@ class DataPlaneTransport(Transport):
             waiter = self._awaited.pop((message.key, message.value), None)
             if waiter is None:
                 self._hear(message)
-            elif not waiter.done():  # a future that is done was cancelled: this side gave up
+            elif not waiter.done():
+                # A future that is done was cancelled: this side gave up.
                 waiter.set_result(None)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
-            return False  # recv() fetches the payload of this message
+            # recv() fetches the payload of this message.
+            return False
         return self._handler(received) is not False
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
@@ -509,7 +512,8 @@ class Threads:
         self._ended = True
         if last is not None and self._used:
             before = set(self._running)
-            with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            # The interpreter may be about to end.
+            with contextlib.suppress(RuntimeError):
                 self._submit(lambda: (wait(before), last()))
         self._pool.shutdown(wait=False)
 

@@ -50,7 +50,8 @@ __all__ = ["DistributedTransport", "check_backend"]
 # A few chunks of this size under way are faster than one big chunk, and than many small ones: see
 # docs/benchmarks.md.
 _CHUNK_NBYTES = 4 * 2**20
-_WINDOW = 8  # chunks under way at a time
+# Number of chunks under way at a time.
+_WINDOW = 8
 _CLOSE_SECONDS = 1.0
 _MEET_SECONDS = 30.0
 _MAX_KEYS = 64
@@ -99,7 +100,8 @@ def check_backend(backend: str) -> Literal["gloo", "nccl"]:
     return "gloo"
 
 
-_Store: Any = getattr(dist, "Store", object)  # not every build of torch has one
+# Not every build of torch has a store.
+_Store: Any = getattr(dist, "Store", object)
 
 
 class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
@@ -145,7 +147,8 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        del timeout  # it is meant for the connection, which comes after this
+        # The timeout is meant for the connection, which comes after this.
+        del timeout
 
         def settled() -> bool:
             # Connecting, which follows, has a short deadline. So both sides must have reached this
@@ -276,7 +279,8 @@ class DistributedTransport(DataPlaneTransport):
                 f"{first_line(exc)}"
             ) from exc
         finally:
-            del options  # the traceback of an error would keep it, and with it the device
+            # The traceback of an error would keep the options, and with them the device.
+            del options
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -319,8 +323,10 @@ class DistributedTransport(DataPlaneTransport):
 
         try:
             await self._threads.run(lambda: self._move_here(pieces, post, copying), stop)
-        except RuntimeError as exc:  # torch raises it: the peer is gone, stopped or never connected
-            exc.__traceback__ = None  # its frames would keep the weights alive
+        except RuntimeError as exc:
+            # torch raises this if the peer is gone, stopped or never connected.
+            # The frames of the error would keep the weights alive.
+            exc.__traceback__ = None
             raise TransportBroken(f"the transfer over Gloo failed: {first_line(exc)}") from exc
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
@@ -343,7 +349,8 @@ class DistributedTransport(DataPlaneTransport):
         except RuntimeError:
             patience = _CLOSED
             raise
-        finally:  # Gloo uses the memory of the chunks until their waits have ended
+        finally:
+            # Gloo uses the memory of the chunks until their waits have ended.
             for each in waits:
                 try:
                     each(patience)

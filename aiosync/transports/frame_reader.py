@@ -83,7 +83,8 @@ class FrameReader:
 
     def stop(self) -> None:
         """Read no more, and wake ``recv()``. An event that waits stays for it."""
-        self._link = None  # the link refers to this object, which would be a cycle
+        # The link refers to this object, which would be a cycle.
+        self._link = None
         self._pause()
         self.arrival.notify()
 
@@ -125,9 +126,11 @@ class FrameReader:
         """Take the next event from bytes that were read already, and go on reading."""
         self._pull()
         if self.event is not None:
-            self.arrival.notify()  # a recv() may have begun to wait before this ran
+            # A recv() may have begun to wait before this ran.
+            self.arrival.notify()
         elif self._next_step_due and self.decoder.is_busy:
-            self._pause()  # bytes that arrive meanwhile wait in the kernel
+            # Bytes that arrive meanwhile wait in the kernel.
+            self._pause()
         elif self._gone is None and self._link is not None:
             if not self._watching:
                 self._watching = True
@@ -177,7 +180,8 @@ class FrameReader:
         if link is None:
             return 0
         buffer = decoder.get_buffer()
-        if not buffer:  # an event waits for recv(), and 64 KiB behind it were read
+        # An event waits for recv(), and 64 KiB behind it were read.
+        if not buffer:
             self._pause()
             return 0
         buffer = buffer[: min(most, _READ_NBYTES)]
@@ -192,7 +196,8 @@ class FrameReader:
             decoder.buffer_updated(nbytes)
             if self.landed is not None:
                 self.landed()
-        else:  # the end of the stream; messages that were read before still count
+        else:
+            # This is the end of the stream; messages that were read before still count.
             self._gone = PeerClosed(f"{link.name} closed the link")
             self._pause()
         self._pull()

@@ -71,7 +71,8 @@ _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffe
 _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
 _LEAST_SECONDS = 0.01
-_MAX_REASON = 1000  # characters
+# Most characters of the reason that the peer is told.
+_MAX_REASON = 1000
 
 
 class FramedTransport(Transport):
@@ -188,7 +189,8 @@ class FramedTransport(Transport):
     def abort(self) -> None:
         """Close the link at once, and wake every waiter. Idempotent, never waits."""
         self.closed = True
-        self._handler = None  # the handler may refer to this object, which would be a cycle
+        # The handler may refer to this object, which would be a cycle.
+        self._handler = None
         if not self.ended:
             self._end(None)
 
@@ -334,7 +336,8 @@ class FramedTransport(Transport):
         decoder, nbytes = self._reader.decoder, start.payload_nbytes
         payload = take_buffers(into, start.message, nbytes, decoder.limits)
         decoder.lend(payload)
-        decoder.next_event()  # the end of this payload
+        # This event is the end of the payload.
+        decoder.next_event()
         arrived(Received(start.message, payload, nbytes, ext=start.ext))
 
     async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[memoryview]:
@@ -342,7 +345,8 @@ class FramedTransport(Transport):
         decoder = reader.decoder
         try:
             buffers = take_buffers(into, start.message, nbytes, decoder.limits)
-        except BaseException:  # goes on to the caller of recv()
+        except BaseException:
+            # The error goes on to the caller of recv().
             # There is no place for the payload that follows, so the stream cannot go on.
             self.fail(TransportBroken(f"no buffer was lent for a payload from {self.name}"))
             raise
@@ -355,7 +359,8 @@ class FramedTransport(Transport):
             while not isinstance(reader.event, FrameEnd):
                 self.check()
                 await reader.arrival.wait()
-        except BaseException:  # goes on to the caller of recv()
+        except BaseException:
+            # The error goes on to the caller of recv().
             self.fail(TransportBroken(f"recv() from {self.name} was cut in mid-message"))
             raise
         finally:
@@ -465,7 +470,8 @@ class FramedTransport(Transport):
                     while self._out or self.io.has_unsent:
                         self._watch()
                         await self._wait_for_room()
-                except BaseException:  # goes on to the caller of send()
+                except BaseException:
+                    # The error goes on to the caller of send().
                     # A message that the stream has taken as a whole counts as sent after a timeout.
                     taken = not self._out
                     self._abandon()

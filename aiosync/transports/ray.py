@@ -238,7 +238,8 @@ class RayObjects:
         Cancellation:
             Waits until nothing reads the payload any more, and is raised then.
         """
-        if state.unusable is not None:  # the call for another link found that the weights changed
+        # The call for another link found that the weights changed.
+        if state.unusable is not None:
             raise LocalProtocolError(str(state.unusable))
         putting: asyncio.Future[Entry] | None = state.made.get(key)
         if putting is None:
@@ -248,7 +249,8 @@ class RayObjects:
             putting.add_done_callback(functools.partial(self._keep, state, key))
         try:
             return await result_of(putting)
-        except (SendTimeout, WeightsChanged) as exc:  # send() raises it; the links go on as before
+        except (SendTimeout, WeightsChanged) as exc:
+            # send() raises the error; the links go on as before.
             state.unusable = exc
             raise LocalProtocolError(str(exc)) from exc
 
@@ -256,8 +258,10 @@ class RayObjects:
         self.check_cluster()
         try:
             entry = Entry(self._ray.put(make()))
-        except Exception as exc:  # Ray's, such as a full store; the caller of send() sees it
-            exc.__traceback__ = None  # its frames would keep the weights alive
+        except Exception as exc:
+            # Ray raises this, for example if its store is full; the caller of send() sees it.
+            # The frames of the error would keep the weights alive.
+            exc.__traceback__ = None
             raise LocalProtocolError(
                 f"Ray's object store did not accept the weights: {_said(exc)}"
             ) from exc
@@ -279,7 +283,8 @@ class RayObjects:
         if state.made.get(key) is not putting:
             return
         if putting.cancelled() or putting.exception() is not None:
-            del state.made[key]  # so that the next link tries again
+            # The next link tries again.
+            del state.made[key]
         else:
             state.bring_back = functools.partial(self._bring_back, putting.result())
 
@@ -302,7 +307,8 @@ class RayObjects:
 
     def _start_hub(self) -> tuple[str, Any]:
         if self._hub is not None:
-            return self._hub  # the call for another link has started it meanwhile
+            # The call for another link has started it meanwhile.
+            return self._hub
         self.check_cluster()
         name = f"aiosync-{secrets.token_hex(16)}"
         try:
@@ -316,7 +322,8 @@ class RayObjects:
                 scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(here, soft=False),
             )
             self._hub = name, actor.remote()
-        except Exception as exc:  # Ray's, of any type; the caller of send() sees it
+        except Exception as exc:
+            # Ray raises errors of any type; the caller of send() sees them.
             raise TransportBroken(f"Ray has no hub actor: {_said(exc)}") from exc
         return self._hub
 
@@ -429,7 +436,8 @@ class RayTransport(DataPlaneTransport):
             try:
                 await self._outcome(passed_on, _HUB_SECONDS)
             except self._ray.exceptions.RayError as exc:
-                exc.__traceback__ = None  # its frames would keep the weights alive
+                # The frames of the error would keep the weights alive.
+                exc.__traceback__ = None
                 raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc
             await self._outcome(taken)
 
@@ -594,8 +602,10 @@ class RayActorTransport(Transport):
         self._objects.check_cluster()
         try:
             answered = landed(self._method.remote(entry.ref))
-        except Exception as exc:  # Ray's, of many types; the caller of the scheme's send() sees it
-            exc.__traceback__ = None  # its frames would keep the weights alive
+        except Exception as exc:
+            # Ray raises errors of many types; the caller of the scheme's send() sees them.
+            # The frames of the error would keep the weights alive.
+            exc.__traceback__ = None
             raise LocalProtocolError(
                 f"{self._name} could not be called: {type(exc).__name__}: {exc}"
             ) from exc

@@ -101,7 +101,8 @@ async def invite(name: str, scheme_id: str, url: str, token: bytes | None, timeo
         future.add_done_callback(on_done)
         await answered.wait()
         future.value()
-    except Exception as exc:  # torch raises any type; the caller of connect() sees which worker
+    except Exception as exc:
+        # torch raises errors of any type; the caller of connect() sees which worker it was.
         raise ConnectError(
             f"the RPC worker {name!r} was not told the address: {first_line(exc)}"
         ) from exc

@@ -52,7 +52,8 @@ _NO_CREDENTIALS = Credentials()
 _KEEPALIVE_SECONDS = 30.0
 _UNTAKEN_SECONDS = 60.0
 _HEAD_START_SECONDS = 0.25
-_MAX_KEEPALIVE_SECONDS = 32767  # Linux takes no larger value
+# Linux takes no larger value.
+_MAX_KEEPALIVE_SECONDS = 32767
 
 
 class TCPTransport(FramedTransport):

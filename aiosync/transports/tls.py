@@ -95,7 +95,8 @@ class TLS:
             files = f"certificate file {self.ca}"
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
-        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+        except (OSError, ValueError) as exc:
+            # ssl.SSLError is an OSError.
             raise ConfigError(
                 f"the {files} cannot be used (an encrypted key needs password=): {exc}"
             ) from exc

@@ -102,7 +102,8 @@ class SlotPublisher:
             self._attach(None)
 
     def _close_page_fd(self) -> None:
-        if self._page_fd >= 0:  # it is -1 if the link ended right after it took the message
+        # The descriptor is -1 if the link ended right after it took the message.
+        if self._page_fd >= 0:
             os.close(self._page_fd)
             self._page_fd = -1
 

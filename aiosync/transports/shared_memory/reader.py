@@ -51,7 +51,8 @@ _CLOSED = (
     "other code of this process has closed a descriptor of aiosync's shared memory (a double "
     "close, os.closerange()): no update can be read over this link"
 )
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+# MADV_POPULATE_WRITE, since Linux 5.14.
+_POPULATE_WRITE = 23
 _madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
 
 
@@ -76,7 +77,8 @@ class SharedBlock:
 
     def close(self) -> None:
         """Close the descriptor."""
-        if self.is_open:  # else another file may have its number
+        # If it is closed, another file may have its number.
+        if self.is_open:
             os.close(self.fd)
 
 
@@ -170,14 +172,16 @@ class _SegmentView:
         try:
             if os.lseek(self._lock_fd, 0, os.SEEK_CUR) == self._mark:
                 return
-        except OSError:  # it is closed, or no file
+        except OSError:
+            # The number is of no file any more, or of one that has no position.
             pass
         # The lock may have been taken on that other file, so it is released there.
         with contextlib.suppress(OSError, ValueError):
             fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
         self._lock_fd = -1
         for each in self.locked:
-            self.keep(each)  # the sender may write to these slots now
+            # The sender may write to these slots now.
+            self.keep(each)
         raise TransportBroken(_CLOSED)
 
     def _source(self) -> int:
@@ -202,7 +206,8 @@ class _SegmentView:
         The kernel copies, without the GIL; before Linux 5.14 this process does.
         """
         known = self.maps.get(index)
-        if known is None:  # a fork came after the slot was locked and before it was mapped
+        # A fork came after the slot was locked and before it was mapped.
+        if known is None:
             return
         array = np.frombuffer(known[1], np.uint8)
         if _madvise is not None:
@@ -210,7 +215,8 @@ class _SegmentView:
             if _madvise(ctypes.c_void_p(array.ctypes.data), size, _POPULATE_WRITE) == 0:
                 return
         pages = array[:: mmap.PAGESIZE]
-        pages[:] = pages.copy()  # a write to a page of a private mapping makes the kernel copy it
+        # A write to a page of a private mapping makes the kernel copy it.
+        pages[:] = pages.copy()
 
     def close(self) -> None:
         """Close the descriptors, which releases every lock. Views of slots keep their memory."""
@@ -298,7 +304,8 @@ class SlotReader:
         # The last word that was handled: its slot was applied or refused.
         self._seen = 0
         self._closed = False
-        self._page: memoryview | None = None  # the words, once this is closed
+        # The words, once this is closed.
+        self._page: memoryview | None = None
         keep_across_fork(self)
         close_in_child(self)
 
@@ -332,7 +339,8 @@ class SlotReader:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
         fd = self._descriptors.popleft()
         try:
-            if self._closed:  # the descriptor is closed below, as no slot is read any more
+            # The descriptor is closed below, as no slot is read any more.
+            if self._closed:
                 return
             if isinstance(message, PageMessage):
                 if self.words is not None:
@@ -485,7 +493,8 @@ class SlotReader:
                 if self._held is slot:
                     self._held = None
         if self._closed:
-            self.close()  # it waited for this copy
+            # The first call of close() waited for this copy.
+            self.close()
 
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""

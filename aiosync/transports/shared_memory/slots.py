@@ -144,7 +144,8 @@ def make_page() -> tuple[memoryview, int]:
         os.ftruncate(fd, _PAGE_NBYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return map_page(fd), fd
-    except BaseException:  # goes on to the caller
+    except BaseException:
+        # The error goes on to the caller.
         os.close(fd)
         raise
 
@@ -217,7 +218,8 @@ class Segment:
             os.posix_fallocate(self._fd, index * nbytes, nbytes)
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
-                with OPENING:  # a child of a fork knows of every descriptor
+                # A child of a fork knows of every descriptor.
+                with OPENING:
                     device = None
                     if self.driver is not None:
                         device = DeviceMemory.allocate(self.driver, self._room)
@@ -244,7 +246,8 @@ class Segment:
         if slot.buffer is not None:
             # This process's accelerator would go on writing to pages that are gone.
             slot.buffer.unpin()
-        with contextlib.suppress(OSError):  # some file systems cannot give memory back
+        # Some file systems cannot give memory back.
+        with contextlib.suppress(OSError):
             slot.mapping.madvise(mmap.MADV_REMOVE)
         slot.release()
         # The mapping of a slot has a descriptor of its own, which goes with the slot.
@@ -494,7 +497,8 @@ class Arena:
             larger = Segment(next(self._segment_ids), nbytes, driver)
             try:
                 slot = larger.grow()
-            except BaseException:  # goes on to the caller
+            except BaseException:
+                # The error goes on to the caller.
                 larger.close()
                 raise
             self._retired += [] if segment is None else [segment]

@@ -37,9 +37,8 @@ class DescriptorStream(ByteStream):
         received_fds: Descriptors of the peer that were not taken yet.
     """
 
-    reads_out: ClassVar[bool] = (
-        False  # the link also watches the peer's process, and each further call costs time
-    )
+    # The link also watches the peer's process, and each further call costs time.
+    reads_out: ClassVar[bool] = False
 
     readv: Callable[[Sequence[memoryview]], int]
     writev: Callable[[Sequence[memoryview]], int]
