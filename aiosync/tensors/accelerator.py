@@ -22,7 +22,8 @@ __all__ = ["PINNED_NBYTES", "Accelerator", "accelerator", "use_accelerator"]
 PINNED_NBYTES = 2**18
 """Number of bytes from which pinning memory pays."""
 
-_PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister()
+# Flags of cudaHostRegister().
+_PORTABLE, _READ_ONLY = 1, 8
 
 
 class HostMemory(Protocol):
@@ -175,7 +176,8 @@ def _cuda_driver(index: int) -> CudaDriver:
 
 
 def _unpin(address: int, device: torch.device, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no pinned memory to release
+    # A forked child has no pinned memory to release.
+    if os.getpid() == pid:
         with torch.cuda.device(device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -82,8 +82,10 @@ class Target:
                 tensors.
         """
         self.target = target
-        self._stateless: list[str] = []  # extra state of which was warned
-        self._told = False  # it was said that views do not follow their buffers
+        # Extra state of which was warned.
+        self._stateless: list[str] = []
+        # True once it was said that views do not follow their buffers.
+        self._told = False
         self.strict = strict
         self.buffers: BufferChoice = buffers
         self._transient = TransientBuffers(type(target).__name__)
@@ -191,7 +193,8 @@ class Target:
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
                 self._change(plan, layout, sources, values, undo, flat)
-            except BaseException:  # the caller gets it after the undo
+            except BaseException:
+                # The caller gets the error after the undo.
                 self._plan = None
                 for step in reversed(undo):
                     step()
@@ -308,7 +311,8 @@ class Target:
         if plan.copies.tensors:
             plan.copies.write(sources, flat, fresh)
         if isinstance(flat, DeviceBuffer):
-            accelerator().synchronize(flat.device)  # new tensors were copied on the device, too
+            # New tensors were copied on the device, too.
+            accelerator().synchronize(flat.device)
         if plan.moved or viewed:
             _flip([*plan.moved, *viewed], [*memory, *(fresh[id(each)] for each in viewed)])
         if viewed:
@@ -470,4 +474,5 @@ class LoadTarget:
         try:
             self.load(flat.named_views(layout))
         finally:
-            api.synchronize(flat.device)  # the trainer writes to this memory afterwards
+            # The trainer writes to this memory afterwards.
+            api.synchronize(flat.device)

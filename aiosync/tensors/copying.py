@@ -159,7 +159,8 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
         api.synchronize(device)
     try:
         _copy(_copy_there(pairs) if devices else pairs, pool)
-    finally:  # after an interrupt, too, nothing reads the sources any more
+    finally:
+        # Nothing reads the sources after this, even if an interrupt cut the copies short.
         for device in devices:
             api.synchronize(device)
 

@@ -47,7 +47,8 @@ _BLOCK_NBYTES = 2 * 2**20
 _STRIDE_NBYTES = 2**19
 _UNCHANGED, _GAPS, _BITMAP, _DENSE, _RAW = range(5)
 _LENGTH = struct.Struct("<I")
-_GAPS_HEAD = struct.Struct("<BII")  # bytes of a distance, changed elements, distances
+# Bytes of a distance, changed elements, distances.
+_GAPS_HEAD = struct.Struct("<BII")
 # Shares of changed elements from which, and up to which, a layout can be the smallest. Between two
 # of them both are made, and the smaller one is taken.
 _BITMAP_FROM, _GAPS_TO, _DENSE_FROM, _BITMAP_TO = 0.12, 0.2, 0.8, 0.97

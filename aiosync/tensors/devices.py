@@ -32,7 +32,8 @@ __all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device"]
 BLOCK_NBYTES = 32 * 2**20
 """Bytes of a device's memory that the copies of one model take at most; of pinned memory twice."""
 
-_SHARE_NBYTES = 4 * 2**20  # least share of a thread
+# Least share of a thread.
+_SHARE_NBYTES = 4 * 2**20
 _MAX_THREADS = 8
 
 
@@ -161,7 +162,8 @@ class DeviceCopies:
         api, nbytes = self._api, self._largest
         seen, ring = self._seen(flat), None
         if not (seen.pinnable or flat.is_shareable) and nbytes >= PINNED_NBYTES:
-            with contextlib.suppress(RuntimeError):  # without memory to pin it is slower
+            # Without memory to pin, the copy is only slower.
+            with contextlib.suppress(RuntimeError):
                 self._ring = self._ring or _Ring(api, self.device, nbytes, len(self._blocks))
             ring = self._ring
         host = seen.tensor()

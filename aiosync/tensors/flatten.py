@@ -111,7 +111,8 @@ def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     if _new_guards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
-        return None  # torch ends the process for some tensors without strides
+        # torch ends the process for some tensors without strides.
+        return None
     try:
         return _new_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (RuntimeError, TypeError, ValueError):  # pragma: no cover - private API, may change
@@ -178,7 +179,8 @@ class Prepared:
         """
         layout, plan, program = self.layout, self.plan, self.plan.program
         if flat.padded_for != layout.digest:
-            if isinstance(flat, DeviceBuffer):  # It is never padded.
+            # A device buffer is never padded.
+            if isinstance(flat, DeviceBuffer):
                 copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
                 return
             flat.zero_padding(layout)
@@ -211,7 +213,8 @@ class _Plan:
         groups = group_tied(tensors)
         self.firsts: list[int] = [group[0] for group in groups]
         self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
-        self.in_all_places: Sequence[torch.Tensor] = tensors  # those of the last source
+        # The tensors of the last source.
+        self.in_all_places: Sequence[torch.Tensor] = tensors
         self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
         has = accelerator().has
@@ -223,7 +226,8 @@ class _Plan:
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
-        self.addresses: list[int] = []  # addresses of the last tensors that were copied
+        # Addresses of the tensors that were copied last.
+        self.addresses: list[int] = []
 
     @property
     def on_devices(self) -> list[DeviceCopies]:
@@ -289,7 +293,8 @@ class Flattener:
         self._rule = None if dtype is None else DtypeRule(dtype)
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
-        self._told: list[str] = []  # buffers of which it was logged that they are not rounded
+        # Buffers of which it was logged that they are not rounded.
+        self._told: list[str] = []
         # The last result for the tree, if a new one needs no walk.
         self._steady: Prepared | None = None
 
@@ -459,7 +464,8 @@ class LiveBytes:
                 pieces += (at, _PADDING[: leaf.offset - at]), (leaf.offset, as_bytes(tensor).data)
                 at = leaf.offset + leaf.nbytes
         pieces.append((at, _PADDING[: layout.nbytes - at]))
-        self._pieces = [piece for piece in pieces if piece[1].nbytes]  # offsets and bytes
+        # Pairs of an offset and bytes.
+        self._pieces = [piece for piece in pieces if piece[1].nbytes]
 
     @classmethod
     def of(cls, layout: Layout, tensors: Sequence[torch.Tensor]) -> LiveBytes | None:
@@ -475,7 +481,8 @@ class LiveBytes:
         """Return the bytes from ``start`` to ``stop``, as pieces in order."""
         found = []
         first = max(0, bisect_right(self._pieces, start, key=itemgetter(0)) - 1)
-        for index in range(first, len(self._pieces)):  # islice() would walk over the pieces before
+        # islice() would walk over the pieces before.
+        for index in range(first, len(self._pieces)):
             at, piece = self._pieces[index]
             if at >= stop:
                 break

@@ -167,7 +167,8 @@ class Matching:
         missing, unexpected = self._missing, self._find_unexpected()
         is_disjoint = not self._taken and missing and unexpected
         if not (self._strict or is_disjoint):
-            missing, unexpected = [], []  # each side may have names that the other lacks
+            # Each side may have names that the other lacks.
+            missing, unexpected = [], []
         lost = sorted(inner_names(self._sent_values) - self._layout.index.keys())
         if missing or lost or unexpected or self._mismatched:
             raise ManifestMismatch(

@@ -115,14 +115,16 @@ class Plan:
         self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
         if self.moves and not (self.once or self.values or self.equal or copies):
             leaves = [leaf for _, leaf, _ in self.moves]
-            self.pick = itemgetter(*leaves, leaves[-1])  # of one index it gives no sequence
+            # For a single index, itemgetter() would return no sequence.
+            self.pick = itemgetter(*leaves, leaves[-1])
 
     def _sort(
         self, layout: Layout, mode: Mode, *, in_module: bool
     ) -> list[tuple[torch.Tensor, int]]:
         """Decide the step by which each tensor gets its value; return those copied in place."""
         copies: list[tuple[torch.Tensor, int]] = []
-        views: dict[int, Any] = {}  # leaf -> the tensor that becomes a view of it
+        # The memory of the tensor that becomes a view of a leaf, by leaf.
+        views: dict[int, Any] = {}
         for spot in self.assigned:
             tensor, leaf = spot.tensor, spot.leaves[0]
             memory, is_shared = memory_key(tensor), mode == "flip" and _is_shared(tensor)
@@ -138,7 +140,8 @@ class Plan:
             if is_replaced:
                 self.puts.append((spot, leaf, is_view))
             elif is_view or (is_shared and in_module) or in_flat_memory(tensor):
-                self.moves.append((tensor, leaf, is_view))  # also if it shares its memory
+                # A tensor in memory that torch shares gets other memory, too.
+                self.moves.append((tensor, leaf, is_view))
             else:
                 copies.append((tensor, leaf))
         return copies

@@ -67,7 +67,8 @@ def gather_weights(
     if sharded:
         _meet(sharded, timeout)
     result: dict[str, Any] = {}
-    whole: dict[int, torch.Tensor] = {}  # each tied tensor once, also on ranks that keep none
+    # Each tied tensor once, also on ranks that keep none.
+    whole: dict[int, torch.Tensor] = {}
     for place in found.places:
         tensor = place.tensor
         if id(tensor) not in whole:
@@ -159,7 +160,8 @@ def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> Non
             work.wait()
         else:
             work.wait(options.timeout)
-        values.cpu()  # errors of another device are raised here
+        # Errors of another device are raised here.
+        values.cpu()
     except RuntimeError as exc:
         if "timed out" in str(exc).lower() or "timeout" in str(exc).lower():
             raise SyncTimeout(

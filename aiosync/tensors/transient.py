@@ -22,7 +22,8 @@ class TransientBuffers:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._left: dict[str, tuple[torch.Tensor, int]] = {}  # the buffers after the last update
+        # The buffers after the last update.
+        self._left: dict[str, tuple[torch.Tensor, int]] = {}
         self._warned = False
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -85,7 +85,8 @@ def pack_value(
     if depth <= 0:
         raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
 
-    if is_non_tensor(value) and not is_tensordict(value):  # a stack of values is both
+    # A stack of values is both.
+    if is_non_tensor(value) and not is_tensordict(value):
         return pack_value(name, value.data, add_tensor, depth - 1)
     if (special := _special_name(value)) is not None:
         plain = dict(value) if isinstance(value, dict) else list(value)

@@ -97,7 +97,8 @@ class Place(NamedTuple):
             return owner.get_extra_state()
         value = owner.get(self.key)
         if self.key == ROOT_STATE and is_tensor_collection(value) and not is_non_tensor(value):
-            value = value.flatten_keys(".").to_dict()  # TorchRL stores a flat dict as a TensorDict
+            # TorchRL stores a flat dict as a TensorDict.
+            value = value.flatten_keys(".").to_dict()
         return value
 
 
@@ -396,7 +397,8 @@ def find_nested(source: Any) -> Found:
     """
     places = list(_walk(source, ""))
     names = [plain_name(place.name) for place in places]
-    if len(set(names)) == len(names):  # if names collide, these are no wrappers
+    # If names collide, these are no wrappers.
+    if len(set(names)) == len(names):
         pairs = zip(places, names, strict=True)
         places = [each if each.name == name else each._replace(name=name) for each, name in pairs]
     return Found(places)
@@ -442,9 +444,11 @@ def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
 
 def _items(source: Any) -> Iterable[tuple[Any, Any]]:
     while is_tensordict_params(source):
-        source = source._param_td  # TensorDictParams.items() goes through hooks
+        # TensorDictParams.items() goes through hooks.
+        source = source._param_td
     inner = getattr(source, "_tensordict", None) if is_plain_tensordict(source) else None
-    items: Any = source if inner is None else inner  # TensorDict.items() takes ten times as long
+    # TensorDict.items() takes ten times as long.
+    items: Any = source if inner is None else inner
     return items.items()  # type: ignore[no-any-return]
 
 
