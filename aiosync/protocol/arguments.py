@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-_MAX_SHOWN = 80  # characters
+# Most characters of a value that an error shows.
+_MAX_SHOWN = 80
 
 
 def validate_timeout(timeout: Any) -> None:

@@ -101,8 +101,10 @@ class Ledger:
         self.num_answers: int = 0
         self.coming: tuple[int, int] | None = None
         self._awaits_hook = awaits_hook
-        self._reported = Answer(0, 0, AckStatus.SKIPPED)  # last, of the newest version
-        self._wanted: list[int] = []  # least versions that have not come
+        # The last answer about the newest version.
+        self._reported = Answer(0, 0, AckStatus.SKIPPED)
+        # Least versions that have not come.
+        self._wanted: list[int] = []
 
     # -- wanted --------------------------------------------------------------------------------
 
@@ -113,7 +115,8 @@ class Ledger:
             StaleVersion: It is not news: :meth:`repeat` has the answer.
         """
         if epoch != self.inbox.newest_epoch:
-            self.refused = None  # it was of an earlier trainer
+            # The refusal was of an earlier trainer.
+            self.refused = None
         self.inbox.offer(epoch, version)
 
     def owe(self, version: int, begun: int) -> int:
@@ -171,7 +174,8 @@ class Ledger:
             self.num_answers += 1
             self._wanted = [each for each in self._wanted if each > version]
         if refused is not None and (refused.epoch, refused.version) == (epoch, version):
-            self.refused = replace(refused)  # a new object: news to the callers
+            # The callers take a new object for news.
+            self.refused = replace(refused)
         return 0 < len(self._wanted) < before
 
     def lose_link(self) -> None:
@@ -253,7 +257,8 @@ class Ledger:
         inbox = self.inbox
         if self.has_reported(epoch, version):
             if named and self._reported.status is AckStatus.RECEIVED:
-                self.owed = version  # on this link, too
+                # The version is owed on this link, too.
+                self.owed = version
             return self._reported
         passed = epoch == inbox.epoch and version < inbox.version
         if self.held == (epoch, version) or (by_word and passed):

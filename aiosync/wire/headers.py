@@ -310,7 +310,8 @@ def encode_header(
         else:
             packed = pack(rest) if rest else b""
             header = _fixed_header(message, len(packed)) + packed  # type: ignore[arg-type]
-    except ConfigError:  # encode_values() says which of the user's values cannot travel
+    except ConfigError:
+        # encode_values() says which of the user's values cannot travel.
         raise
     except _ILLEGAL as exc:
         raise LocalProtocolError(f"cannot encode {where}: {exc}") from exc

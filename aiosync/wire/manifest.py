@@ -96,7 +96,8 @@ _Steps: TypeAlias = Generator[None, None, _T]
 """Work in steps of about a millisecond each, so that it does not block an event loop for long."""
 
 _INT_MAX = 2**63 - 1
-_STEP = 128  # leaves in one step
+# Leaves in one step.
+_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
