@@ -39,16 +39,21 @@ from aiosync.types import Require, SendReport
 
 __all__ = ["WeightSender"]
 
-_AWAKE_NBYTES = 2**20  # Largest update for whose answer the loop stays awake.
+# Largest update for whose answer the loop stays awake.
+_AWAKE_NBYTES = 2**20
 # After a small send the loop keeps turning this long before it sleeps: waking an idle core costs as
 # much as the whole round trip. The longer time applies while answers are that quick.
 _AWAKE_SECONDS = (50e-6, 250e-6)
 # After a copy that took longer than this, a send checks again for workers that ended.
 _LOOKED_SECONDS = 100e-6
-_TURN_SECONDS = 0.001  # Sends that wait for no worker may keep the loop busy this long.
-_EARLY_SECONDS = 0.002  # A loop's timer may fire this much too early.
-_RING_SECONDS = 0.005  # Until a worker that does nothing is rung.
-_RING_TURNS = 200  # Number of these periods after which it is rung again at the latest.
+# Sends that wait for no worker may keep the loop busy this long.
+_TURN_SECONDS = 0.001
+# A loop's timer may fire this much too early.
+_EARLY_SECONDS = 0.002
+# Time until a worker that does nothing is rung.
+_RING_SECONDS = 0.005
+# Number of these periods after which it is rung again at the latest.
+_RING_TURNS = 200
 
 
 class WeightSender:
@@ -119,10 +124,13 @@ class WeightSender:
         self._copying = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = math.inf
-        self._asked_at = 0.0  # When the loop was asked to note a turn; 0 after that turn.
+        # When the loop was asked to note a turn; 0 after that turn.
+        self._asked_at = 0.0
         self._bell: asyncio.TimerHandle | None = None
-        self._turns: dict[tuple[int, int], int] = {}  # Rounds in which a worker was behind.
-        self._recent = 0.0  # Moving average of the seconds that answers took.
+        # Rounds in which a worker was behind.
+        self._turns: dict[tuple[int, int], int] = {}
+        # Moving average of the seconds that answers took.
+        self._recent = 0.0
 
     @property
     def version(self) -> int:
@@ -142,7 +150,8 @@ class WeightSender:
             epoch=workers.epoch if version else 0,
             version=version,
             newest_version=version,
-            lag=max(0, self.lag),  # A worker may have been named a newer version.
+            # A worker may have been named a newer version.
+            lag=max(0, self.lag),
             age=meter.age(version),
             workers=workers.stats(version, meter.age),
             **workers.counts,
@@ -173,7 +182,8 @@ class WeightSender:
         if planned:
             workers.version = version = self._first_version
             self.meter.mark(version, time.perf_counter())
-        async with self._copying:  # A send() meanwhile waits: its weights are newer.
+        # A send() meanwhile waits: its weights are newer.
+        async with self._copying:
             for idx, plan in planned.items():
                 snapshot = await self.copier.take(plan)
                 snapshot.version = version
@@ -217,7 +227,8 @@ class WeightSender:
             model = self.workers.model_id
             with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
                 async with self._copying:
-                    self.workers.check()  # The scheme may have been closed meanwhile.
+                    # The scheme may have been closed meanwhile.
+                    self.workers.check()
                     snapshots = await self._take(planned, timeout)
             early = next((each.retain() for each in snapshots.values() if each.filling), None)
         try:
@@ -227,9 +238,11 @@ class WeightSender:
                 sent = self._dispatch(*given, at_once=not self.workers.has_ended())
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
-                self._ring()  # Slots are wanted soon, and a ring costs little here.
+                # Slots are wanted soon, and a ring costs little here.
+                self._ring()
             if isinstance(sent, SendReport):
-                await asyncio.sleep(0)  # Workers join on this loop, even if it only sends.
+                # Workers join on this loop, even if it only sends.
+                await asyncio.sleep(0)
                 return sent
             future = sent.waiter
             if future.done():
@@ -243,10 +256,12 @@ class WeightSender:
         except asyncio.CancelledError:
             # The transfer goes on; the next send reports a worker that fails.
             if future is not None and future.done() and not future.cancelled():
-                future.exception()  # Retrieved only to keep it out of asyncio's log.
+                # Retrieve the exception, only to keep it out of asyncio's log.
+                future.exception()
             raise
         finally:
-            if early is not None:  # The caller may change the tensors once send() has ended.
+            # The caller may change the tensors once send() has ended.
+            if early is not None:
                 try:
                     await self.copier.settle(early)
                 finally:
@@ -265,7 +280,8 @@ class WeightSender:
         try:
             self.workers.check()
             return self.workers.address(planned, worker_ids)
-        except BaseException:  # raised again
+        except BaseException:
+            # The error goes on to the caller of send().
             _release(snapshots)
             raise
 
@@ -318,7 +334,8 @@ class WeightSender:
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how, patience)
-        except BaseException:  # The error goes on to the caller of send().
+        except BaseException:
+            # The error goes on to the caller of send().
             _release(snapshots)
             raise
         return snapshots
@@ -405,7 +422,8 @@ class WeightSender:
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, trace
             nbytes += snapshot.nbytes
-        seen: set[int] = set()  # A call of set[int]() costs more.
+        # A call of set[int]() costs more.
+        seen: set[int] = set()
         for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = workers.links.get(idx)
@@ -436,7 +454,8 @@ class WeightSender:
             log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
         if send is None:
             elapsed, acked = time.perf_counter() - started, frozenset(seen)
-            meter.finished["ok"] += 1  # Without _count(): a small send is as cheap as such a call.
+            # Counted without _count(): a small send is as cheap as such a call.
+            meter.finished["ok"] += 1
             meter.nbytes += nbytes
             if about is not None:
                 self._tell("ok", version, started, nbytes, about)
@@ -482,7 +501,8 @@ class WeightSender:
         workers = self.workers
         if send.acked and send.turns and workers.has_ended():
             send.turns -= 1
-            self._loop.call_soon(self._settle, send)  # The loop is about to notice an end.
+            # The loop is about to notice an end.
+            self._loop.call_soon(self._settle, send)
             return
         for idx in send.acked - workers.links.keys():
             gone = workers.record(idx)
@@ -491,12 +511,14 @@ class WeightSender:
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
         outcome, error = send.result()
-        if send.lost and not (send.workers or workers.links):  # No worker is connected.
+        # No worker is connected.
+        if send.lost and not (send.workers or workers.links):
             if not any(each.has_left for each in workers.records.values()):
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        if error is not None or send.waiter.done():  # The next send reports the losses.
+        # The next send reports the losses.
+        if error is not None or send.waiter.done():
             replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
             workers.records.replaced = replaced | workers.records.replaced
         if not send.waiter.done():
@@ -514,7 +536,8 @@ class WeightSender:
             )
             closed.__cause__ = error
             future.set_exception(closed)
-            future.exception()  # Retrieved for asyncio's log: the caller of aclose() knows.
+            # Retrieve the exception, for asyncio's log: the caller of aclose() knows.
+            future.exception()
         else:
             future.set_exception(error)
 
@@ -646,7 +669,8 @@ class WeightSender:
     def tell(self) -> None:
         """Wake calls and answer workers that wait for a version, and schedule the bell."""
         workers = self.workers
-        if workers.changed.waiting:  # This is rare.
+        # Calls that wait are rare.
+        if workers.changed.waiting:
             workers.changed.notify()
         for link in workers.links.values():
             if link.wanted is not None:

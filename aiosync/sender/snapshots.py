@@ -308,7 +308,7 @@ class SnapshotCopier:
                 self._growing = self._start(functools.partial(arena.grow, nbytes, driver))
                 try:
                     slot = await asyncio.shield(self._growing)
-                except BaseException:  # raised again
+                except BaseException:
                     # The next call that grows the arena gets the same slot.
                     self._growing.add_done_callback(self._grown)
                     raise

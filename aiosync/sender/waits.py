@@ -114,7 +114,8 @@ class WorkerWaits:
         """
         self._workers.check()
         if condition():
-            await asyncio.sleep(0)  # Answers come on this loop, even if no call waits.
+            # Answers come on this loop, even if no call waits.
+            await asyncio.sleep(0)
             return
         try:
             with waiting:
@@ -140,7 +141,8 @@ class WorkerWaits:
 
         def poll_lagging(pause: float) -> None:
             nonlocal timer
-            self._ring_lagging()  # A worker that does not compute follows only if it is rung.
+            # A worker that does not compute follows only if it is rung.
+            self._ring_lagging()
             self._workers.changed.notify()
             later = min(2 * pause, _POLL_SECONDS[1])
             timer = asyncio.get_running_loop().call_later(pause, poll_lagging, later)

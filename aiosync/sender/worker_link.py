@@ -146,9 +146,11 @@ class WorkerLink:
         self._digest: bytes | None = None
         # Notified when the worker answers a manifest, or when the link ends.
         self._answered = Notifier()
-        self._num_withdrawn = 0  # promises that the worker has withdrawn
+        # Number of promises that the worker has withdrawn.
+        self._num_withdrawn = 0
         self._writing = False
-        self._waits = False  # for bytes that this side does not have yet
+        # True while the link waits for bytes that this side does not have yet.
+        self._waits = False
 
     # -- state of the worker -------------------------------------------------------------------
 
