@@ -40,7 +40,7 @@ _count_writes = attrgetter("_version")
 _PATIENCE_SECONDS = 60.0
 
 
-class _Steps:
+class _OptimizerSteps:
     """Optimizer steps and copies under way in this process.
 
     A step and a copy each register themselves before they look for the other, so that at least one
@@ -166,7 +166,7 @@ class _Steps:
                 self._changed.notify_all()
 
 
-STEPS = _Steps()
+STEPS = _OptimizerSteps()
 """The steps and copies of this process."""
 
 os.register_at_fork(after_in_child=STEPS.reset)
@@ -198,11 +198,13 @@ def steadily(
         weights changed.
     """
     layout, tensors = prepared.layout, prepared.tensors
-    copy, calm = object(), False
+    copy, no_step_was_open = object(), False
     before: tuple[list[int], list[int]] = [], []
+    # STEPS._before adds the addresses of the tensors that a later step changes: such a step is no
+    # mistake, although it may come before check_again_on_loop() runs.
     stepped = set[int]()
 
-    def check() -> None:
+    def raise_if_written() -> None:
         after = _states(tensors)
         if after == before:
             return
@@ -226,20 +228,22 @@ def steadily(
             waited = STEPS.wait(timeout, gave_up)
             if waited is None:
                 raise SendTimeout(STILL_STEPPING.format(timeout))
-            if waited or not calm:
+            if waited or not no_step_was_open:
                 before = _states(tensors)
             result = call()
-            check()
+            raise_if_written()
             return result
         finally:
+            # From here on steps may change the weights. They note their tensors in `stepped` while
+            # the last check is still to come.
             STEPS.unsettled.append(weakref.ref(stepped, STEPS.unsettled.remove))
             STEPS.end(copy)
 
-    def settle(running: asyncio.Future[_T]) -> None:
-        # torch counts a write when it ends, and no write of this thread is under way now.
+    def check_again_on_loop(running: asyncio.Future[_T]) -> None:
+        # torch counts a write when it ends, and no write of the loop's thread is under way now.
         try:
             result = running.result()
-            check()
+            raise_if_written()
         except BaseException as exc:  # noqa: BLE001 - the caller that awaits the future raises it
             done.set_exception(exc)
             # Retrieve the exception, so that asyncio does not log it if no caller awaits the
@@ -250,7 +254,7 @@ def steadily(
 
     try:
         STEPS.copies.add(copy)
-        calm = STEPS.wait() is False
+        no_step_was_open = STEPS.wait() is False
         before = _states(tensors)
         running = start(run)
     except BaseException:
@@ -258,7 +262,7 @@ def steadily(
         STEPS.end(copy)
         raise
     done: asyncio.Future[_T] = running.get_loop().create_future()
-    running.add_done_callback(settle)
+    running.add_done_callback(check_again_on_loop)
     return done
 
 
