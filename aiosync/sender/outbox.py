@@ -4,9 +4,9 @@ A worker that is slower than the trainer gets the newest version and never sees 
 the next update replaces those that are still queued, as ``sender.update_queue`` says for updates of
 some of the names.
 
-``sender.sender`` decides what a cancelled send leaves, and ``transports.framed_link`` does so for
-the bytes on a link. Pure bookkeeping: events in, outcomes out. Must not import asyncio nor
-transports.
+A cancelled send leaves its updates here: the transfer goes on, and the next send reports the
+workers that failed. ``transports.framed_link`` says what it leaves of the bytes on a link. Pure
+bookkeeping: events in, outcomes out. Must not import asyncio nor transports.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Outbox:
         applied: Newest version that the receiver said it applied; 0 before the first.
         received: Newest version that the receiver has completely, applied or not; 0 before the
             first.
-        named: Newest version that was named to the receiver in shared memory, without a message; 0
-            for none.
+        named_version: Newest version that was named to the receiver in shared memory, without a
+            message; 0 for none.
         error: The reason why this outbox was closed, or ``None``. It stays the first one.
     """
 
@@ -91,7 +91,7 @@ class Outbox:
         self.newest: int = has
         self.applied: int = has
         self.received: int = has
-        self.named: int = 0
+        self.named_version: int = 0
         self.error: AiosyncError | None = None
         self._worker_idx = worker_idx
         # The update taken last holds every name of the versions in flight.
@@ -169,9 +169,10 @@ class Outbox:
         """
         version, status, flying = ack.version, ack.status, self.in_flight
         if ack.epoch != self.epoch or version not in flying:
-            if ack.epoch == self.epoch and version == self.named and status == AckStatus.NACK:
-                # The receiver looked at the named version, and could not take it.
-                self.named = 0
+            is_named = ack.epoch == self.epoch and version == self.named_version
+            if is_named and status == AckStatus.NACK:
+                # The receiver read the named version, and could not take it.
+                self.named_version = 0
                 return [self._refused(ack)]
             return []
         at = flying.index(version)
@@ -230,13 +231,13 @@ class Send:
         nbytes: Payload bytes of the update.
         lost: Workers that had gone before this send, with the reason. They are reported, and count
             neither as targets nor as failures.
-        named: True if the caller named the targets: no more than these are needed.
+        lists_targets: True if the caller listed the targets: no more than these are needed.
         waiter: The future that gets the report; not used here.
         about: Details for observers, if there are any; not used here.
         timeout: Seconds that the send may take.
-        look_at: When the sender next checks this send; not used here.
-        turns: Turns of the loop that the send may still wait for the loop to notice the end of
-            workers; not used here.
+        check_at: When the sender next checks this send; not used here.
+        turns_left_to_notice_ends: Turns of the loop that the send may still wait for the loop to
+            notice the end of workers; not used here.
         acked: Workers that applied exactly this version, so far.
         skipped: Workers that a newer version reached first, with that version.
         failed: Workers that did not get the version, with the reason.
@@ -250,12 +251,12 @@ class Send:
     started: float = 0.0
     nbytes: int = 0
     lost: Mapping[int, AiosyncError] = field(default_factory=dict)
-    named: bool = False
+    lists_targets: bool = False
     waiter: Any = None
     about: Any = None
     timeout: float = math.inf
-    look_at: float = math.inf
-    turns: int = 20
+    check_at: float = math.inf
+    turns_left_to_notice_ends: int = 20
     acked: set[int] = field(default_factory=set)
     skipped: dict[int, int] = field(default_factory=dict)
     failed: dict[int, AiosyncError] = field(default_factory=dict)
@@ -277,7 +278,8 @@ class Send:
         if isinstance(self.require, str):
             return total
         if isinstance(self.require, int):
-            return min(self.require, total + len(self.left)) if self.named else self.require
+            listed = total + len(self.left)
+            return min(self.require, listed) if self.lists_targets else self.require
         # 0.1 * 30 is 3.0000000000000004. A product that is an integer but for its rounding must not
         # ask for one worker more.
         return max(min(total, 1), math.ceil(self.require * total - 1e-9))

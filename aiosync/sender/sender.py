@@ -45,7 +45,7 @@ _AWAKE_NBYTES = 2**20
 # much as the whole round trip. The longer time applies while answers are that quick.
 _AWAKE_SECONDS = (50e-6, 250e-6)
 # After a copy that took longer than this, a send checks again for workers that ended.
-_LOOKED_SECONDS = 100e-6
+_LONG_COPY_SECONDS = 100e-6
 # Sends that wait for no worker may keep the loop busy this long.
 _TURN_SECONDS = 0.001
 # A loop's timer may fire this much too early.
@@ -119,18 +119,18 @@ class WeightSender:
         self._how: How = how
         self._first_version = first_version
         self._loop = asyncio.get_running_loop()
-        # Sends under way by version. One timer serves all of them; it is due at _looks_at.
+        # Sends under way by version. One timer serves all of them; it is due at _timer_due_at.
         self._sends: dict[int, Send] = {}
         self._copying = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._looks_at = math.inf
+        self._timer_due_at = math.inf
         # When the loop was asked to note a turn; 0 after that turn.
-        self._asked_at = 0.0
+        self._turn_asked_at = 0.0
         self._bell: asyncio.TimerHandle | None = None
         # Rounds in which a worker was behind.
         self._turns: dict[tuple[int, int], int] = {}
         # Moving average of the seconds that answers took.
-        self._recent = 0.0
+        self._mean_answer_seconds = 0.0
 
     @property
     def version(self) -> int:
@@ -207,7 +207,7 @@ class WeightSender:
         started = time.perf_counter()
         quiet = self.is_quiet()
         if self.workers.polls.readers is not None and (
-            not quiet or (self._asked_at and started - self._asked_at > _TURN_SECONDS)
+            not quiet or (self._turn_asked_at and started - self._turn_asked_at > _TURN_SECONDS)
         ):
             # Workers join and leave on this loop, also if sends leave it no time: its first turn
             # reads the messages that arrived, and its second one acts on them.
@@ -216,11 +216,11 @@ class WeightSender:
         sent = self.start(planned, worker_ids, timeout, started)
         if isinstance(sent, SendReport):
             self.tell()
-            if not self._asked_at:
-                self._asked_at = started
+            if not self._turn_asked_at:
+                self._turn_asked_at = started
                 self._loop.call_soon(self._note_turn)
             return sent
-        early: Snapshot | None = None
+        still_copying: Snapshot | None = None
         future: asyncio.Future[SendReport] | None = None
         snapshots: dict[int | None, Snapshot] = {}
         if sent is None:
@@ -230,7 +230,9 @@ class WeightSender:
                     # The scheme may have been closed meanwhile.
                     self.workers.check()
                     snapshots = await self._take(planned, timeout)
-            early = next((each.retain() for each in snapshots.values() if each.filling), None)
+            still_copying = next(
+                (each.retain() for each in snapshots.values() if each.filling), None
+            )
         try:
             if sent is None:
                 addressed = self._address_anew(planned, worker_ids, snapshots)
@@ -248,10 +250,10 @@ class WeightSender:
             if future.done():
                 await asyncio.sleep(0)
             elif sent.nbytes <= _AWAKE_NBYTES:
-                quick = self._recent < 2 * _AWAKE_SECONDS[1]
+                quick = self._mean_answer_seconds < 2 * _AWAKE_SECONDS[1]
                 self._stay_awake(future, time.perf_counter() + _AWAKE_SECONDS[quick])
             report = await future
-            self._recent += (report.elapsed - self._recent) / 8
+            self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
             return report
         except asyncio.CancelledError:
             # The transfer goes on; the next send reports a worker that fails.
@@ -261,11 +263,11 @@ class WeightSender:
             raise
         finally:
             # The caller may change the tensors once send() has ended.
-            if early is not None:
+            if still_copying is not None:
                 try:
-                    await self.copier.settle(early)
+                    await self.copier.settle(still_copying)
                 finally:
-                    early.release()
+                    still_copying.release()
 
     def _address_anew(
         self,
@@ -363,15 +365,15 @@ class WeightSender:
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
-        links = self._links_that_look(plan, addressed[0], worker_ids) if off_loop else []
+        links = self._links_that_take_named(plan, addressed[0], worker_ids) if off_loop else []
         if off_loop and not links:
             return None
         snapshot = self.copier.take_free(plan, may_wait=off_loop)
         if snapshot is None:
             return None
-        took_long = time.perf_counter() - started > _LOOKED_SECONDS
+        took_long = time.perf_counter() - started > _LONG_COPY_SECONDS
         if (took_long and self.reads_slots and not self.is_quiet()) or (
-            links and not all(each.looks_for(plan.layout.digest, snapshot.slot) for each in links)
+            links and not all(each.takes_named(plan.layout.digest, snapshot.slot) for each in links)
         ):
             snapshot.release()
             return None
@@ -379,14 +381,14 @@ class WeightSender:
             dict.fromkeys(planned, snapshot), addressed, worker_ids, timeout, started, off_loop
         )
 
-    def _links_that_look(
+    def _links_that_take_named(
         self, plan: Prepared, targets: Collection[int], worker_ids: set[int] | None
     ) -> list[WorkerLink]:
         """Return the links of the targets if naming the update is enough for them, else none."""
         links: list[WorkerLink] = []
         for idx in targets:
             link = self.workers.links.get(idx)
-            if link is None or not link.looks_for(plan.layout.digest):
+            if link is None or not link.takes_named(plan.layout.digest):
                 return []
             links.append(link)
         enough = worker_ids is not None or self.require == "all" or self.require <= len(targets)
@@ -399,7 +401,7 @@ class WeightSender:
         worker_ids: set[int] | None,
         timeout: float | None,
         started: float,
-        all_look: bool = False,
+        naming_suffices: bool = False,
         *,
         at_once: bool = True,
     ) -> SendReport | Send:
@@ -427,7 +429,7 @@ class WeightSender:
         for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = workers.links.get(idx)
-            if link is not None and mine is not None and link.see(mine, all_look):
+            if link is not None and mine is not None and link.name_in_memory(mine, naming_suffices):
                 seen.add(idx)
                 if record.error is not None:
                     record.recover()
@@ -441,7 +443,7 @@ class WeightSender:
                 started=started,
                 nbytes=nbytes,
                 lost=lost,
-                named=worker_ids is not None,
+                lists_targets=worker_ids is not None,
                 waiter=self._loop.create_future(),
                 about=about,
                 acked=seen,
@@ -483,8 +485,8 @@ class WeightSender:
         if not send.waiting:
             self._settle(send)
             return
-        send.look_at = min(time.perf_counter() + FIRST_SECONDS, send.started + send.timeout)
-        self._look_by(send.look_at)
+        send.check_at = min(time.perf_counter() + FIRST_SECONDS, send.started + send.timeout)
+        self._set_timer(send.check_at)
 
     # -- outcomes of sends ---------------------------------------------------------------------
 
@@ -499,8 +501,8 @@ class WeightSender:
     def _settle(self, send: Send) -> None:
         """End a send that has its outcomes, once."""
         workers = self.workers
-        if send.acked and send.turns and workers.has_ended():
-            send.turns -= 1
+        if send.acked and send.turns_left_to_notice_ends and workers.has_ended():
+            send.turns_left_to_notice_ends -= 1
             # The loop is about to notice an end.
             self._loop.call_soon(self._settle, send)
             return
@@ -547,7 +549,7 @@ class WeightSender:
         left: set[int] = set()
         failed: dict[int, AiosyncError] = {}
         for idx in send.left:
-            if send.named or not workers.record(idx).reported:
+            if send.lists_targets or not workers.record(idx).reported:
                 left.add(idx)
                 workers.record(idx).reported = True
         # Failures that no earlier send waited for are reported, too.
@@ -605,24 +607,25 @@ class WeightSender:
             if not send.waiter.done():
                 send.waiter.set_exception(error)
 
-    def _look_by(self, when: float) -> None:
+    def _set_timer(self, when: float) -> None:
+        """Have the deadlines checked at this time at the latest."""
         # The timer goes on when a send ends: making one costs as much as a small send.
-        if when < self._looks_at:
+        if when < self._timer_due_at:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_later(when - time.perf_counter(), self._look)
-            self._looks_at = when
+            self._timer = self._loop.call_later(when - time.perf_counter(), self._time_out_sends)
+            self._timer_due_at = when
 
-    def _look(self) -> None:
+    def _time_out_sends(self) -> None:
         """Time out the sends whose deadline has passed, and log those that have waited for long."""
-        self._looks_at, now = math.inf, time.perf_counter() + _EARLY_SECONDS
+        self._timer_due_at, now = math.inf, time.perf_counter() + _EARLY_SECONDS
         for send in list(self._sends.values()):
             ends = send.started + send.timeout
             if ends <= now:
                 send.time_out()
                 self._settle(send)
-            elif send.look_at <= now:
-                send.look_at = min(now + NEXT_SECONDS, ends)
+            elif send.check_at <= now:
+                send.check_at = min(now + NEXT_SECONDS, ends)
                 workers, version = self.workers, send.version
                 idle = [
                     f"worker {idx} (process {workers.record(idx).pid})"
@@ -636,7 +639,7 @@ class WeightSender:
                     model=workers.model_id,
                     version=version,
                 )
-        self._look_by(min((each.look_at for each in self._sends.values()), default=math.inf))
+        self._set_timer(min((each.check_at for each in self._sends.values()), default=math.inf))
 
     # -- workers that read slots ---------------------------------------------------------------
 
@@ -681,7 +684,7 @@ class WeightSender:
             self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     def _note_turn(self) -> None:
-        self._asked_at = 0.0
+        self._turn_asked_at = 0.0
 
     def _ring(self) -> None:
         """Ring the workers that have not taken the version named to them."""

@@ -147,8 +147,8 @@ class Snapshot:
             if (error := filling.exception()) is not None:
                 raise LocalProtocolError(f"there is no copy of the weights: {error}") from error
 
-    async def fetched(self) -> None:
-        """Wait until the bytes are in the memory; bring them back if only a transport has them."""
+    async def in_memory(self) -> None:
+        """Wait for :meth:`filled`, and bring the bytes back if only a transport keeps them."""
         await self.filled()
         if self.kept is not None:
             at, target, pieces = 0, self.buffer.memoryview(), await self.kept()

@@ -20,11 +20,11 @@ from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.delta import check_delta
 from aiosync.wire import Hello, Message, Update, checksum, state_checksum
 
-__all__ = ["Steps", "Streaming", "UpdateChunks", "Waiting"]
+__all__ = ["PendingBytes", "Steps", "Streaming", "UpdateChunks"]
 
 _Payload: TypeAlias = "Sequence[memoryview | bytes]"
-Waiting: TypeAlias = "asyncio.Future[bytes | None] | asyncio.Future[None]"
-Steps: TypeAlias = "Generator[tuple[Message, _Payload] | Waiting | None]"
+PendingBytes: TypeAlias = "asyncio.Future[bytes | None] | asyncio.Future[None]"
+Steps: TypeAlias = "Generator[tuple[Message, _Payload] | PendingBytes | None]"
 """Messages of an update on a link, with ``None`` where other tasks may have a turn.
 
 A future is to be waited for, and not to be cancelled.

@@ -60,7 +60,7 @@ async def join_snapshots(snapshots: Sequence[Snapshot], limits: Limits) -> Snaps
     if len(snapshots) == 1:
         return newest.retain()
     for each in snapshots:
-        await each.fetched()
+        await each.in_memory()
     try:
         layout, buffer, values = await in_pool_thread(join_parts, snapshots, limits)
     except ConfigError as exc:

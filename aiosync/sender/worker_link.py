@@ -28,7 +28,7 @@ from aiosync.sender.deltas import Delta, Deltas
 from aiosync.sender.incoming import Abandoned
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
-from aiosync.sender.update_chunks import Steps, Streaming, UpdateChunks, Waiting
+from aiosync.sender.update_chunks import PendingBytes, Steps, Streaming, UpdateChunks
 from aiosync.sender.update_queue import LateJoinerUpdates, join_snapshots
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
@@ -184,7 +184,7 @@ class WorkerLink:
     @property
     def visible(self) -> int:
         """Version that the worker has, or uses from its next read on; 0 for none."""
-        return max(self.outbox.applied, self.outbox.named)
+        return max(self.outbox.applied, self.outbox.named_version)
 
     @property
     def lag(self) -> int:
@@ -201,7 +201,7 @@ class WorkerLink:
     @property
     def is_behind(self) -> bool:
         """True if the worker has not taken yet the version named to it in shared memory."""
-        return self.publisher is not None and self.publisher.holds < self.outbox.named
+        return self.publisher is not None and self.publisher.holds < self.outbox.named_version
 
     # -- updates by message --------------------------------------------------------------------
 
@@ -292,12 +292,16 @@ class WorkerLink:
         self._pump()
 
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
+        """Write one update, as soon as the link can use its bytes."""
         above = self.transport.follows_copies_above
-        early = snapshot.live is not None or (above is not None and snapshot.nbytes > above)
-        early = early or snapshot.incoming is not None
+        may_follow_copy = (
+            snapshot.live is not None
+            or snapshot.incoming is not None
+            or (above is not None and snapshot.nbytes > above)
+        )
         if self.publisher is not None:
-            await snapshot.fetched()
-        elif not early:
+            await snapshot.in_memory()
+        elif not may_follow_copy:
             await snapshot.filled()
         if self._announces(snapshot):
             await self._announce(snapshot)
@@ -319,7 +323,7 @@ class WorkerLink:
             if self._chunks is not None and self.outbox.error is not None:
                 self._chunks.rest()
 
-    async def _wait_for(self, bytes_to_send: Waiting) -> None:
+    async def _wait_for(self, bytes_to_send: PendingBytes) -> None:
         """Wait for bytes that this side does not have yet; raise the error that ends the link."""
         self._waits = True
         self._say_between_chunks()
@@ -366,7 +370,7 @@ class WorkerLink:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
         if self._chunks is not None and self._timer is None:
             # The worker owes an answer from now on. The link may take no byte even of the manifest.
-            self._look()
+            self._drop_if_stalled()
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest
@@ -385,7 +389,7 @@ class WorkerLink:
             )
             self._registry.counts["wire_nbytes"] += snapshot.nbytes
 
-    def _look(self) -> None:
+    def _drop_if_stalled(self) -> None:
         """Drop a worker that owes an answer if it took and answered nothing since the last check.
 
         The timer goes on when the answer comes: making one costs as much as a small send.
@@ -399,7 +403,7 @@ class WorkerLink:
         progress = (self._written_nbytes - self._said_nbytes, owed)
         if progress != self._progress or self._waits:
             self._progress = progress
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._look)
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._drop_if_stalled)
             return
         self.lose(
             AckTimeout(
@@ -422,7 +426,7 @@ class WorkerLink:
 
     # -- updates named in shared memory --------------------------------------------------------
 
-    def looks_for(self, digest: bytes, slot: Slot | None = None) -> bool:
+    def takes_named(self, digest: bytes, slot: Slot | None = None) -> bool:
         """Return True if naming an update of this manifest is enough for the worker to take it.
 
         The worker then takes the update before it computes again. Not while other updates are on
@@ -443,25 +447,25 @@ class WorkerLink:
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
-    def see(self, snapshot: Snapshot, looks: bool) -> bool:
+    def name_in_memory(self, snapshot: Snapshot, naming_suffices: bool) -> bool:
         """Name an update to the worker if that is enough. Return True if it counts as applied.
 
         Args:
             snapshot: The update.
-            looks: Naming the update is known to be enough.
+            naming_suffices: Naming the update is known to be enough.
         """
         publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
             return False
         digest = snapshot.layout.digest
-        if not looks and (
-            snapshot.filling is not None or snapshot.values or not self.looks_for(digest, slot)
+        if not naming_suffices and (
+            snapshot.filling is not None or snapshot.values or not self.takes_named(digest, slot)
         ):
             return False
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
         publisher.store(slot, snapshot.version)
-        outbox.newest = outbox.named = outbox.received = snapshot.version
+        outbox.newest = outbox.named_version = outbox.received = snapshot.version
         return True
 
     def ring(self) -> None:

@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "what was borrowed is not copied when the send is over",
         "sender/sender.py",
-        "            if early is not None:",
+        "            if still_copying is not None:",
         "            if False:\n",
         "tests/schemes/test_ray.py --apart -m apart -k late_joiner_gets_what_was_sent",
         # A cluster has to start.
