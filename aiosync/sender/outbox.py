@@ -233,7 +233,7 @@ class Send:
             neither as targets nor as failures.
         lists_targets: True if the caller listed the targets: no more than these are needed.
         waiter: The future that gets the report; not used here.
-        about: Details for observers, if there are any; not used here.
+        observed: Details for observers, if there are any; not used here.
         timeout: Seconds that the send may take.
         check_at: When the sender next checks this send; not used here.
         turns_left_to_notice_ends: Turns of the loop that the send may still wait for the loop to
@@ -253,7 +253,7 @@ class Send:
     lost: Mapping[int, AiosyncError] = field(default_factory=dict)
     lists_targets: bool = False
     waiter: Any = None
-    about: Any = None
+    observed: Any = None
     timeout: float = math.inf
     check_at: float = math.inf
     turns_left_to_notice_ends: int = 20

@@ -43,7 +43,7 @@ __all__ = ["WeightSender"]
 _AWAKE_NBYTES = 2**20
 # After a small send the loop keeps turning this long before it sleeps: waking an idle core costs as
 # much as the whole round trip. The longer time applies while answers are that quick.
-_AWAKE_SECONDS = (50e-6, 250e-6)
+_AWAKE_SECONDS, _LONGER_AWAKE_SECONDS = 50e-6, 250e-6
 # After a copy that took longer than this, a send checks again for workers that ended.
 _LONG_COPY_SECONDS = 100e-6
 # Sends that wait for no worker may keep the loop busy this long.
@@ -209,8 +209,9 @@ class WeightSender:
         if self.workers.polls.readers is not None and (
             not quiet or (self._turn_asked_at and started - self._turn_asked_at > _TURN_SECONDS)
         ):
-            # Workers join and leave on this loop, also if sends leave it no time: its first turn
-            # reads the messages that arrived, and its second one acts on them.
+            # Workers join and leave on this loop, also if sends leave it no time: it finds the
+            # messages that arrived in its first turn, reads them in the second, and acts on them in
+            # the third.
             for _ in range(3):
                 await asyncio.sleep(0)
         sent = self.start(planned, worker_ids, timeout, started)
@@ -224,20 +225,13 @@ class WeightSender:
         future: asyncio.Future[SendReport] | None = None
         snapshots: dict[int | None, Snapshot] = {}
         if sent is None:
-            model = self.workers.model_id
-            with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
-                async with self._copying:
-                    # The scheme may have been closed meanwhile.
-                    self.workers.check()
-                    snapshots = await self._take(planned, timeout)
+            snapshots = await self._copy(planned, timeout, started)
             still_copying = next(
                 (each.retain() for each in snapshots.values() if each.filling), None
             )
         try:
             if sent is None:
-                addressed = self._address_anew(planned, worker_ids, snapshots)
-                given = snapshots, addressed, worker_ids, timeout, started
-                sent = self._dispatch(*given, at_once=not self.workers.has_ended())
+                sent = self._dispatch_copies(snapshots, planned, worker_ids, timeout, started)
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
                 # Slots are wanted soon, and a ring costs little here.
@@ -250,8 +244,9 @@ class WeightSender:
             if future.done():
                 await asyncio.sleep(0)
             elif sent.nbytes <= _AWAKE_NBYTES:
-                quick = self._mean_answer_seconds < 2 * _AWAKE_SECONDS[1]
-                self._stay_awake(future, time.perf_counter() + _AWAKE_SECONDS[quick])
+                is_quick = self._mean_answer_seconds < 2 * _LONGER_AWAKE_SECONDS
+                awake = _LONGER_AWAKE_SECONDS if is_quick else _AWAKE_SECONDS
+                self._stay_awake(future, time.perf_counter() + awake)
             report = await future
             self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
             return report
@@ -269,23 +264,35 @@ class WeightSender:
                 finally:
                     still_copying.release()
 
-    def _address_anew(
+    async def _copy(
+        self, planned: Mapping[int | None, Prepared], timeout: float | None, started: float
+    ) -> dict[int | None, Snapshot]:
+        """Copy the weights after the copies of other sends, and count the send if that fails."""
+        model = self.workers.model_id
+        with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
+            async with self._copying:
+                # The scheme may have been closed meanwhile.
+                self.workers.check()
+                return await self._take(planned, timeout)
+
+    def _dispatch_copies(
         self,
+        snapshots: Mapping[int | None, Snapshot],
         planned: Mapping[int | None, Prepared],
         worker_ids: set[int] | None,
-        snapshots: Mapping[int | None, Snapshot],
-    ) -> tuple[set[int], dict[int, AiosyncError]]:
-        """Return the targets after the copy, as workers may have joined or left meanwhile.
-
-        An error gives the snapshots back.
-        """
+        timeout: float | None,
+        started: float,
+    ) -> SendReport | Send:
+        """Send copies to the targets of now, as workers may have joined or left meanwhile."""
         try:
             self.workers.check()
-            return self.workers.address(planned, worker_ids)
+            addressed = self.workers.address(planned, worker_ids)
         except BaseException:
             # The error goes on to the caller of send().
             _release(snapshots)
             raise
+        given = snapshots, addressed, worker_ids, timeout, started
+        return self._dispatch(*given, at_once=not self.workers.has_ended())
 
     def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
         """Keep the loop turning until the answer is there, as waking it takes longer."""
@@ -320,9 +327,9 @@ class WeightSender:
         self.tell()
         if isinstance(sent, Send):
             return sent.version, sent.waiter
-        seen = self._loop.create_future()
-        seen.set_result(sent)
-        return sent.version, seen
+        done = self._loop.create_future()
+        done.set_result(sent)
+        return sent.version, done
 
     async def _take(
         self, planned: Mapping[int | None, Prepared], timeout: float | None
@@ -353,10 +360,16 @@ class WeightSender:
     ) -> SendReport | Send | None:
         """Send small weights if memory for them is free; else do nothing and return ``None``.
 
-        The caller calls :meth:`tell` afterwards. With ``off_loop``, on another thread than the
-        loop's, nothing of the loop is used, and the weights are sent only if naming them in shared
-        memory is enough. A signal's handler may raise at any step: then some workers may have the
-        version, and everything else is consistent.
+        The caller calls :meth:`tell` afterwards. A signal's handler may raise at any step: then
+        some workers may have the version, and everything else is consistent.
+
+        Args:
+            planned: The weights, ready to be copied, by worker; under ``None`` those for all.
+            worker_ids: The targets; ``None`` for all workers.
+            timeout: Seconds that the send may take; ``None`` for the default.
+            started: When the send began.
+            off_loop: This is another thread than the loop's: use nothing of the loop, and send only
+                if naming the weights in shared memory is enough for every target.
         """
         workers = self.workers
         if workers.closed or workers.crash is not None:
@@ -371,6 +384,7 @@ class WeightSender:
         snapshot = self.copier.take_free(plan, may_wait=off_loop)
         if snapshot is None:
             return None
+        # The copy took long: a worker that ended meanwhile is handled by the slow path.
         took_long = time.perf_counter() - started > _LONG_COPY_SECONDS
         if (took_long and self.reads_slots and not self.is_quiet()) or (
             links and not all(each.takes_named(plan.layout.digest, snapshot.slot) for each in links)
@@ -405,16 +419,17 @@ class WeightSender:
         *,
         at_once: bool = True,
     ) -> SendReport | Send:
-        """Hand snapshots to the workers and to the history of later ones; take them over.
+        """Draw a version, and name or queue it to every target.
 
-        The caller calls :meth:`tell` afterwards. Returns the report if naming was enough, and it
-        may be given ``at_once``: no worker has ended without the loop's notice.
+        The references to the snapshots go to the history of later workers. The caller calls
+        :meth:`tell` afterwards. Returns the report if naming was enough, and it may be given
+        ``at_once``: no worker has ended without the loop's notice.
         """
-        workers, meter, about, trace = self.workers, self.meter, None, None
+        workers, meter, observed, trace = self.workers, self.meter, None, None
         targets, lost = addressed
         if meter.observers:
             trace = meter.trace(started)
-            about = time.perf_counter(), trace, workers.counts["wire_nbytes"]
+            observed = time.perf_counter(), trace, workers.counts["wire_nbytes"]
         workers.version = version = max(workers.version + 1, self._first_version)
         if started >= meter.mark_due:
             meter.mark(version, started)
@@ -425,17 +440,17 @@ class WeightSender:
             snapshot.version, snapshot.trace = version, trace
             nbytes += snapshot.nbytes
         # A call of set[int]() costs more.
-        seen: set[int] = set()
+        named: set[int] = set()
         for idx in targets:
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
             link = workers.links.get(idx)
             if link is not None and mine is not None and link.name_in_memory(mine, naming_suffices):
-                seen.add(idx)
+                named.add(idx)
                 if record.error is not None:
                     record.recover()
         send, require = None, self.require
-        enough = worker_ids is not None or require == "all" or require <= len(seen)
-        if not (0 < len(seen) == len(targets) and enough and at_once):
+        enough = worker_ids is not None or require == "all" or require <= len(named)
+        if not (0 < len(named) == len(targets) and enough and at_once):
             send = self._sends[version] = Send(
                 version,
                 {*targets},
@@ -445,8 +460,8 @@ class WeightSender:
                 lost=lost,
                 lists_targets=worker_ids is not None,
                 waiter=self._loop.create_future(),
-                about=about,
-                acked=seen,
+                observed=observed,
+                acked=named,
             )
             self._offer(send, snapshots)
         # The workers are busy with the update from here on: the rest costs no time.
@@ -455,12 +470,12 @@ class WeightSender:
             text = f"version {version} is sent to workers {sorted(targets)}"
             log(logging.DEBUG, "send", text, model=workers.model_id, version=version)
         if send is None:
-            elapsed, acked = time.perf_counter() - started, frozenset(seen)
+            elapsed, acked = time.perf_counter() - started, frozenset(named)
             # Counted without _count(): a small send is as cheap as such a call.
             meter.finished["ok"] += 1
             meter.nbytes += nbytes
-            if about is not None:
-                self._tell("ok", version, started, nbytes, about)
+            if observed is not None:
+                self._tell("ok", version, started, nbytes, observed)
             return SendReport(
                 workers.epoch, version, acked, lost=lost, elapsed=elapsed, nbytes=nbytes
             )
@@ -506,10 +521,9 @@ class WeightSender:
             # The loop is about to notice an end.
             self._loop.call_soon(self._settle, send)
             return
-        for idx in send.acked - workers.links.keys():
-            gone = workers.record(idx)
-            if gone.error is not None and gone.subscribes:
-                send.withdraw(idx, gone.error)
+        gone = send.acked - workers.links.keys()
+        if gone:
+            self._withdraw_gone(send, gone)
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
         outcome, error = send.result()
@@ -519,12 +533,19 @@ class WeightSender:
                 outcome = "error"
                 error = PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        # The next send reports the losses.
+        # The lost workers whose index has a new holder can only be named by the next report.
         if error is not None or send.waiter.done():
             replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
             workers.records.replaced = replaced | workers.records.replaced
         if not send.waiter.done():
             self._tell_caller(send, error)
+
+    def _withdraw_gone(self, send: Send, gone: set[int]) -> None:
+        """Count the workers that applied the version, and are gone since, as failed."""
+        for idx in gone:
+            record = self.workers.record(idx)
+            if record.error is not None and record.subscribes:
+                send.withdraw(idx, record.error)
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
         workers, future = self.workers, send.waiter
@@ -575,8 +596,8 @@ class WeightSender:
         self.meter.finished[outcome] += 1
         if outcome == "ok":
             self.meter.nbytes += send.nbytes
-        if send.about is not None:
-            self._tell(outcome, send.version, send.started, send.nbytes, send.about)
+        if send.observed is not None:
+            self._tell(outcome, send.version, send.started, send.nbytes, send.observed)
 
     def _tell(
         self,
@@ -584,9 +605,10 @@ class WeightSender:
         version: int,
         started: float,
         nbytes: int,
-        about: tuple[float, str | None, int],
+        observed: tuple[float, str | None, int],
     ) -> None:
-        copied, trace, before = about
+        """Tell the observers of a send that has ended."""
+        copied, trace, before = observed
         seconds = {"snapshot": copied - started, "wire": time.perf_counter() - copied}
         travelled, epoch = self.workers.counts["wire_nbytes"] - before, self.workers.epoch
         self.meter.tell(outcome, epoch, version, started, seconds, nbytes, travelled, trace)
