@@ -284,8 +284,8 @@ class Slot:
         buffer: An object that the owner of the slot made of the view, kept so that it is made once.
         in_use: True if a snapshot of the sender is in the slot. The caller that acquired the slot
             sets it last of all, so that an exception of a signal's handler leaves the slot free.
-        namers: Links whose word names the slot, or may name it; and each :class:`Abandoned` with
-            it.
+        namers: Links whose word names the slot, or may name it; and each :class:`AbandonedSlots`
+            with it.
         locked: True while this process fills the slot, so that no other process may read it.
         used_at: Time of the last acquisition, counted in acquisitions of the arena.
         has_memory: True if the slot has its pages; a slot without them is never acquired. It is set
@@ -362,7 +362,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Abandoned:
+class AbandonedSlots:
     """The slots of a link that ended while the worker's process may still compute with them.
 
     The process's locks prove nothing: foreign code there may have closed the descriptors.
@@ -406,7 +406,7 @@ class Arena:
         self.num_links: int = 0
         # Segments that were replaced by a larger one. Snapshots and links may still refer to them.
         self._retired: list[Segment] = []
-        self._abandoned: list[Abandoned] = []
+        self._abandoned: list[AbandonedSlots] = []
         self._segment_ids = itertools.count(1)
         self._num_acquired = self._last = self._before_last = 0
         self._closed = False
@@ -443,7 +443,7 @@ class Arena:
         if self._closed:
             raise TransportClosed("this scheme was closed")
         if self._abandoned:
-            self._look_at_abandoned()
+            self._release_abandoned()
         if self._retired:
             self._close_retired()
         segment = self.segment
@@ -523,13 +523,14 @@ class Arena:
         """
         has = (each for segment in self._segments for each in segment.taken)
         held = [each for each in has if version and each.version == version]
-        abandoned = Abandoned(frozenset((*named, *held)), words, pidfd)
+        abandoned = AbandonedSlots(frozenset((*named, *held)), words, pidfd)
         for slot in abandoned.slots:
             slot.namers.add(abandoned)
         self._abandoned.append(abandoned)
-        self._look_at_abandoned()
+        self._release_abandoned()
 
-    def _look_at_abandoned(self) -> None:
+    def _release_abandoned(self) -> None:
+        """Let the sender write to the slots of workers' processes that use them no more."""
         for each in [*self._abandoned]:
             if self._closed or each.is_over():
                 self._abandoned.remove(each)
