@@ -18,7 +18,7 @@ from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.protocol import Assembly
 from aiosync.receiver.kept_base import KeptBase
-from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors import FlatBuffer, Layout, copy_pieces
 from aiosync.tensors.accelerator import accelerator
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.transports.base import Received, Transport
@@ -268,7 +268,7 @@ class UpdateReader:
             landing, self._landing = self._landing, None
             if landing is None:
                 landing = self._buffers.take(layout.nbytes)
-                _fill(landing, received)
+                copy_pieces(landing.memoryview(), received.payload)
         give_back = functools.partial(self._buffers.put_back, landing)
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
@@ -456,10 +456,3 @@ def _memory_of(slot: NamedSlot) -> FlatBuffer:
         return DeviceMemory.open(driver, block.fd, about.nbytes)
 
     return DeviceBuffer(about.nbytes, find)
-
-
-def _fill(flat: FlatBuffer, received: Received) -> None:
-    target, offset = flat.memoryview(), 0
-    for piece in received.payload:
-        target[offset : offset + piece.nbytes] = piece
-        offset += piece.nbytes

@@ -30,7 +30,7 @@ from aiosync.tensors import (
     Layout,
     LiveBytes,
     Prepared,
-    copy_bytes,
+    copy_pieces,
 )
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.transports.data_plane import PayloadState, Progress, outlast
@@ -151,10 +151,7 @@ class Snapshot:
         """Wait for :meth:`filled`, and bring the bytes back if only a transport keeps them."""
         await self.filled()
         if self.kept is not None:
-            at, target, pieces = 0, self.buffer.memoryview(), await self.kept()
-            for piece in pieces:
-                copy_bytes(target[at : at + piece.nbytes], piece)
-                at += piece.nbytes
+            copy_pieces(self.buffer.memoryview(), await self.kept())
             self.kept = None
 
     @property
@@ -540,9 +537,8 @@ def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) ->
     target, at = snapshot.buffer.memoryview(), 0
     try:
         while at < snapshot.nbytes:
-            for piece in source.views(at, min(at + _AHEAD_NBYTES, snapshot.nbytes)):
-                copy_bytes(target[at : at + piece.nbytes], piece)
-                at += piece.nbytes
+            pieces = source.views(at, min(at + _AHEAD_NBYTES, snapshot.nbytes))
+            at = copy_pieces(target, pieces, at)
             progress.advance(at)
     except BaseException as exc:
         # send() raises the error, and so does every link that waits for the copy.

@@ -8,7 +8,7 @@ its names. This package must never import asyncio or a transport.
 
 from aiosync.tensors.apply import Target
 from aiosync.tensors.buffer import FlatBuffer, Layout
-from aiosync.tensors.copying import CopyPool, copy_bytes
+from aiosync.tensors.copying import CopyPool, copy_bytes, copy_pieces
 from aiosync.tensors.dtypes import torch_dtype
 from aiosync.tensors.flatten import (
     Flattener,
@@ -34,6 +34,7 @@ __all__ = [
     "check_dtypes",
     "collect",
     "copy_bytes",
+    "copy_pieces",
     "gather_weights",
     "lacks_memory",
     "torch_dtype",

@@ -26,6 +26,7 @@ __all__ = [
     "as_bytes",
     "copy_blocks",
     "copy_bytes",
+    "copy_pieces",
     "copy_tensors",
     "is_plain_cpu",
 ]
@@ -118,6 +119,14 @@ def copy_blocks(pairs: Sequence[_Pair]) -> None:
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy one block in this thread, without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def copy_pieces(target: memoryview, pieces: Iterable[memoryview], at: int = 0) -> int:
+    """Copy pieces one after the other, from offset ``at`` on; return the offset after the last."""
+    for piece in pieces:
+        copy_bytes(target[at : at + piece.nbytes], piece)
+        at += piece.nbytes
+    return at
 
 
 def is_plain_cpu(tensor: torch.Tensor) -> bool:
