@@ -1,7 +1,7 @@
-"""Credentials of the two ends of a stream link: a shared token, and certificates of TLS.
+"""Credentials of the two ends of a stream link: a shared token, and the use of TLS.
 
-No repr, error or log shows a secret, and a pickle does not contain it as legible text.
-Must not import torch or the event loop.
+The certificates of TLS are in ``tls``. No repr, error or log shows a secret, and a pickle does not
+contain it as legible text. Must not import torch or the event loop.
 """
 
 from __future__ import annotations

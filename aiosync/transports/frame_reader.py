@@ -60,8 +60,8 @@ class FrameReader:
         event: The event that waits for ``recv()``; ``None`` for none.
         arrival: Wakes ``recv()`` for such an event, or for the end of the link.
         landed: Called after each read of the present payload; ``None`` for no call.
-        take_whole: While a ``recv()`` waits, takes messages whose payload was read whole; ``None``
-            to leave them to it.
+        deliver_whole: While a ``recv()`` waits, takes messages whose payload was read whole;
+            ``None`` to leave them to it.
         in_recv: True while a ``recv()`` runs, which alone may take the event.
         is_last: True while :meth:`read_last` runs, so that nothing may be written.
     """
@@ -71,7 +71,7 @@ class FrameReader:
         self.event: FrameStart | FrameEnd | None = None
         self.arrival: Notifier = Notifier()
         self.landed: Callable[[], None] | None = None
-        self.take_whole: Callable[[FrameStart], None] | None = None
+        self.deliver_whole: Callable[[FrameStart], None] | None = None
         self.in_recv: bool = False
         self.is_last: bool = False
         self._link: _Link | None = link
@@ -231,10 +231,11 @@ class FrameReader:
                 if isinstance(event, FrameEnd):
                     self.event = event
                 elif event.payload_nbytes:
-                    if self.take_whole is None or not self.decoder.has_ahead(event.payload_nbytes):
+                    deliver, nbytes = self.deliver_whole, event.payload_nbytes
+                    if deliver is None or not self.decoder.has_ahead(nbytes):
                         self.event = event
                     else:
-                        self.take_whole(event)
+                        deliver(event)
                 elif not link.deliver(Received(event.message, ext=event.ext)):
                     self.event = event
                 event = None

@@ -301,9 +301,10 @@ class FramedTransport(Transport):
         # The loop needs this time to read: with a timeout of 0, no message would ever be found.
         if timeout is not None:
             timeout = max(timeout, _LEAST_SECONDS)
+        # A lender may offer arrived(message) and landed(nbytes).
         arrived = getattr(into, "arrived", None)
         if arrived is not None and into is not None:
-            reader.take_whole = functools.partial(self._take_whole, into, arrived)
+            reader.deliver_whole = functools.partial(self._deliver_whole, into, arrived)
         try:
             if reader.event is not None:
                 # This is a checkpoint: the message goes on to wait if this call is cancelled here.
@@ -329,10 +330,10 @@ class FramedTransport(Transport):
                 f"no whole message from {self.name} within {seconds_text(timeout)}{broken}"
             ) from exc
         finally:
-            reader.in_recv, reader.take_whole = False, None
+            reader.in_recv, reader.deliver_whole = False, None
 
-    def _take_whole(self, into: Lender, arrived: Handler, start: FrameStart) -> None:
-        """Hand over a message whose payload was read whole."""
+    def _deliver_whole(self, into: Lender, arrived: Handler, start: FrameStart) -> None:
+        """Hand a message whose payload was read whole to the lender, while recv() goes on."""
         decoder, nbytes = self._reader.decoder, start.payload_nbytes
         payload = take_buffers(into, start.message, nbytes, decoder.limits)
         decoder.lend(payload)

@@ -3,7 +3,7 @@
 If OpenSSL drove the socket itself, a write that did not fit would have to be repeated with the same
 bytes; a framed link may have other bytes to send by then. Here every byte that was taken is
 encrypted, kept and sent in order, whatever is written after it. The certificates and their checks
-are in ``credentials``; ``tcp`` puts this stream on a socket. Must not import torch.
+are in ``tls``; ``tcp`` puts this stream on a socket. Must not import torch.
 """
 
 from __future__ import annotations
