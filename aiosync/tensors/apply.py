@@ -139,7 +139,7 @@ class Target:
         plan = self._plan
         if (
             plan is not None
-            and plan.pick is not None
+            and plan.pick_flipped is not None
             and not isinstance(flat, DeviceBuffer)
             and plan.digest == layout.digest
             and not (copy or values)
@@ -147,7 +147,7 @@ class Target:
             and plan.tensors.are_those_of(self.target)
         ):
             # The usual case: only flips, which cannot fail once the plan is valid.
-            _flip(plan.moved, plan.pick(flat.views(layout)))
+            _flip(plan.moved, plan.pick_flipped(flat.views(layout)))
             return
         mode: Mode = "copy" if copy else "flip"
         if isinstance(flat, DeviceBuffer):
@@ -278,7 +278,7 @@ class Target:
                 f"what it has: {', '.join(plan.stateless)}; send the module itself to send it",
                 stacklevel=2,
             )
-        if not plan.once:
+        if not plan.is_single_use:
             self._plan, self._key = plan, key
         return plan
 

@@ -1,6 +1,8 @@
 """Matching: the leaf of an update that each tensor of a target gets, and the value of each place.
 
-Names may differ by the prefixes of wrappers. This module must never import asyncio or a transport.
+Names may differ by the prefixes of wrappers. Weights that do not fit raise ``ManifestMismatch``
+here; ``receiver.applier`` keeps the old version, and ``receiver.receiver`` answers NACK. This
+module must never import asyncio or a transport.
 """
 
 from __future__ import annotations

@@ -45,14 +45,16 @@ class Plan:
         stateless: Extra state that was not sent, and stays.
         transient: Buffers that were sent and are not persistent, by name; without those that
             ``buffers`` leaves out.
-        moves: Tensors that get other memory, which are ``moved``: with the flag that of the leaf,
-            without it memory of their own.
-        puts: Spots whose tensors are replaced by others; the flag means the same.
+        moves: Triples (tensor, leaf, is_view) of the tensors that get other memory: the tensor
+            becomes a view of the leaf if ``is_view``, else it gets memory of its own.
+        moved: The tensors of ``moves``.
+        puts: Triples (spot, leaf, is_view) of the spots whose tensors are replaced by others, which
+            get their memory likewise.
         copies: Tensors that are copied in place.
         devices: The accelerators of the tensors that get weights.
-        once: The target is another one afterwards, for which there is no plan yet.
-        pick: Picks, of tensors in the order of the leaves, those that ``moved`` become views of;
-            ``None`` unless that is all there is to change, and cannot fail.
+        is_single_use: The target is another one afterwards, for which there is no plan yet.
+        pick_flipped: Picks, of tensors in the order of the leaves, those that ``moved`` become
+            views of; ``None`` unless that is all there is to change, and cannot fail.
         digest: Digest of the layout.
     """
 
@@ -110,13 +112,14 @@ class Plan:
         if self.devices and mode != "copy there":
             self.copies.allocate_on_devices(layout)
         self.moved: list[torch.Tensor] = [tensor for tensor, _, _ in self.moves]
-        self.once: bool = bool(self.puts) or not all(is_view for _, _, is_view in self.moves)
+        all_views = all(is_view for _, _, is_view in self.moves)
+        self.is_single_use: bool = bool(self.puts) or not all_views
         self.digest: bytes = layout.digest
-        self.pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-        if self.moves and not (self.once or self.values or self.equal or copies):
+        self.pick_flipped: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        if self.moves and not (self.is_single_use or self.values or self.equal or copies):
             leaves = [leaf for _, leaf, _ in self.moves]
             # For a single index, itemgetter() would return no sequence.
-            self.pick = itemgetter(*leaves, leaves[-1])
+            self.pick_flipped = itemgetter(*leaves, leaves[-1])
 
     def _sort(
         self, layout: Layout, mode: Mode, *, in_module: bool
