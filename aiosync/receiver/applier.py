@@ -143,7 +143,7 @@ class Applier:
             # An interrupt may have left the update in both places.
             return None if old is self._taking else old
 
-    def owe(self, version: int) -> int:
+    def note_owed(self, version: int) -> int:
         """Note that a message asks for a version that the word names.
 
         Returns:
@@ -242,23 +242,23 @@ class Applier:
             self._raise_refused(*self._refused_word)
         result: Staged | None = None
         while True:
-            error: Exception | None = None
+            follow_error: Exception | None = None
             try:
                 has_model = self.model.follow(self.waiting, closed=self.turns.is_over)
             except Exception as exc:
                 # The trainer gets the error, unless it is an interrupt.
                 if is_interrupt(exc):
                     raise
-                error, has_model = exc, True
+                follow_error, has_model = exc, True
             if not has_model:
                 return result
-            again = self._taking is not None
-            if not again and not self._begin(by_hand):
+            was_interrupted = self._taking is not None
+            if not was_interrupted and not self._begin(by_hand):
                 return result
-            result = self._take(error)
+            result = self._apply_noted(follow_error)
             # After an interrupted update comes what arrived meanwhile. After one of the word comes
             # a waiting one, to be answered: the word has overtaken it, or it is newer still.
-            if not again and (result.slot is None or self.waiting is None):
+            if not was_interrupted and (result.slot is None or self.waiting is None):
                 return result
 
     def _raise_refused(self, want: int, error: BaseException) -> None:
@@ -274,16 +274,20 @@ class Applier:
         """Note the update to take now: the named one, or the waiting one; False for none."""
         if self.turns.is_over or (self.manual and not (by_hand or self.askers)):
             return False
-        looks = self._reads_words and self._updates.slots is not None
-        named = self.look() if looks else None
+        has_word = self._reads_words and self._updates.slots is not None
+        named = self.open_named_update() if has_word else None
         with self._lock:
             self._taking = named or self.waiting
             if self.waiting is self._taking:
                 self.waiting = None
         return self._taking is not None
 
-    def _take(self, error: BaseException | None) -> Staged:
-        """Have the model take the noted update, also again after an interrupt cut this short."""
+    def _apply_noted(self, follow_error: BaseException | None) -> Staged:
+        """Have the model take the noted update, also again after an interrupt cut this short.
+
+        Args:
+            follow_error: The reason why the model that is to take it cannot be used.
+        """
         staged, guard, model = self._taking, self._guard, self.model
         assert staged is not None
         inbox = self._ledger.inbox
@@ -296,16 +300,18 @@ class Applier:
         # The loop may close the model meanwhile.
         target = model.target
         began = time.perf_counter() if self._meter.observers else 0.0
+        error = follow_error
         # A call that was interrupted may have put this version into the model.
         if error is None and staged.version != has:
             error = model.load(staged)
         # No message asked for this version, so no answer reports a refusal: a read has to raise it.
-        looked = staged.slot is not None and guard.words is not None and not self._ledger.owed
+        is_by_word = staged.slot is not None and guard.words is not None
+        only_read_can_report = is_by_word and not self._ledger.owed
         staged.taken = error is None
         staged.error = error = self._switch_to(staged) if staged.taken else error
         # The model no longer needs the update before; or this one, if it was copied or refused.
         unused = self._before if staged.taken and not model.copy else staged
-        has_to_tell = self._leave(staged, unused, looked)
+        has_to_tell = self._give_memory_back(staged, unused, only_read_can_report)
         # Counted before the trainer or a waiting call hears of the update.
         if error is None:
             self.note("ok", staged, began)
@@ -315,17 +321,20 @@ class Applier:
         if self.turns.is_over and staged.taken:
             self._leave_model(staged, target)
         if error is not None:
-            self._raise_at_read(staged.version, error, looked)
+            self._raise_at_read(staged.version, error, only_read_can_report)
         return staged
 
-    def _leave(self, staged: Staged, unused: Staged | None, looked: bool) -> bool:
+    def _give_memory_back(
+        self, staged: Staged, unused: Staged | None, only_read_can_report: bool
+    ) -> bool:
         """Give memory back that the model no longer needs; True if the trainer has to be told."""
         if staged.slot is None:
             # A slot is given back at once; if something views it, give_back() copies it first.
             if unused is not None and unused.slot is not None:
                 unused.give_back()
             return True
-        has_to_tell = self._took(staged, unused, looked and not self._guard.at_read)
+        next_read_raises = only_read_can_report and not self._guard.at_read
+        has_to_tell = self._finish_slot_update(staged, unused, next_read_raises)
         return has_to_tell or (staged.taken and staged.error is not None)
 
     def _leave_model(self, staged: Staged, target: object) -> None:
@@ -334,11 +343,13 @@ class Applier:
             target.detach_(staged.flat)
         self.model.current = None
 
-    def _raise_at_read(self, version: int, error: BaseException, looked: bool) -> None:
+    def _raise_at_read(
+        self, version: int, error: BaseException, only_read_can_report: bool
+    ) -> None:
         """Raise an interrupt; and a refusal, if the read that begins promised to see the update."""
         if not isinstance(error, Exception):
             raise error
-        if looked and self._guard.at_read:
+        if only_read_can_report and self._guard.at_read:
             raise not_applied(version, error) from error
 
     def _switch_to(self, staged: Staged) -> Exception | None:
@@ -387,13 +398,15 @@ class Applier:
             staged.trace if staged.slot is None else staged.slot.trace,
         )
 
-    def _took(self, staged: Staged, unused: Staged | None, raises: bool) -> bool:
+    def _finish_slot_update(
+        self, staged: Staged, unused: Staged | None, next_read_raises: bool
+    ) -> bool:
         """Note that an update from a slot was taken or refused, and leave the other slots.
 
         Args:
             staged: The update.
             unused: The update whose memory the model no longer needs.
-            raises: If the update was refused, the next read has to raise that.
+            next_read_raises: If the update was refused, the next read has to raise that.
 
         Returns:
             True if the trainer has to be told.
@@ -407,7 +420,7 @@ class Applier:
             return True
         if not staged.taken:
             slots.refuse(slot)
-            if raises and staged.error is not None:
+            if next_read_raises and staged.error is not None:
                 self._refused_word = slot.want, staged.error
             else:
                 guard.seen, self._refused_word = slot.want, None
@@ -425,7 +438,7 @@ class Applier:
         ledger = self._ledger
         return self._promise.digest != staged.layout.digest or ledger.owed > 0 or ledger.is_asked
 
-    def look(self) -> Staged | None:
+    def open_named_update(self) -> Staged | None:
         """Return the update that the word names, locked; ``None`` if it is not new.
 
         Runs under the guard, on any thread.
@@ -435,15 +448,15 @@ class Applier:
         """
         slots, until, guard = self._updates.slots, 0.0, self._guard
         while slots is not None:
-            read_looks = guard.at_read and guard.words is not None
+            read_must_see = guard.at_read and guard.words is not None
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
                 # If another link has replaced this one meanwhile, the new one goes on.
                 if slots is self._updates.slots:
-                    self._lose_link(exc, read_looks)
+                    self._lose_link(exc, read_must_see)
                 return None
-            if staged is not None or not (read_looks and slots.is_behind):
+            if staged is not None or not (read_must_see and slots.is_behind):
                 return staged
             if slots.next_unread:
                 # A message about this version follows its manifest, which is on its way. Until then
@@ -457,7 +470,7 @@ class Applier:
                 self._pause_for_manifest(until)
         return None
 
-    def _lose_link(self, exc: Exception, read_looks: bool) -> None:
+    def _lose_link(self, exc: Exception, read_must_see: bool) -> None:
         """End the link, as the update that the word names cannot be read.
 
         Raises:
@@ -465,7 +478,7 @@ class Applier:
         """
         error = exc if isinstance(exc, RemoteProtocolError) else RemoteProtocolError(str(exc))
         call_soon(self._loop, self._fail, error)
-        if read_looks:
+        if read_must_see:
             raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc
 
     def _pause_for_manifest(self, until: float) -> None:
@@ -482,6 +495,7 @@ class Applier:
         time.sleep(_PAUSE_SECONDS)
 
     def _tell(self, staged: Staged, unused: Staged | None) -> None:
+        """Queue the result of an update, and have the loop report it."""
         # Results keep the order in which the updates were applied, whichever threads applied them.
         self.results.append((staged, unused))
         here = asyncio._get_running_loop() is self._loop

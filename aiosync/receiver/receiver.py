@@ -310,7 +310,7 @@ class WeightReceiver:
         news = self._transformer is None and self._register_arrival(epoch, version, named=True)
         self.updates.epoch = epoch
         if self._transformer is not None:
-            staged = self.applier.look()
+            staged = self.applier.open_named_update()
             if staged is None:
                 stale = StaleVersion(f"version {version} is older than what the model has")
                 self._repeat(epoch, version, stale)
@@ -319,7 +319,7 @@ class WeightReceiver:
                     slots.refuse(staged.slot)
                 self._stage(staged)
         elif news:
-            older = self.applier.owe(version)
+            older = self.applier.note_owed(version)
             if older:
                 self._answer(epoch, older, AckStatus.SKIPPED)
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
