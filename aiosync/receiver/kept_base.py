@@ -24,14 +24,16 @@ class KeptBase:
         # Digest of a layout, and the dtypes in it.
         self._layout: tuple[bytes, DeltaLayout] | None = None
         # Epoch, version and layout of the update that the bytes are of.
-        self._of: tuple[int, int, bytes] | None = None
+        self._base_id: tuple[int, int, bytes] | None = None
         # Epoch and version of the update whose first chunks have replaced some of them.
-        self._next: tuple[int, int] | None = None
+        self._replacing_id: tuple[int, int] | None = None
 
     @property
     def held(self) -> tuple[int, int]:
         """Epoch and version of the base; (0, 0) for none."""
-        return (0, 0) if self._of is None or self._next is not None else self._of[:2]
+        if self._base_id is None or self._replacing_id is not None:
+            return 0, 0
+        return self._base_id[:2]
 
     def lend(self, update: Update, nbytes: int) -> memoryview:
         """Return memory for a chunk that is a delta, checked against the base.
@@ -42,8 +44,8 @@ class KeptBase:
         """
         version, size = update.base or (0, 0)
         of, now = (update.epoch, version, update.digest), (update.epoch, update.version)
-        if of != self._of or self._next not in (None, now):
-            self._of = None
+        if of != self._base_id or self._replacing_id not in (None, now):
+            self._base_id = None
             raise TransportBroken(
                 f"version {update.version} is a delta to version {version}, which is no base here"
             )
@@ -77,7 +79,7 @@ class KeptBase:
         start, stop = place
         memory = landing.memoryview()
         if self._flat is None or self._flat.nbytes != layout.nbytes:
-            self._of = self._flat = None
+            self._base_id = self._flat = None
             try:
                 self._flat = FlatBuffer(layout.nbytes)
             except MemoryError as exc:
@@ -91,23 +93,23 @@ class KeptBase:
             try:
                 self._layout[1].apply(start, stop, encoded, base, memory)
             except AiosyncError as exc:
-                self._of = None
+                self._base_id = None
                 raise TransportBroken(f"version {update.version} cannot be decoded: {exc}") from exc
         running.update(memory[start + running.nbytes : stop])
         if running.digest() != update.checksum:
-            # The chunk is refused by its checksum, as one without a base is.
-            self._of = None
+            # Assembly.arrived() refuses the chunk, as its checksum is wrong.
+            self._base_id = None
             return
         now = (update.epoch, update.version)
-        if self._next not in (None, now):
-            self._of = None
-        self._next = now
+        if self._replacing_id not in (None, now):
+            self._base_id = None
+        self._replacing_id = now
         copy_bytes(base[start:stop], memory[start:stop])
 
     def complete(self, update: Update) -> None:
         """Register that all chunks of an update were taken."""
-        self._of, self._next = (update.epoch, update.version, update.digest), None
+        self._base_id, self._replacing_id = (update.epoch, update.version, update.digest), None
 
     def close(self) -> None:
         """Give the memory back."""
-        self._flat = self._of = self._next = None
+        self._flat = self._base_id = self._replacing_id = None
