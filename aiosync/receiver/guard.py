@@ -226,12 +226,12 @@ class Guard:
                     or self.check is not None
                     or self.before_next_read is not None
                 ):
-                    first = self._prepare(thread, read, computes)
+                    run_before = self._begin_slowly(thread, read, computes)
                 else:
                     # Nearly every read finds nothing to do, and no other read.
-                    self._met_since, first = 0.0, None
+                    self._met_since, run_before = 0.0, None
                     self._open[thread] = [read]
-                if first is None:
+                if run_before is None:
                     if computes:
                         if not self.has_computed:
                             self._note_compute()
@@ -247,9 +247,11 @@ class Guard:
                             if held is not self.held or last() is not task:
                                 self.read_versions.note(task, self.held)
                     return
-            first()
+            run_before()
 
-    def _prepare(self, thread: int, read: _Read, computes: bool) -> Callable[[], object] | None:
+    def _begin_slowly(
+        self, thread: int, read: _Read, computes: bool
+    ) -> Callable[[], object] | None:
         """Begin a read beside others, or for which an update may wait. Runs under the lock.
 
         Returns:

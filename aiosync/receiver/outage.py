@@ -123,9 +123,10 @@ class Outage:
         if self._max_staleness is not None:
             pause = max(0.0, self.cut_off[0] + self._max_staleness - time.monotonic())
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(pause + _EARLY_SECONDS, self._look, version, wake)
+            self._timer = loop.call_later(pause + _EARLY_SECONDS, self._note_stale, version, wake)
 
-    def _look(self, version: int, wake: Callable[[], object]) -> None:
+    def _note_stale(self, version: int, wake: Callable[[], object]) -> None:
+        """Log that the model has become stale, if it has, and wake the calls that wait."""
         try:
             self.check()
         except PeerClosed as exc:

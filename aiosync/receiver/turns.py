@@ -21,7 +21,7 @@ from aiosync.receiver.model import WorkerModel
 __all__ = ["Turns"]
 
 # First and longest pause between two tries.
-_LOOK_SECONDS = (0.05, 1.0)
+_RETRY_SECONDS = (0.05, 1.0)
 
 
 class Turns:
@@ -61,7 +61,7 @@ class Turns:
         # Identifier of the thread while it applies, else 0.
         self._thread = 0
 
-    def submit(self, pause: float = _LOOK_SECONDS[0]) -> None:
+    def submit(self, pause: float = _RETRY_SECONDS[0]) -> None:
         """Apply the noted updates between two reads: now, or as soon as the reads end."""
         if self._in_thread is not None or (self._model.waits and not self.is_over):
             # A read that begins before the thread does applies the updates.
@@ -109,13 +109,13 @@ class Turns:
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
         if not done and self._timer is None and not self.is_over:
-            self._timer = self._loop.call_later(pause, self._look_again, pause)
+            self._timer = self._loop.call_later(pause, self._try_again, pause)
         self._ended(changed)
 
-    def _look_again(self, pause: float) -> None:
+    def _try_again(self, pause: float) -> None:
         self._timer = None
         if not self.is_over:
-            self.submit(min(2 * pause, _LOOK_SECONDS[1]))
+            self.submit(min(2 * pause, _RETRY_SECONDS[1]))
 
     def interrupt_loop(self, error: BaseException) -> None:
         """Have the loop raise the exception of a signal's handler, so that it ends no link.

@@ -106,7 +106,7 @@ class VersionWaits:
         """
         applier = self._applier
 
-        def rung() -> bool:
+        def set_bell_and_check() -> bool:
             slots = self._updates.slots
             if slots is not None and self._guard.words is not None:
                 # From now on the trainer tells of a new version at once.
@@ -132,7 +132,7 @@ class VersionWaits:
                         while not condition():
                             self._check()
                             # Another thread may have taken it without waking this call.
-                            await self.changed.wait(unless=rung)
+                            await self.changed.wait(unless=set_bell_and_check)
             except TimeoutError as exc:
                 if isinstance(exc, SyncTimeout):
                     raise
@@ -204,7 +204,7 @@ class VersionWaits:
         staged: bool = False,
         timeout: float | None,
         late: SyncTimeout,
-        waiting: Context = _SILENT,
+        waiting: Context,
     ) -> int:
         """Wait until the model has at least ``version``; or, with ``staged``, until it is here.
 
@@ -233,7 +233,7 @@ class VersionWaits:
         return max(version, newest())
 
     async def wait_lag_below(
-        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
+        self, limit: int, *, timeout: float | None, late: SyncTimeout, waiting: Context
     ) -> int:
         """Wait until the model is less than ``limit`` versions behind the newest that is here.
 
@@ -255,7 +255,7 @@ class VersionWaits:
         return self._applier.lag
 
     async def pull(
-        self, least: int, *, timeout: float | None, late: SyncTimeout, waiting: Context = _SILENT
+        self, least: int, *, timeout: float | None, late: SyncTimeout, waiting: Context
     ) -> int:
         """Ask for the newest version, from ``least`` on, and wait until the model has it.
 
