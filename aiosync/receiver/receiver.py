@@ -50,6 +50,7 @@ from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.receiver.waits import VersionWaits
 from aiosync.tensors.apply import BufferChoice, Strict
 from aiosync.transports.base import Received, Transport, make_ack, without_frames
+from aiosync.transports.shared_memory import SlotReader
 from aiosync.types import AckStatus
 from aiosync.wire import Ack, Current, Fetch, Leave, ManifestMessage, Promise, Take, Update, Welcome
 
@@ -193,47 +194,61 @@ class WeightReceiver:
     # -- the link ------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        """Receive over one link after the other, until the last is not replaced."""
         while True:
-            outage = self.outage
-            await outage.begin_link()
-            try:
-                self.transport.subscribe(self._on_message)
-                while True:
-                    received = await self.transport.recv(into=self.updates.lender)
-                    work = self.updates.heavy_work(received)
-                    if work is not None:
-                        await in_pool_thread(work)
-                    self._on_message(received)
-            except AiosyncError as exc:
-                lost = without_frames(exc)
+            await self.outage.begin_link()
+            lost = await self._receive_until_lost()
             if self._closed or self.error is not None:
                 return
-            wake = self.waits.changed.notify
-            version, reconnect = self.version, self._reconnect
-            outage.end_link(lost, version, reconnect is None, wake)
-            if reconnect is None:
-                await outage.give_up(lost)
-                self.fail(lost)
+            found = await self._find_next_link(lost)
+            if found is None:
                 return
-            self.transport.abort()
-            try:
-                link, welcome = await reconnect(lost, outage.progress)
-            except AiosyncError as exc:
-                held = f"the model keeps version {self.version}"
-                self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
-                await outage.give_up(without_frames(exc))
-                self.fail(exc)
-                return
+            link, welcome = found
             if self.error is not None:
                 link.abort()
                 return
             self._note_welcome(welcome)
-            slots = self.updates.slots
-            if slots is not None and slots.is_behind and self.guard.words is not None:
-                # The trainer of the last link counts on the version that it named before the loss.
-                await self.guard.wait_free(_CLOSE_SECONDS)
-                self.applier.turns.submit()
+            await self._take_last_word()
             self._use_link(link)
+
+    async def _receive_until_lost(self) -> AiosyncError:
+        """Handle the messages of the link; return the error that ended it."""
+        try:
+            self.transport.subscribe(self._on_message)
+            while True:
+                received = await self.transport.recv(into=self.updates.lender)
+                work = self.updates.heavy_work(received)
+                if work is not None:
+                    await in_pool_thread(work)
+                self._on_message(received)
+        except AiosyncError as exc:
+            return without_frames(exc)
+
+    async def _find_next_link(self, lost: AiosyncError) -> tuple[Transport, Welcome] | None:
+        """Dial the link that replaces a lost one; fail with the reason if there is none."""
+        outage, reconnect = self.outage, self._reconnect
+        outage.end_link(lost, self.version, reconnect is None, self.waits.changed.notify)
+        if reconnect is None:
+            await outage.give_up(lost)
+            self.fail(lost)
+            return None
+        self.transport.abort()
+        try:
+            return await reconnect(lost, outage.progress)
+        except AiosyncError as exc:
+            held = f"the model keeps version {self.version}"
+            self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
+            await outage.give_up(without_frames(exc))
+            self.fail(exc)
+            return None
+
+    async def _take_last_word(self) -> None:
+        """Apply the version that the word of the lost link names."""
+        slots = self.updates.slots
+        if slots is not None and slots.is_behind and self.guard.words is not None:
+            # The trainer of the last link counts on the version that it named before the loss.
+            await self.guard.wait_free(_CLOSE_SECONDS)
+            self.applier.turns.submit()
 
     def _note_welcome(self, welcome: Welcome) -> None:
         """Log which trainer answers, and whether this link is of use without a newer version."""
@@ -296,13 +311,11 @@ class WeightReceiver:
             self.updates.refuse(message)
 
     def _on_take(self, message: Take) -> None:
-        """Handle a slot that the trainer named; it waits for an answer unless the version is 0."""
+        """Handle a slot that the trainer named, for which it waits for an answer; or its ring."""
         self.outage.cut_off = None
         epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
-            if self._promise.digest is not None and slots is not None and slots.is_behind:
-                self._promise.note_ring()
-            self.applier.apply_soon()
+            self._on_ring()
             return
         if slots is None:
             raise RemoteProtocolError("the trainer named memory that it never announced")
@@ -310,14 +323,7 @@ class WeightReceiver:
         news = self._transformer is None and self._register_arrival(epoch, version, named=True)
         self.updates.epoch = epoch
         if self._transformer is not None:
-            staged = self.applier.open_named_update()
-            if staged is None:
-                stale = StaleVersion(f"version {version} is older than what the model has")
-                self._repeat(epoch, version, stale)
-            else:
-                if staged.slot is not None:
-                    slots.refuse(staged.slot)
-                self._stage(staged)
+            self._take_through_transform(epoch, version, slots)
         elif news:
             older = self.applier.note_owed(version)
             if older:
@@ -325,12 +331,30 @@ class WeightReceiver:
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
 
+    def _on_ring(self) -> None:
+        """Apply what the word names, as the trainer found that no read has taken it."""
+        slots = self.updates.slots
+        if self._promise.digest is not None and slots is not None and slots.is_behind:
+            self._promise.note_ring()
+        self.applier.apply_soon()
+
+    def _take_through_transform(self, epoch: int, version: int, slots: SlotReader) -> None:
+        """Read the update that the word names, and leave its slot to the transform."""
+        staged = self.applier.open_named_update()
+        if staged is None:
+            stale = StaleVersion(f"version {version} is older than what the model has")
+            self._repeat_answer(epoch, version, stale)
+            return
+        if staged.slot is not None:
+            slots.refuse(staged.slot)
+        self._stage(staged)
+
     def _register_arrival(self, epoch: int, version: int, *, named: bool = False) -> bool:
         """Register a version that arrived; False for an old one, whose answer is repeated."""
         try:
             self.ledger.arrive(epoch, version)
         except StaleVersion as exc:
-            self._repeat(epoch, version, exc, named=named)
+            self._repeat_answer(epoch, version, exc, named=named)
             self._has_come(epoch, version)
             return False
         if self.ledger.is_fetching:
@@ -357,9 +381,9 @@ class WeightReceiver:
             if old is not None:
                 self._skip(old)
         else:
-            self._take(staged)
+            self._offer_to_model(staged)
 
-    def _take(self, staged: Staged) -> None:
+    def _offer_to_model(self, staged: Staged) -> None:
         """Have the model take this update, now or as soon as it can."""
         old = self.applier.offer(staged)
         # If there is none, another thread may be applying the update before this one.
@@ -379,7 +403,7 @@ class WeightReceiver:
         if staged.epoch != self.ledger.inbox.newest_epoch:
             staged.give_back()
         elif error is None:
-            self._take(staged)
+            self._offer_to_model(staged)
         else:
             self._refuse(staged.epoch, staged.version, error)
             self.applier.note("refused", staged)
@@ -398,7 +422,7 @@ class WeightReceiver:
         is_base = self.updates.base == answer[:2]
         self._outgoing.say(make_ack(*answer, is_base=is_base))
 
-    def _repeat(
+    def _repeat_answer(
         self, epoch: int, version: int, error: StaleVersion, *, named: bool = False
     ) -> None:
         self._say(
