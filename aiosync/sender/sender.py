@@ -244,17 +244,14 @@ class WeightSender:
             if future.done():
                 await asyncio.sleep(0)
             elif sent.nbytes <= _AWAKE_NBYTES:
-                is_quick = self._mean_answer_seconds < 2 * _LONGER_AWAKE_SECONDS
-                awake = _LONGER_AWAKE_SECONDS if is_quick else _AWAKE_SECONDS
-                self._stay_awake(future, time.perf_counter() + awake)
+                self._stay_awake(future)
             report = await future
             self._mean_answer_seconds += (report.elapsed - self._mean_answer_seconds) / 8
             return report
         except asyncio.CancelledError:
             # The transfer goes on; the next send reports a worker that fails.
-            if future is not None and future.done() and not future.cancelled():
-                # Retrieve the exception, only to keep it out of asyncio's log.
-                future.exception()
+            if future is not None:
+                _keep_out_of_log(future)
             raise
         finally:
             # The caller may change the tensors once send() has ended.
@@ -294,8 +291,12 @@ class WeightSender:
         given = snapshots, addressed, worker_ids, timeout, started
         return self._dispatch(*given, at_once=not self.workers.has_ended())
 
-    def _stay_awake(self, future: asyncio.Future[Any], until: float) -> None:
+    def _stay_awake(self, future: asyncio.Future[Any], until: float | None = None) -> None:
         """Keep the loop turning until the answer is there, as waking it takes longer."""
+        if until is None:
+            is_quick = self._mean_answer_seconds < 2 * _LONGER_AWAKE_SECONDS
+            seconds = _LONGER_AWAKE_SECONDS if is_quick else _AWAKE_SECONDS
+            until = time.perf_counter() + seconds
         if not future.done() and time.perf_counter() < until:
             self._loop.call_soon(self._stay_awake, future, until)
 
@@ -527,16 +528,11 @@ class WeightSender:
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
         outcome, error = send.result()
-        # No worker is connected.
-        if send.lost and not (send.workers or workers.links):
-            if not any(each.has_left for each in workers.records.values()):
-                outcome = "error"
-                error = PartialSyncError(failed=send.lost, version=send.version)
+        if send.lost and self._has_lost_all(send):
+            outcome, error = "error", PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
-        # The lost workers whose index has a new holder can only be named by the next report.
-        if error is not None or send.waiter.done():
-            replaced = {idx: why for idx, why in send.lost.items() if idx in workers.links}
-            workers.records.replaced = replaced | workers.records.replaced
+        if send.lost and (error is not None or send.waiter.done()):
+            self._keep_replaced(send.lost)
         if not send.waiter.done():
             self._tell_caller(send, error)
 
@@ -546,6 +542,22 @@ class WeightSender:
             record = self.workers.record(idx)
             if record.error is not None and record.subscribes:
                 send.withdraw(idx, record.error)
+
+    def _has_lost_all(self, send: Send) -> bool:
+        """Return True if no worker is connected or addressed, and none left in an orderly way."""
+        workers = self.workers
+        if send.workers or workers.links:
+            return False
+        return not any(each.has_left for each in workers.records.values())
+
+    def _keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
+        """Keep errors of lost workers that no report has named, if their index has a new holder.
+
+        Only the next report can name them, as the record is that of the new holder.
+        """
+        workers = self.workers
+        replaced = {idx: why for idx, why in lost.items() if idx in workers.links}
+        workers.records.replaced = replaced | workers.records.replaced
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
         workers, future = self.workers, send.waiter
@@ -755,6 +767,12 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
+
+
+def _keep_out_of_log(future: asyncio.Future[SendReport]) -> None:
+    """Retrieve the error of a send that no caller awaits any more, which asyncio would log."""
+    if future.done() and not future.cancelled():
+        future.exception()
 
 
 def _release(snapshots: Mapping[int | None, Snapshot]) -> None:

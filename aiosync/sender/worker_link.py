@@ -293,16 +293,7 @@ class WorkerLink:
 
     async def _write_update(self, snapshot: Snapshot, epoch: int) -> None:
         """Write one update, as soon as the link can use its bytes."""
-        above = self.transport.follows_copies_above
-        may_follow_copy = (
-            snapshot.live is not None
-            or snapshot.incoming is not None
-            or (above is not None and snapshot.nbytes > above)
-        )
-        if self.publisher is not None:
-            await snapshot.in_memory()
-        elif not may_follow_copy:
-            await snapshot.filled()
+        await self._wait_until_usable(snapshot)
         if self._announces(snapshot):
             await self._announce(snapshot)
         delta = None
@@ -322,6 +313,19 @@ class WorkerLink:
                 delta.base.release()
             if self._chunks is not None and self.outbox.error is not None:
                 self._chunks.rest()
+
+    async def _wait_until_usable(self, snapshot: Snapshot) -> None:
+        """Wait until all bytes of an update are here, unless the link may follow their copy."""
+        above = self.transport.follows_copies_above
+        may_follow_copy = (
+            snapshot.live is not None
+            or snapshot.incoming is not None
+            or (above is not None and snapshot.nbytes > above)
+        )
+        if self.publisher is not None:
+            await snapshot.in_memory()
+        elif not may_follow_copy:
+            await snapshot.filled()
 
     async def _wait_for(self, bytes_to_send: PendingBytes) -> None:
         """Wait for bytes that this side does not have yet; raise the error that ends the link."""
