@@ -367,7 +367,7 @@ class WeightSender:
         Args:
             planned: The weights, ready to be copied, by worker; under ``None`` those for all.
             worker_ids: The targets; ``None`` for all workers.
-            timeout: Seconds that the send may take; ``None`` for the default.
+            timeout: Seconds that the send may take; ``None`` for no limit.
             started: When the send began.
             off_loop: This is another thread than the loop's: use nothing of the loop, and send only
                 if naming the weights in shared memory is enough for every target.
