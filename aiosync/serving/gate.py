@@ -40,9 +40,9 @@ _RETRY_SECONDS = 1.0
 _inside: ContextVar[tuple[Admission, ...]] = ContextVar("aiosync admissions", default=())
 
 
-def _around(gate: AdmissionGate) -> list[Admission]:
+def _admissions_here(gate: AdmissionGate) -> list[Admission]:
     """Return this context's running admissions at a gate, outermost first."""
-    return [each for each in _inside.get() if each._gate is gate and each._holder.active]
+    return [each for each in _inside.get() if each._gate is gate and each._whole.active]
 
 
 def _add(runs: list[tuple[int, int]], version: int, number: int) -> None:
@@ -269,7 +269,7 @@ class AdmissionGate:
     def _satisfies(self, min_version: int, epoch: int | None) -> bool:
         return self._version >= min_version and epoch in (None, self._epoch)
 
-    def _tell(self, seconds: float) -> None:
+    def _call_on_admission(self, seconds: float) -> None:
         """Call :attr:`on_admission`; if that raises, log the error and never call it again.
 
         So an error of the callback fails no request.
@@ -374,8 +374,8 @@ class Admission:
         self._counted: list[tuple[int, int]] = []
         # Number of blocks that run as a part of this, its own included; at 0 it has ended.
         self._parts = 0
-        # The admission that this is a part of.
-        self._holder: Admission = self
+        # The admission that this is a part of; this one itself unless it joined another.
+        self._whole: Admission = self
 
     @property
     def active(self) -> bool:
@@ -427,32 +427,43 @@ class Admission:
         _add(self._counted, version, tokens)
 
     async def __aenter__(self) -> int:
+        """Join the admission around this one if a switch waits for that; else wait to enter."""
         if self.version:
             raise LocalProtocolError("an admission can be entered only once: call request() again")
-        gate, self._task = self._gate, asyncio.current_task()
-        around = _around(gate)
-        if around and around[-1]._holder.blocks:
-            if not gate._satisfies(self.min_version, self.wanted_epoch):
-                raise self._too_late(None)
-            self._holder = around[-1]._holder
+        self._task = asyncio.current_task()
+        outer = _admissions_here(self._gate)
+        if outer and outer[-1]._whole.blocks:
+            self._join(outer[-1]._whole)
         else:
-            if gate._closed or not gate._may_enter(self):
-                await self._wait()
-            else:
-                gate._tell(0.0)
-            self.version, self.epoch = gate._version, gate._epoch
-            if self.blocks:
-                gate._running += 1
-                for each in _around(gate):  # requests around this batch; a switch waits for none
-                    _add(each._steps, self.version, 1)
-            else:
-                gate._open.add(self)
-        self._holder._parts += 1
-        self.version, self.epoch = self._holder.version, self._holder.epoch
+            await self._enter()
+        self._whole._parts += 1
+        self.version, self.epoch = self._whole.version, self._whole.epoch
         self._seen.append((self.version, self.epoch))
         # Drop the admissions that have ended: another task may have left them, as middleware does.
-        _inside.set((*(each for each in _inside.get() if each._holder.active), self))
+        _inside.set((*(each for each in _inside.get() if each._whole.active), self))
         return self.version
+
+    def _join(self, whole: Admission) -> None:
+        """Become a part of a running admission, whose version is the gate's until it ends."""
+        if not self._gate._satisfies(self.min_version, self.wanted_epoch):
+            raise self._too_late(None)
+        self._whole = whole
+
+    async def _enter(self) -> None:
+        """Wait until the gate admits this one by itself, and take the gate's version."""
+        gate = self._gate
+        if gate._closed or not gate._may_enter(self):
+            await self._wait()
+        else:
+            gate._call_on_admission(0.0)
+        self.version, self.epoch = gate._version, gate._epoch
+        if self.blocks:
+            gate._running += 1
+            # No switch waits for the requests around this batch, so each of them counts batches.
+            for each in _admissions_here(gate):
+                _add(each._steps, self.version, 1)
+        else:
+            gate._open.add(self)
 
     async def _wait(self) -> None:
         gate, began = self._gate, time.monotonic()
@@ -462,7 +473,7 @@ class Admission:
             await gate._until(lambda: gate._may_enter(self), limit, lambda: self._too_late(limit))
         finally:
             gate._waiting -= 1
-            gate._tell(time.monotonic() - began)
+            gate._call_on_admission(time.monotonic() - began)
 
     def _too_late(self, limit: float | None) -> AdmissionTimeout:
         """Return the error for an admission that waited ``limit`` seconds.
@@ -492,13 +503,13 @@ class Admission:
 
     async def __aexit__(self, *exc_info: object) -> None:
         _inside.set(tuple(each for each in _inside.get() if each is not self))
-        holder = self._holder
-        holder._parts -= 1
-        if holder._parts:
+        whole = self._whole
+        whole._parts -= 1
+        if whole._parts:
             return
         gate = self._gate
-        gate._open.discard(holder)
-        if holder.blocks:
+        gate._open.discard(whole)
+        if whole.blocks:
             gate._running -= 1
             if gate._running == 0:
                 gate._changed.notify()
@@ -532,7 +543,7 @@ class Swap:
     async def __aenter__(self) -> Self:
         gate = self._gate
         task = asyncio.current_task()
-        if any(each._task is task and each._holder.blocks for each in _around(gate)):
+        if any(each._task is task and each._whole.blocks for each in _admissions_here(gate)):
             raise LocalProtocolError("a switch inside a request would wait for itself")
         limit = _limit_of(self._timeout, gate.swap_timeout)
         try:
