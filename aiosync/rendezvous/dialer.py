@@ -213,7 +213,7 @@ class Dialer:
             # proved its identity.
             raise ConnectError(str(exc)) from exc
 
-    def not_reached(self, within: str = "") -> str:
+    def not_reached_text(self, within: str = "") -> str:
         """Return the text of an error that says that the other end was not reached.
 
         Args:
@@ -239,8 +239,8 @@ class KeptLink(Generic[_L, _W]):
             the seconds that are left, and with True if there was a link before.
         greet: Sends the first message on a link, within the seconds that it is given, and returns
             the answer.
-        nobody: Returns the text of an error that says that the other end was not reached, and what
-            to do. It is called with the time as a piece of that text.
+        not_reached_text: Returns the text of an error that says that the other end was not reached,
+            and what to do. It is called with the time as a piece of that text.
         final: Returns True for an error that ends all attempts. With ``None`` no error does, and
             the time of each handshake is bounded.
         pauses: Pauses between two attempts.
@@ -257,7 +257,7 @@ class KeptLink(Generic[_L, _W]):
         dial: Callable[[Left, bool], Awaitable[_L]],
         greet: Callable[[_L, float | None], Awaitable[_W]],
         *,
-        nobody: Callable[[str], str],
+        not_reached_text: Callable[[str], str],
         final: Callable[[AiosyncError], bool] | None = is_final,
         pauses: Backoff | None = None,
     ) -> None:
@@ -265,7 +265,7 @@ class KeptLink(Generic[_L, _W]):
         self._name = name
         self._dial = dial
         self._greet = greet
-        self._nobody = nobody
+        self._not_reached_text = not_reached_text
         self._final = final
         self._link: _L | None = None
         self.why: BaseException | None = None
@@ -298,7 +298,7 @@ class KeptLink(Generic[_L, _W]):
             within = f" within {timeout:g} s"
             if self.state is LinkState.GREETING or isinstance(last, ConnectTimeout):
                 return ConnectTimeout(f"{last}; no other attempt worked{within}")
-            return ConnectTimeout(f"{self._nobody(within)}; the last attempt: {last}")
+            return ConnectTimeout(f"{self._not_reached_text(within)}; the last attempt: {last}")
 
         return await self._meet(timeout, late)
 
@@ -381,4 +381,4 @@ class KeptLink(Generic[_L, _W]):
         if self.state is not LinkState.DIALING:
             return f"{self._name} was reached, but has not let this process in"
         why = "" if self.why is None else f"; the last attempt: {self.why}"
-        return f"{self._nobody('')}{why}"
+        return f"{self._not_reached_text('')}{why}"

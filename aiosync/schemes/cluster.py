@@ -275,8 +275,8 @@ class ClusterFabric(StreamFabric[_Scheme]):
                 return here
         return self._linked(scheme, await dialer.dial(left(), again=again), listened=False)
 
-    def nobody(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.nobody`."""
+    def not_reached_text(self, scheme: _Scheme, within: str) -> str:
+        """See :meth:`Fabric.not_reached_text`."""
         where = "" if self.address is None else f" at {self.address}"
         return (
             f"the trainer{where} was not reached{within}: it has to run init_on_sender() and "

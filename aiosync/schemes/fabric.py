@@ -133,7 +133,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         name = type(scheme).__name__
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
 
-    def nobody(self, scheme: _Scheme, within: str) -> str:
+    def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """Return the text of an error while there is no trainer; ``within`` says for how long."""
         return f"the trainer did not answer{within}"
 

@@ -74,8 +74,8 @@ class _LocalFabric(Fabric[_Scheme]):
         sock, _pid = connect(self.meeting, listener_pid=self.sender_pid)
         return self.link(sock, "the trainer")
 
-    def nobody(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.nobody`."""
+    def not_reached_text(self, scheme: _Scheme, within: str) -> str:
+        """See :meth:`Fabric.not_reached_text`."""
         return (
             f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
             "copy of this scheme"

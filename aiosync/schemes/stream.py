@@ -197,9 +197,9 @@ class StreamFabric(Fabric[_Scheme]):
         """See :meth:`Fabric.dial`."""
         return await self.dialer(scheme).dial(left(), again=again)
 
-    def nobody(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.nobody`."""
-        return self.dialer(scheme).not_reached(within)
+    def not_reached_text(self, scheme: _Scheme, within: str) -> str:
+        """See :meth:`Fabric.not_reached_text`."""
+        return self.dialer(scheme).not_reached_text(within)
 
     def may_retry(self, error: AiosyncError) -> bool:
         """See :meth:`Fabric.may_retry`."""

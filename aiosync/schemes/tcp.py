@@ -279,7 +279,10 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
 
         kept = KeptLink(
-            f"{dialer.name} at {dialer.where}", dial, introduce, nobody=dialer.not_reached
+            f"{dialer.name} at {dialer.where}",
+            dial,
+            introduce,
+            not_reached_text=dialer.not_reached_text,
         )
         workers.record(idx).where = kept.describe
         try:

@@ -338,7 +338,7 @@ class Worker:
             "the trainer",
             reach,
             functools.partial(self._greet, scheme, life, fabric),
-            nobody=functools.partial(fabric.nobody, scheme),
+            not_reached_text=functools.partial(fabric.not_reached_text, scheme),
             final=final if terms.gives_up else None,
             pauses=Backoff(longest=terms.longest_pause or fabric.longest_pause),
         )

@@ -96,7 +96,7 @@ class Upstream:
             "the upstream",
             dial,
             meet,
-            nobody=self._dialer.not_reached,
+            not_reached_text=self._dialer.not_reached_text,
             final=log_once,
         )
         link, _ = await kept.connect(None)
