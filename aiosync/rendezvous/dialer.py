@@ -243,6 +243,7 @@ class KeptLink(Generic[_L, _W]):
             and what to do. It is called with the time as a piece of that text.
         final: Returns True for an error that ends all attempts. With ``None`` no error does, and
             the time of each handshake is bounded.
+        on_failure: Called with the error of each attempt that failed.
         pauses: Pauses between two attempts.
 
     Attributes:
@@ -259,6 +260,7 @@ class KeptLink(Generic[_L, _W]):
         *,
         not_reached_text: Callable[[str], str],
         final: Callable[[AiosyncError], bool] | None = is_final,
+        on_failure: Callable[[AiosyncError], None] | None = None,
         pauses: Backoff | None = None,
     ) -> None:
         self.state: LinkState = LinkState.DIALING
@@ -267,6 +269,7 @@ class KeptLink(Generic[_L, _W]):
         self._greet = greet
         self._not_reached_text = not_reached_text
         self._final = final
+        self._on_failure = on_failure
         self._link: _L | None = None
         self.why: BaseException | None = None
         self.answer: _W | None = None
@@ -355,6 +358,8 @@ class KeptLink(Generic[_L, _W]):
             except BaseException as exc:  # raised again
                 self.abort()
                 self.why = without_frames(exc)
+                if self._on_failure is not None and isinstance(exc, AiosyncError):
+                    self._on_failure(exc)
                 raise
             self.why = None
             self.state = LinkState.UP

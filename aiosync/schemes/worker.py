@@ -323,15 +323,17 @@ class Worker:
                 return fabric.wrap(scheme, self.pipe)
             return await fabric.dial(scheme, left, again)
 
-        stranger = ""
+        logged = ""
+
+        def log_stranger_once(error: AiosyncError) -> None:
+            nonlocal logged
+            if isinstance(error, RemoteProtocolError) and str(error) != logged:
+                # Attempts go on, perhaps while no call waits for them, so no call may report this.
+                logged = str(error)
+                text = f"who answers is no trainer: {logged}"
+                life.log("waiting", text, level=logging.WARNING)
 
         def final(error: AiosyncError) -> bool:
-            nonlocal stranger
-            if isinstance(error, RemoteProtocolError) and str(error) != stranger:
-                # Attempts go on, perhaps while no call waits for them: log this once.
-                stranger = str(error)
-                text = f"who answers is no trainer: {stranger}"
-                life.log("waiting", text, level=logging.WARNING)
             return self.pipe is not None or not fabric.may_retry(error)
 
         return KeptLink(
@@ -340,6 +342,7 @@ class Worker:
             functools.partial(self._greet, scheme, life, fabric),
             not_reached_text=functools.partial(fabric.not_reached_text, scheme),
             final=final if terms.gives_up else None,
+            on_failure=log_stranger_once if terms.gives_up else None,
             pauses=Backoff(longest=terms.longest_pause or fabric.longest_pause),
         )
 

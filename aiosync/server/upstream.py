@@ -76,28 +76,29 @@ class Upstream:
 
     async def feed(self, model_id: str, model: Follower) -> None:
         """Have a model follow the upstream for ever; a lost link is dialled again and again."""
-        said = ""
+        logged = ""
 
-        def log_once(error: AiosyncError) -> bool:
-            nonlocal said
-            if str(error) != said:
-                said = str(error)
-                text = f"{self.where} is not followed, and dialled again: {said}"
+        def log_once(error: AiosyncError) -> None:
+            nonlocal logged
+            if str(error) != logged:
+                logged = str(error)
+                text = f"{self.where} is not followed, and dialled again: {logged}"
                 log(logging.WARNING, "waiting", text, model=model_id)
-            return False  # No error ends the attempts.
 
         async def dial(left: Left, again: bool) -> TCPTransport:
             return await self._dialer.dial(left(), again=again)
 
-        async def meet(link: TCPTransport, timeout: float | None) -> Welcome:
+        async def introduce(link: TCPTransport, timeout: float | None) -> Welcome:
             return await greet(link, await model.hello(is_upstream=True), timeout=timeout)
 
         kept = KeptLink(
             "the upstream",
             dial,
-            meet,
+            introduce,
             not_reached_text=self._dialer.not_reached_text,
-            final=log_once,
+            # No error ends the attempts.
+            final=lambda error: False,
+            on_failure=log_once,
         )
         link, _ = await kept.connect(None)
         while True:
@@ -107,6 +108,6 @@ class Upstream:
                 await model.follow(link)
             except AiosyncError as exc:
                 if model.version != before:  # the link was of use
-                    said = ""
+                    logged = ""
                 log_once(exc)
                 link, _ = await kept.reconnect(exc, model.version, None)
