@@ -303,7 +303,7 @@ class KeptLink(Generic[_L, _W]):
                 return ConnectTimeout(f"{last}; no other attempt worked{within}")
             return ConnectTimeout(f"{self._not_reached_text(within)}; the last attempt: {last}")
 
-        return await self._meet(timeout, late)
+        return await self._dial_until_admitted(timeout, late)
 
     async def reconnect(
         self, lost: AiosyncError, progress: object, seconds: float | None
@@ -338,14 +338,16 @@ class KeptLink(Generic[_L, _W]):
             )
 
         left = None if seconds is None else max(0.0, self._of_use_at + seconds - now)
-        return await self._meet(left, late, lost)
+        return await self._dial_until_admitted(left, late, lost)
 
-    async def _meet(
+    async def _dial_until_admitted(
         self,
         timeout: float | None,
         late: Callable[[AiosyncError], AiosyncError],
         lost: AiosyncError | None = None,
     ) -> tuple[_L, _W]:
+        """Dial and greet until an attempt succeeds; ``lost`` is the error of the link before."""
+
         async def attempt(left: Left) -> tuple[_L, _W]:
             self.state = LinkState.DIALING
             try:

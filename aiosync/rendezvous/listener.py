@@ -65,7 +65,7 @@ class Listener:
     :meth:`let_in` bounds the number of handshakes with strangers.
     """
 
-    speaks_plainly: bool = True
+    may_refuse_plainly: bool = True
     """True if dialers understand a plain frame before the handshake, as they do without TLS."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -105,8 +105,9 @@ class Listener:
             self._loop.call_later(seconds, self._go_on)
 
     def _accept(self) -> None:
+        """Accept up to 32 waiting connections; pause if new strangers crowd, or without room."""
         for _ in range(_AT_ONCE):
-            if self._strangers_are_new():
+            if self._is_crowded_by_new_strangers():
                 self._pause(_BUSY_SECONDS)
                 return
             try:
@@ -117,7 +118,7 @@ class Listener:
                 return
             except OSError as exc:
                 self._pause(_NO_ROOM_SECONDS)
-                if is_no_room(exc) and self.speaks_plainly:
+                if is_no_room(exc) and self.may_refuse_plainly:
                     self._turn_away()
                 self._on_trouble(exc)
                 return
@@ -160,7 +161,7 @@ class Listener:
         if self._spare is None:
             self._spare = self._open_spare()
 
-    def _strangers_are_new(self) -> bool:
+    def _is_crowded_by_new_strangers(self) -> bool:
         """Return True if the newest 32 strangers all came within the last 0.25 s.
 
         A crowd is then accepted bit by bit, so that the loop can do other work.
@@ -303,7 +304,7 @@ class StreamListener(Listener):
             untaken=untaken,
             timeout=handshake_timeout,
         )
-        self.speaks_plainly: bool = credentials.tls is None
+        self.may_refuse_plainly: bool = credentials.tls is None
         self._handshake_timeout = handshake_timeout
         self._status = status
         self._max_connections = as_count("max_connections", max_connections, 1)
@@ -345,7 +346,7 @@ class StreamListener(Listener):
             if room == 0:
                 refused["full"] += 1
                 sock.close()
-            elif self.let_in(self._meet(sock, on_link, wrap), sock.close, tasks, room):
+            elif self.let_in(self._admit_stranger(sock, on_link, wrap), sock.close, tasks, room):
                 refused["crowded out"] += 1
 
         def on_trouble(exc: OSError) -> None:
@@ -355,12 +356,13 @@ class StreamListener(Listener):
 
         self.accept(on_connection, on_trouble)
 
-    async def _meet(
+    async def _admit_stranger(
         self,
         sock: socket.socket,
         on_link: Callable[[Any, Hello], None],
         wrap: Callable[[TCPTransport], Transport],
     ) -> None:
+        """Let a stranger prove its identity, and hand on its link; answer a status request here."""
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
             try:

@@ -204,19 +204,20 @@ class SameHost(Listener):
                 sock.close()
                 return
             link = _link(sock, pid, f"worker process {pid}", self._limits, self.arena)
-            self.let_in(self._meet(link, on_link), link.abort, tasks, _MAX_STRANGERS)
+            self.let_in(self._admit_stranger(link, on_link), link.abort, tasks, _MAX_STRANGERS)
 
         self.accept(on_connection)
 
-    async def _meet(
+    async def _admit_stranger(
         self, link: SharedMemTransport, on_link: Callable[[Transport, Hello], None]
     ) -> None:
+        """Let a stranger prove its identity, and hand on its link."""
         try:
             async with asyncio.timeout(self._handshake_timeout):
                 await prove_as_listener(link, self._credentials)
-                said = (await link.recv()).message
-            if not isinstance(said, Setup) or (said.kind, said.key) != _SETUP:
-                raise RemoteProtocolError(f"expected Setup, got {type(said).__name__}")
+                setup = (await link.recv()).message
+            if not isinstance(setup, Setup) or (setup.kind, setup.key) != _SETUP:
+                raise RemoteProtocolError(f"expected Setup, got {type(setup).__name__}")
             hello = await first_word(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
             # The peer was told the reason. A worker then dials the TCP address, where refusals are
