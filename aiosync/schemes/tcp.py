@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 import socket
 import ssl
@@ -30,6 +31,8 @@ from aiosync.wire import Hello
 __all__ = ["TCPWeightSyncScheme"]
 
 _CANNOT_BIND = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+# A weight server is the only worker of its trainer.
+_SERVER_IDX = 0
 
 
 class TCPWeightSyncScheme(TCPOptions, StreamScheme):
@@ -251,37 +254,16 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
     async def _keep_dialling(
         self, scheme: TCPWeightSyncScheme, workers: WorkerRegistry, dialer: Dialer
     ) -> None:
-        """Reach the weight server; after a lost link try again for ``reconnect`` seconds."""
-        # The server is the only worker.
-        idx = 0
+        """Keep a link to the weight server, and replace a lost one within ``reconnect`` seconds."""
+        idx = _SERVER_IDX
         # Newest version that the server has said it has.
         applied = 0
-        joined = False
-
-        async def dial(left: Left, again: bool) -> TCPTransport:
-            error = workers.record(idx).error
-            if again and isinstance(error, AuthError | ConfigError):
-                # The error is final: connect() and send() report it.
-                raise error
-            return await dialer.dial(left(), again=again)
-
-        async def introduce(link: TCPTransport, timeout: float | None) -> None:
-            hello = Hello(
-                role="sender",
-                parts=not scheme.strict,
-                model_id=self.model_id,
-                pid=os.getpid(),
-                strategy=scheme.strategy_str,
-                epoch=workers.epoch,
-                version=workers.version,
-                take_over=scheme.take_over,
-            )
-            await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
-
+        # False again once the server has left.
+        server_has_joined = False
         kept = KeptLink(
             f"{dialer.name} at {dialer.where}",
-            dial,
-            introduce,
+            functools.partial(self._dial_server, workers, dialer),
+            functools.partial(self._introduce, scheme, workers),
             not_reached_text=dialer.not_reached_text,
         )
         workers.record(idx).where = kept.describe
@@ -291,26 +273,56 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 ended = asyncio.Event()
 
                 def on_end(link: TCPTransport = link, ended: asyncio.Event = ended) -> None:
-                    nonlocal applied, joined
-                    # The registry forgets the link after this.
+                    nonlocal applied, server_has_joined
+                    # The registry still has the link now, and forgets it after this call.
                     peer = workers.links.get(idx)
                     if workers.record(idx).has_left:
-                        # A server that takes its place is as welcome as the first one.
-                        joined = False
+                        # A server that takes its place is awaited as the first one was.
+                        server_has_joined = False
                     elif peer is not None and peer.transport is link:
-                        joined, applied = True, max(applied, peer.outbox.applied)
+                        server_has_joined, applied = True, max(applied, peer.outbox.applied)
                     ended.set()
 
                 link.channel.call_on_end(on_end)
                 workers.admission.welcome(link, idx)
                 await ended.wait()
-                if joined and scheme.reconnect == 0:
+                if server_has_joined and scheme.reconnect == 0:
                     return
-                # connect() limits its own wait for the server; one that comes later is welcome,
-                # too.
-                seconds = scheme.reconnect if joined else None
+                # connect() limits its own wait for a server to join. The server may join later, so
+                # this wait for it has no limit.
+                seconds = scheme.reconnect if server_has_joined else None
                 lost = PeerClosed("the weight server closed the link, or its process ended")
                 link, _ = await kept.reconnect(lost, applied, seconds)
         except AiosyncError as exc:
             if workers.record(idx).error is not exc:
                 workers.not_reached(idx, exc)
+
+    async def _dial_server(
+        self, workers: WorkerRegistry, dialer: Dialer, left: Left, again: bool
+    ) -> TCPTransport:
+        """Dial the weight server, unless it ended the link before with a final error."""
+        error = workers.record(_SERVER_IDX).error
+        if again and isinstance(error, AuthError | ConfigError):
+            # connect() and send() report this error.
+            raise error
+        return await dialer.dial(left(), again=again)
+
+    async def _introduce(
+        self,
+        scheme: TCPWeightSyncScheme,
+        workers: WorkerRegistry,
+        link: TCPTransport,
+        timeout: float | None,
+    ) -> None:
+        """Tell the weight server which model and which version this trainer has."""
+        hello = Hello(
+            role="sender",
+            parts=not scheme.strict,
+            model_id=self.model_id,
+            pid=os.getpid(),
+            strategy=scheme.strategy_str,
+            epoch=workers.epoch,
+            version=workers.version,
+            take_over=scheme.take_over,
+        )
+        await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
