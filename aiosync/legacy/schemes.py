@@ -26,7 +26,7 @@ from aiosync.legacy.transports import (
     is_backend,
 )
 from aiosync.schemes.internal import life_of
-from aiosync.schemes.lifecycle import check_may_connect
+from aiosync.schemes.lifecycle import check_connect_call
 from aiosync.schemes.options import SchemeOptions
 from aiosync.spans import LastRead
 from aiosync.strategy import WeightStrategy, get_strategy
@@ -513,7 +513,7 @@ class WeightSyncScheme(SchemeOptions):
         self._after_fork()
         for role in self._roles:
             side = "sender" if role is self._sender else "receiver"
-            check_may_connect(side, role.connected, worker_idx, weights)
+            check_connect_call(side, role.connected, worker_idx, weights)
             role.connected = True  # set first, because the next call may send or receive
             try:
                 if side == "sender":

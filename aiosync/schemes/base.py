@@ -384,13 +384,15 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 given = {"weights": weights, "processes": processes, "initial": initial}
                 await self._fabric.meet(self, limit, **given)
         except BaseException as exc:  # The error is raised again for the caller.
-            if life.sender is not None and life.sender.workers.expected.may_come(exc):
+            sender = life.sender
+            if sender is not None and sender.workers.expected.others_may_connect_after(exc):
                 life.connected = not life.closed
                 raise
+            # abort() cancels a call that still connects, and this one has ended.
             was_closed, life.connecting = life.closed, None
             self.abort()
-            # It was made after the scheme was closed.
             if life.runtime is not None:
+                # Another task may have closed the scheme before this call made the runtime.
                 life.runtime.abort()
             if was_closed:
                 life.check_cancelled(exc, cancelled_before)

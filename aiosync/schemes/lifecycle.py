@@ -23,7 +23,7 @@ from aiosync.rendezvous.listener import Listener
 from aiosync.schemes.sources import Given
 from aiosync.sender import WeightSender
 
-__all__ = ["Life", "Side", "check_may_connect"]
+__all__ = ["Life", "Side", "check_connect_call"]
 
 
 class Side(Protocol):
@@ -63,7 +63,7 @@ class Side(Protocol):
         """End the links that no runtime has taken."""
 
 
-def check_may_connect(role: str | None, begun: bool, worker_idx: object, weights: object) -> None:
+def check_connect_call(role: str | None, begun: bool, worker_idx: object, weights: object) -> None:
     """Raise if ``connect()`` was called before, or is given an argument of the other side.
 
     Raises:
@@ -237,7 +237,7 @@ class Life:
         """
         self.check_has_role()
         self.check_process()
-        check_may_connect(self.role, self.loop is not None, worker_idx, weights)
+        check_connect_call(self.role, self.loop is not None, worker_idx, weights)
 
     def begin_to_connect(self) -> int:
         """Bind the scheme to this loop; return how often the caller's task was cancelled before."""

@@ -86,7 +86,7 @@ class ExpectedWorkers:
         if self._registry.admission.is_joining:
             self._causes.setdefault(pid, error)
 
-    def may_come(self, error: BaseException) -> bool:
+    def others_may_connect_after(self, error: BaseException) -> bool:
         """Return True if others are linked or may still come after ``connect()`` raised this."""
         if not isinstance(error, ConnectTimeout | PartialSyncError):
             return False
