@@ -29,7 +29,7 @@ from aiosync.receiver.receiver import WeightReceiver
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.receiver.transformer import Transform
 from aiosync.schemes.fabric import Fabric
-from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.properties import SchemeState
 from aiosync.schemes.results import AppliedUpdate, Ready, SendHandle
 from aiosync.schemes.sources import DeviceMap, as_model_id, resolve_sources
@@ -381,8 +381,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         life.meter.start(side.role, self.model_id or "policy", self._backend or type(self).__name__)
         try:
             with life.waiting("connect()", limit, side.awaited):
-                given = {"weights": weights, "processes": processes, "initial": initial}
-                await self._fabric.meet(self, limit, **given)
+                arguments = ConnectArguments(weights, processes, initial)
+                await self._fabric.meet(self, limit, arguments)
         except BaseException as exc:  # The error is raised again for the caller.
             sender = life.sender
             if sender is not None and sender.workers.expected.others_may_connect_after(exc):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import new_address
-from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.sources import Sources
 from aiosync.sender import How, Streaming, WeightSender
 from aiosync.transports.base import Transport
@@ -67,16 +67,18 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         """Name of the model, or the default one."""
         return self.life.given.model_id or "policy"
 
-    async def meet(self, scheme: _Scheme, timeout: float | None, **given: Any) -> None:
+    async def meet(
+        self, scheme: _Scheme, timeout: float | None, arguments: ConnectArguments
+    ) -> None:
         """Reach the other side, and bring the workers to the initial weights.
 
         Args:
             scheme: The scheme, which has its role.
             timeout: Seconds in all; ``None`` for no limit.
-            **given: Other arguments of the scheme's ``connect()``.
+            arguments: Other arguments of the scheme's ``connect()``.
         """
         assert self.life.side is not None
-        await self.life.side.connect(scheme, self.life, self, timeout, **given)
+        await self.life.side.connect(scheme, self.life, self, timeout, arguments)
 
     # -- links ---------------------------------------------------------------------------------
 

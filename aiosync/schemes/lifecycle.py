@@ -11,6 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
 from aiosync._log import Waiting, log
@@ -23,7 +24,22 @@ from aiosync.rendezvous.listener import Listener
 from aiosync.schemes.sources import Given
 from aiosync.sender import WeightSender
 
-__all__ = ["Life", "Side", "check_connect_call"]
+__all__ = ["ConnectArguments", "Life", "Side", "check_connect_call"]
+
+
+@dataclass(frozen=True)
+class ConnectArguments:
+    """Arguments of ``connect()`` that only one of the roles reads; see there.
+
+    Attributes:
+        weights: For a trainer: the initial weights.
+        processes: For a trainer: the workers' processes.
+        initial: For a worker: True if it waits for the initial weights.
+    """
+
+    weights: Any
+    processes: Sequence[Any]
+    initial: bool
 
 
 class Side(Protocol):
@@ -46,10 +62,7 @@ class Side(Protocol):
         life: Life,
         fabric: Any,
         timeout: float | None,
-        *,
-        weights: Any,
-        processes: Sequence[Any],
-        initial: bool,
+        arguments: ConnectArguments,
     ) -> None:
         """Meet the other side, and bring the workers to the initial weights."""
 

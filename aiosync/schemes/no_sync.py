@@ -17,6 +17,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, TransportClosed
 from aiosync.protocol import as_version
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
+from aiosync.schemes.lifecycle import ConnectArguments
 from aiosync.schemes.results import AppliedUpdate, SendHandle
 from aiosync.schemes.worker import Worker
 from aiosync.tensors import FlatBuffer, Layout, Target, collect, lacks_memory
@@ -33,7 +34,9 @@ _NOTHING = SendReport(epoch=0, version=0, acked=frozenset())
 class _NoFabric(Fabric[WeightSyncScheme]):
     """A fabric whose sides never meet."""
 
-    async def meet(self, scheme: WeightSyncScheme, timeout: float | None, **given: Any) -> None:
+    async def meet(
+        self, scheme: WeightSyncScheme, timeout: float | None, arguments: ConnectArguments
+    ) -> None:
         """See :meth:`Fabric.meet`. A worker's model must not wait for weights."""
         if isinstance(self.life.side, Worker):
             await self.life.side.prepare(scheme, scheme.model)

@@ -19,7 +19,7 @@ from aiosync._tasks import in_pool_thread
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
-from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.options import RayOptions
 from aiosync.schemes.sources import DeviceMap
 from aiosync.sender import How
@@ -278,16 +278,18 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         # Leave out the NUL byte that makes a Unix address of it.
         return f"{self.meeting[1:]}:{self.model_id}"
 
-    async def meet(self, scheme: RayWeightSyncScheme, timeout: float | None, **given: Any) -> None:
+    async def meet(
+        self, scheme: RayWeightSyncScheme, timeout: float | None, arguments: ConnectArguments
+    ) -> None:
         """See :meth:`Fabric.meet`. A transform's actor is made to join at the same time."""
         if not isinstance(scheme, RayModuleTransformScheme) or self.life.role != "sender":
-            await super().meet(scheme, timeout, **given)
+            await super().meet(scheme, timeout, arguments)
             return
         self._remote = scheme.create_sender()
         starting = asyncio.ensure_future(
             self._remote.start(copy.copy(scheme), self.model_id, timeout)
         )
-        meeting = asyncio.ensure_future(super().meet(scheme, timeout, **given))
+        meeting = asyncio.ensure_future(super().meet(scheme, timeout, arguments))
         try:
             await asyncio.wait({starting, meeting}, return_when=asyncio.FIRST_EXCEPTION)
             if starting.done():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from aiosync.errors import ConfigError
 from aiosync.protocol import as_index, as_indices, validate_timeout
 from aiosync.schemes.fabric import Fabric
-from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.properties import SchemeState
 from aiosync.schemes.sources import Given, is_per_worker
 from aiosync.sender import WeightSender
@@ -63,13 +63,9 @@ class Trainer:
         life: Life,
         fabric: Fabric[Any],
         timeout: float | None,
-        *,
-        weights: Any,
-        processes: Sequence[Any],
-        initial: bool,
+        arguments: ConnectArguments,
     ) -> None:
         """Let workers in, and bring them to the initial weights."""
-        del initial
         sources = self._given.sources
         self._children = multiprocessing.active_children()
         copier = SnapshotCopier(
@@ -92,7 +88,7 @@ class Trainer:
             how=fabric.how(scheme),
             first_version=scheme.first_version,
         )
-        planned = self.plan(scheme, weights, initial=True)
+        planned = self.plan(scheme, arguments.weights, initial=True)
         for idx, link in self.links.items():
             sender.workers.admission.welcome(link, idx, given=True)
         for idx, pipe in enumerate(sources.pipes or ()):
@@ -100,7 +96,7 @@ class Trainer:
         given = bool(self.links) or sources.pipes is not None
         fabric.listen(scheme, sender, given=given)
         try:
-            await sender.connect(planned, timeout=timeout, processes=processes)
+            await sender.connect(planned, timeout=timeout, processes=arguments.processes)
         finally:
             # Process objects that are kept would keep their pipes open.
             self._children.clear()

@@ -29,7 +29,7 @@ from aiosync.receiver.waits import VersionWaits
 from aiosync.rendezvous.dialer import Backoff, KeptLink, Left
 from aiosync.rendezvous.handshake import Refused, greet
 from aiosync.schemes.fabric import Fabric
-from aiosync.schemes.lifecycle import Life
+from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.options import refuse
 from aiosync.schemes.properties import SchemeState
 from aiosync.tensors.apply import Loader, Strict
@@ -218,16 +218,12 @@ class Worker:
         life: Life,
         fabric: Fabric[Any],
         timeout: float | None,
-        *,
-        weights: Any,
-        processes: Sequence[Any],
-        initial: bool,
+        arguments: ConnectArguments,
     ) -> None:
         """Meet the trainer, and apply the initial weights."""
-        del weights, processes
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
-        model = self._given.target()
+        model, initial = self._given.target(), arguments.initial
         if model is None and initial and self._given.context_ref is None:
             raise ConfigError(
                 "this worker has nothing to apply weights to: pass model=, weights=, load= or "
