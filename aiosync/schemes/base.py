@@ -457,7 +457,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
-        planned = trainer.plan(self, weights)
+        planned = trainer.prepare_send(self, weights)
         sender: WeightSender = trainer.runtime
         meant = (
             None
@@ -494,7 +494,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             ConfigError: As for :meth:`send`. Errors in the workers are raised by the handle.
         """
         trainer, limit = self._require("send_nowait", "sender"), self._limit(timeout)
-        planned = trainer.plan(self, weights)
+        planned = trainer.prepare_send(self, weights)
         return SendHandle(
             *trainer.runtime.send_nowait(planned, addressed_workers(weights, worker_ids), limit)
         )

@@ -88,7 +88,7 @@ class Trainer:
             how=fabric.how(scheme),
             first_version=scheme.first_version,
         )
-        planned = self.plan(scheme, arguments.weights, initial=True)
+        planned = self.prepare_send(scheme, arguments.weights, initial=True)
         for idx, link in self.links.items():
             sender.workers.admission.welcome(link, idx, given=True)
         for idx, pipe in enumerate(sources.pipes or ()):
@@ -122,12 +122,12 @@ class Trainer:
         links = {} if self.runtime is None else self.runtime.workers.links
         return {idx: link.applied for idx, link in links.items()}
 
-    def plan(
+    def prepare_send(
         self, scheme: SchemeState, weights: Any, *, initial: bool = False
     ) -> dict[int | None, Prepared]:
-        """Return the weights of each worker, ready to be copied; under ``None`` those for all."""
+        """Set the sender's options; return what to copy for each worker, under ``None`` for all."""
         assert self.runtime is not None
-        # The option may have been assigned since.
+        # The user may have assigned this option since the last send.
         self.runtime.require = scheme.require
         flatteners, given = self.runtime.copier.flatteners, self._given
         sources = given.sources
@@ -176,7 +176,7 @@ class Trainer:
             return None, None
         if timeout is not None:
             validate_timeout(timeout)
-        planned, meant = self.plan(scheme, weights), addressed_workers(weights, worker_ids)
+        planned, meant = self.prepare_send(scheme, weights), addressed_workers(weights, worker_ids)
         if not sender.is_quiet():
             return None, None
         sent = sender.start(planned, meant, None, started, off_loop=True)
