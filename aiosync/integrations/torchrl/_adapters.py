@@ -138,7 +138,8 @@ class CollectorOwner(TorchRLOwner):
         # False if the receiver of the frames accepts no keys beside those without a scheme.
         self._stamps = True
         self._made = False  # True if factories made the weights that the workers began with
-        self._counted = scheme.version  # version that the trainer's tracker stands for
+        # Version that the trainer's tracker stands for.
+        self._tracked_version = scheme.version
         self._lock = threading.Lock()
         if scheme.initialized_on_receiver:
             self._attach(scheme, collector)  # the scheme got its role before the collector
@@ -152,7 +153,9 @@ class CollectorOwner(TorchRLOwner):
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> None:
+        """Make the scheme a sender of the collector's model, to as many workers as it has."""
         if not isinstance(scheme, RayWeightSyncScheme):
+            # Only Ray's schemes reach actors by themselves. The others need their number.
             actors = given.pop("remote_collectors", None)
             if actors is not None:
                 given.setdefault("num_workers", len(actors))
@@ -162,11 +165,9 @@ class CollectorOwner(TorchRLOwner):
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
             if model_id == "policy" and _has_no_weights(model):
-                # TorchRL's distributed collectors also have schemes for a RandomPolicy.
-                if not _is_distributed(collector):
-                    refuse_no_module(model)
-                given["model"] = nn.Module()
+                _choose_model(collector, model, given)
         if len(set(map(id, factories_of(collector)))) > 1:
+            # Policies that different factories make begin with different weights.
             scheme.per_worker_weights = True
         _init_separately(scheme, collector, proceed, given)
         weakref.finalize(collector, _abort, weakref.ref(scheme)).atexit = False
@@ -214,14 +215,15 @@ class CollectorOwner(TorchRLOwner):
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> None:
+        """Connect the trainer's scheme, and guard the policy if the collector has no workers."""
         core, of_policy = core_of(scheme), _model_id_of(scheme) == "policy"
         processes = _processes_of(collector)
         if processes is not None:
             given.setdefault("processes", processes)
         if of_policy and hasattr(collector, "procs"):
             refuse_missing_buffers(scheme, collector)
-        acts = acts_itself(scheme, collector)
-        if acts and of_policy and core.guard == "forward":
+        is_only_worker = collects_itself(scheme, collector)
+        if is_only_worker and of_policy and core.guard == "forward":
             # Collector.start() collects in a thread of its own while the trainer's thread updates
             # the policy.
             guard_policy(life_of(core).guard, collector)
@@ -234,20 +236,20 @@ class CollectorOwner(TorchRLOwner):
             else:
                 proceed(**given)
         except PartialSyncError as exc:
-            if not _will_say_why(collector, exc):
+            if not _collector_reports(collector, exc):
                 raise
         finally:
-            self._counted = scheme.version
-            if acts:
+            self._tracked_version = scheme.version
+            if is_only_worker:
                 life_of(core).guard.held = scheme.epoch, scheme.version
-            self._close_without_workers(scheme, acts)
+            self._close_without_workers(scheme, is_only_worker)
 
-    def _close_without_workers(self, scheme: WeightSyncScheme, acts: bool) -> None:
+    def _close_without_workers(self, scheme: WeightSyncScheme, is_only_worker: bool) -> None:
         """Close the scheme once its object is shut down and the last worker has left."""
         life = life_of(core_of(scheme))
         if life.sender is not None:
             life.sender.workers.on_empty = self.close_when_over
-            if acts and scheme.synchronized_on_sender and life.loop is not None:
+            if is_only_worker and scheme.synchronized_on_sender and life.loop is not None:
                 # Without workers on_empty never happens.
                 life.loop.call_soon_threadsafe(self.close_when_over)
 
@@ -258,19 +260,19 @@ class CollectorOwner(TorchRLOwner):
         proceed: Callable[..., Any],
         given: dict[str, Any],
     ) -> Any:
-        if acts_itself(scheme, collector):
+        if collects_itself(scheme, collector):
             _apply_to_itself(scheme, collector, given)
         try:
             result = proceed(**given)
         finally:
-            self._count(scheme, collector)
+            self._advance_tracker(scheme, collector)
         if self._made and not isinstance(given.get("weights"), str | None):
             # A later send without weights has to send these, and not those of the factories.
             sources = life_of(core_of(scheme)).given.sources
             sources.follow(given["weights"], given.get("worker_ids"))
         return result
 
-    def _count(self, scheme: WeightSyncScheme, collector: Any) -> None:
+    def _advance_tracker(self, scheme: WeightSyncScheme, collector: Any) -> None:
         """Advance the version of the trainer's collector to that on the workers' data.
 
         TorchRL's collectors of local processes never change their version; other collectors have
@@ -281,10 +283,11 @@ class CollectorOwner(TorchRLOwner):
             return
         if isinstance(getattr(tracker, "version", None), int):
             with self._lock:
-                now, counted = scheme.version, self._counted or scheme.first_version - 1
-                if now > counted:
-                    self._counted = now
-                    tracker.version += now - counted
+                now = scheme.version
+                tracked = self._tracked_version or scheme.first_version - 1
+                if now > tracked:
+                    self._tracked_version = now
+                    tracker.version += now - tracked
 
     # -- a worker ------------------------------------------------------------------------------
 
@@ -421,7 +424,7 @@ async def _connect_to_actors(
             ready.cancel()
 
 
-def _will_say_why(collector: Any, error: PartialSyncError) -> bool:
+def _collector_reports(collector: Any, error: PartialSyncError) -> bool:
     """Return True if the collector itself will raise the errors of the failed workers.
 
     A worker of the collector that fails during its set-up sends the error through the collector's
@@ -497,6 +500,14 @@ def find_model(collector: Any, model_id: str) -> Any:
         return resolve_model(collector, model_id)
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+def _choose_model(collector: Any, policy: Any, given: dict[str, Any]) -> None:
+    """Send an empty module instead of a policy without weights, so that its workers connect."""
+    # TorchRL's distributed collectors also have schemes for a RandomPolicy.
+    if not _is_distributed(collector):
+        refuse_no_module(policy)
+    given["model"] = nn.Module()
 
 
 def _has_no_weights(policy: Any) -> bool:
@@ -581,7 +592,7 @@ def _has_parameters(policy: nn.Module) -> bool:
 # -- a collector that has no workers ---------------------------------------------------------------
 
 
-def acts_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
+def collects_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
     """Return True if the collector steps its environments itself, and the scheme sends weights."""
     torchrl: Any = sys.modules["torchrl.collectors"]
     return isinstance(collector, torchrl.Collector) and not isinstance(scheme, NoWeightSyncScheme)
