@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
@@ -61,9 +62,29 @@ _MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
 _LAST_WORDS_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 2.0
 
-_Handler: TypeAlias = Callable[
-    [Any, WeightSyncScheme, Any, Callable[..., Any], dict[str, Any]], Any
-]
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that an object of TorchRL's makes to a scheme.
+
+    Attributes:
+        scheme: The scheme.
+        owned: The object.
+        method: The method of the scheme that the object calls.
+        given: The arguments by name, which handlers may change.
+    """
+
+    scheme: WeightSyncScheme
+    owned: Any
+    method: Callable[..., Any]
+    given: dict[str, Any]
+
+    def proceed(self) -> Any:
+        """Pass the call on to the scheme, with the arguments as they are now."""
+        return self.method(**self.given)
+
+
+_Handler: TypeAlias = Callable[[Any, _Call], Any]
 
 
 class TorchRLOwner:
@@ -96,7 +117,7 @@ class TorchRLOwner:
             return proceed(*args, **kwargs)
         handler, positional = self._handlers[name]
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
-        return handler(self, scheme, owned, proceed, given)
+        return handler(self, _Call(scheme, owned, proceed, given))
 
     def stands_for(self, context: object) -> bool:
         """Return True for the owned object; see :class:`aiosync.sync._schemes.Owner`."""
@@ -146,14 +167,9 @@ class CollectorOwner(TorchRLOwner):
 
     # -- the trainer ---------------------------------------------------------------------------
 
-    def _init_on_sender(
-        self,
-        scheme: WeightSyncScheme,
-        collector: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
+    def _init_on_sender(self, call: _Call) -> None:
         """Make the scheme a sender of the collector's model, to as many workers as it has."""
+        scheme, collector, given = call.scheme, call.owned, call.given
         if not isinstance(scheme, RayWeightSyncScheme):
             # Only Ray's schemes reach actors by themselves. The others need their number.
             actors = given.pop("remote_collectors", None)
@@ -169,7 +185,7 @@ class CollectorOwner(TorchRLOwner):
         if len(set(map(id, factories_of(collector)))) > 1:
             # Policies that different factories make begin with different weights.
             scheme.per_worker_weights = True
-        _init_separately(scheme, collector, proceed, given)
+        _init_separately(call)
         weakref.finalize(collector, _abort, weakref.ref(scheme)).atexit = False
         if model_id == "policy" and model is None:
             self._begin_with_factories(scheme, collector)
@@ -187,35 +203,25 @@ class CollectorOwner(TorchRLOwner):
             else:
                 sources.weights = made
 
-    def _connect(
-        self,
-        scheme: WeightSyncScheme,
-        collector: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
+    def _connect(self, call: _Call) -> None:
+        scheme = call.scheme
         if scheme.initialized_on_sender:
-            self._connect_sender(scheme, collector, proceed, given)
+            self._connect_sender(call)
         elif scheme.synchronized_on_receiver or self._connecting is not None:
             return
         elif not rpc_runs() or lacks_memory(scheme.model):
-            proceed(**given)
+            call.proceed()
         else:
             # The trainer's RPCCollector waits for this call before it begins to connect, so the
-            # worker has to connect in a thread.
-            connect = functools.partial(_connect, proceed, given)
+            # worker connects in a thread. It may outlive the collector, and does not keep it.
+            connect = functools.partial(_connect, functools.partial(call.method, **call.given))
             name = "aiosync-connect"
             self._connecting = threading.Thread(target=connect, name=name, daemon=True)
             self._connecting.start()
 
-    def _connect_sender(
-        self,
-        scheme: WeightSyncScheme,
-        collector: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
+    def _connect_sender(self, call: _Call) -> None:
         """Connect the trainer's scheme, and guard the policy if the collector has no workers."""
+        scheme, collector, given = call.scheme, call.owned, call.given
         core, of_policy = core_of(scheme), _model_id_of(scheme) == "policy"
         processes = _processes_of(collector)
         if processes is not None:
@@ -234,7 +240,7 @@ class CollectorOwner(TorchRLOwner):
             if actors:
                 run_on_loop(scheme, _connect_to_actors(core, actors, given))
             else:
-                proceed(**given)
+                call.proceed()
         except PartialSyncError as exc:
             if not _collector_reports(collector, exc):
                 raise
@@ -253,17 +259,12 @@ class CollectorOwner(TorchRLOwner):
                 # Without workers on_empty never happens.
                 life.loop.call_soon_threadsafe(self.close_when_over)
 
-    def _send(
-        self,
-        scheme: WeightSyncScheme,
-        collector: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> Any:
+    def _send(self, call: _Call) -> Any:
+        scheme, collector, given = call.scheme, call.owned, call.given
         if collects_itself(scheme, collector):
             _apply_to_itself(scheme, collector, given)
         try:
-            result = proceed(**given)
+            result = call.proceed()
         finally:
             self._advance_tracker(scheme, collector)
         if self._made and not isinstance(given.get("weights"), str | None):
@@ -291,13 +292,8 @@ class CollectorOwner(TorchRLOwner):
 
     # -- a worker ------------------------------------------------------------------------------
 
-    def _init_on_receiver(
-        self,
-        scheme: WeightSyncScheme,
-        collector: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
+    def _init_on_receiver(self, call: _Call) -> None:
+        scheme, collector, given = call.scheme, call.owned, call.given
         rank = given.get("worker_idx")
         if rank and _own_idx(collector) is None:
             # The collector has no index of its own, so this number is a rank, from 1.
@@ -314,11 +310,11 @@ class CollectorOwner(TorchRLOwner):
             elif _has_no_weights(policy):
                 # It has no weights, as in the trainer. Nothing is passed on; frames get no label.
                 given["model"] = nn.Module()
-                proceed(**given)
+                call.proceed()
                 return
         if isinstance(scheme, RayWeightSyncScheme):
             scheme.apply_copy = True  # Ray's memory is read-only; load_state_dict() writes to it
-        proceed(**given)
+        call.proceed()
         self._attach(scheme, collector)
 
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
@@ -351,25 +347,23 @@ class CollectorOwner(TorchRLOwner):
     }
 
 
-def _init_separately(
-    scheme: WeightSyncScheme, collector: Any, proceed: Callable[..., Any], given: dict[str, Any]
-) -> None:
+def _init_separately(call: _Call) -> None:
     """Make the scheme a sender; give a copy of another scheme a meeting point of its own.
 
     Nested collectors each have a copy of one scheme for workers of their own. Those workers get
     their copies later, so the copy may have a meeting point of its own. RPCCollector has given its
     workers their copies already.
     """
-    may_separate = not hasattr(collector, "collector_rrefs")
+    scheme, may_separate = call.scheme, not hasattr(call.owned, "collector_rrefs")
     if may_separate and is_copy(scheme) and isinstance(scheme, _MET_ELSEWHERE):
         separate(core_of(scheme))
     try:
-        proceed(**given)
+        call.proceed()
     except ConfigError:
         if not may_separate or scheme.initialized_on_sender:
             raise
         separate(core_of(scheme))  # another copy listens at the meeting point already
-        proceed(**given)
+        call.proceed()
 
 
 def _model_id_of(scheme: WeightSyncScheme) -> str:
@@ -384,9 +378,10 @@ def _processes_of(collector: Any) -> Sequence[Any] | None:
     return started if are_local else None
 
 
-def _connect(proceed: Callable[..., Any], given: dict[str, Any]) -> None:
+def _connect(connect: Callable[[], Any]) -> None:
+    """Connect a worker's scheme in a thread; an error is only a warning there."""
     try:
-        proceed(**given)
+        connect()
     except TransportClosed:
         return  # the scheme was shut down, because the collector registers another copy of it
     except AiosyncError as exc:  # the trainer waits for this worker and reports it as missing
@@ -689,25 +684,14 @@ class ServerOwner(TorchRLOwner):
         """
         return bool(owned._shutdown_event.is_set())
 
-    def _init(
-        self,
-        scheme: WeightSyncScheme,
-        server: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
-        proceed(**{"context": server, **given})
+    def _init(self, call: _Call) -> None:
+        call.given.setdefault("context", call.owned)
+        call.proceed()
 
-    def _connect(
-        self,
-        scheme: WeightSyncScheme,
-        server: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> None:
-        proceed(**given)
-        self._note(scheme)
-        loop = life_of(core_of(scheme)).loop
+    def _connect(self, call: _Call) -> None:
+        call.proceed()
+        self._note(call.scheme)
+        loop = life_of(core_of(call.scheme)).loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 loop.call_soon_threadsafe(self.close_when_over)
@@ -721,16 +705,11 @@ class ServerOwner(TorchRLOwner):
         self._known = (inbox.epoch or 0, inbox.version)
         return inbox.version - version if self._known[0] == epoch else 1
 
-    def _receive(
-        self,
-        scheme: WeightSyncScheme,
-        server: Any,
-        proceed: Callable[..., Any],
-        given: dict[str, Any],
-    ) -> Any:
+    def _receive(self, call: _Call) -> Any:
+        scheme, server = call.scheme, call.owned
         receiver = life_of(core_of(scheme)).receiver
         if (
-            given.get("timeout") == 0
+            call.given.get("timeout") == 0
             and receiver is not None
             and not receiver.applier.has_staged
             and (receiver.error is None or self._ended)
@@ -739,7 +718,7 @@ class ServerOwner(TorchRLOwner):
             # there is nothing to apply.
             return None
         try:
-            update = proceed(**given)
+            update = call.proceed()
         except ApplyError as exc:
             warnings.warn(f"the server refused an update: {exc}", RuntimeWarning, stacklevel=2)
             return None
