@@ -35,7 +35,7 @@ from aiosync.errors import AiosyncError
 __all__ = ["Learn", "train"]
 
 _BATCH_STEPS = 512  # least number of environment steps that one update of the policy learns from
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 # Seconds until the workers are killed: a worker that still imports modules does not see the end
 # of its pipe.
 _END_SECONDS = 2.0
@@ -127,7 +127,7 @@ class Workers:
         """
         batch: list[Episode] = []
         while sum(len(steps) for _, steps in batch) < _BATCH_STEPS:
-            for channel in wait(self.channels, _LOOK_SECONDS):
+            for channel in wait(self.channels, _POLL_SECONDS):
                 assert isinstance(channel, Connection)
                 try:
                     batch.append(channel.recv())

@@ -17,7 +17,7 @@ __all__ = ["Episode", "Progress", "Step"]
 _SOLVED_RETURN = 475.0
 # Number of episodes in the mean returns that are shown and compared.
 _WINDOW = 20
-_LOOK_SECONDS = 2.0
+_LINE_SECONDS = 2.0
 
 
 class Step(NamedTuple):
@@ -98,7 +98,7 @@ class Progress:
         self.elapsed = time.monotonic() - self.started
         self.curve.append((self.elapsed, self.mean_return()))
         if self.elapsed >= self._next_at:
-            self._next_at = self.elapsed + _LOOK_SECONDS
+            self._next_at = self.elapsed + _LINE_SECONDS
             has = ", ".join(str(worker["version"]) for worker in self.workers)
             self._say(
                 f"{self.elapsed:.0f} of {self.seconds:.0f} s of training  return "

@@ -56,7 +56,7 @@ class Delta(enum.StrEnum):
     ALWAYS = "always"
 
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _PAGE_SECONDS = 1.0
 
 
@@ -281,7 +281,7 @@ async def _show_reading(
             f"reads the store {store}: {len(models)} models, {read} of {show_nbytes(nbytes)}, "
             f"{time.monotonic() - started:.0f} s"
         )
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _not_stored(server: WeightServer) -> int:
@@ -339,7 +339,7 @@ async def _watch(server: WeightServer, errors: Console) -> None:
     try:
         while not ended.done():
             say()
-            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({ended}, timeout=_POLL_SECONDS)
         await ended
     finally:
         ended.cancel()

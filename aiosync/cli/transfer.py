@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["pull", "push"]
 
-_LOOK_SECONDS = 0.1
+_REDRAW_SECONDS = 0.1
 # Factor by which the tensors may exceed the file: tensors in a file may be views of one memory.
 _MAX_VIEWS = 8
 
@@ -151,13 +151,13 @@ async def _push(
     scheme.strategy_str = ANY_STRATEGY
     scheme.init_on_sender(model_id, num_workers=1)
 
-    async def look() -> None:
+    async def show_progress() -> None:
         while True:
             show(min(nbytes, scheme.stats().wire_nbytes), nbytes)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_REDRAW_SECONDS)
 
     async with scheme:
-        looking = loop.create_task(look())
+        showing = loop.create_task(show_progress())
         try:
             await scheme.connect(timeout=left())
             await scheme.send(weights, timeout=left())
@@ -169,7 +169,7 @@ async def _push(
             # update is there already.
             await scheme.wait_for_version(scheme.version, timeout=left())
         finally:
-            looking.cancel()
+            showing.cancel()
         return scheme.epoch, scheme.version, nbytes, loop.time() - started
 
 
@@ -270,6 +270,6 @@ def _transfer_bar(
                 amount = f"{show_nbytes(done)} of {show_nbytes(total)}"
                 progress.update(task, completed=done, total=total, amount=amount)
                 progress.refresh()
-                next_at = time.monotonic() + _LOOK_SECONDS
+                next_at = time.monotonic() + _REDRAW_SECONDS
 
         yield show

@@ -49,7 +49,7 @@ PROCESS = "process"  # kind of the Setup that carries a process id
 _MAX_WAITING = 8
 _KEPT_ACKS = 256
 _ANSWER_SECONDS = 2.0  # longest time for an answer to be written
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -181,8 +181,8 @@ class Endpoint:
         # copy of the other end. So the process itself is watched. It names itself first; until
         # then, it is as a rule the process that made the pipe.
         while not (self._peer and is_gone(self._peer)):  # noqa: ASYNC110 - no event tells its end
-            await asyncio.sleep(_LOOK_SECONDS)
-        await asyncio.sleep(_LOOK_SECONDS)  # time to read the bytes that the process wrote before
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)  # time to read the bytes that the process wrote before
         raise PeerClosed(f"process {self._peer} at the other end of the pipe has ended")
 
     # -- sending -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ __all__ = ["FeedStatus", "WeightFeed"]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 4.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +412,7 @@ class WeightFeed:
         def apply() -> None:
             while self._users:  # a feed that is being closed waits for no forward
                 try:
-                    applier.apply_pending(patience=min(limit, _LOOK_SECONDS))
+                    applier.apply_pending(patience=min(limit, _POLL_SECONDS))
                     return
                 except SyncTimeout as exc:
                     if time.monotonic() >= late:

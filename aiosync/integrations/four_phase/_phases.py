@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Phases"]
 
 _LINK_SECONDS: Final = 5.0  # without a link until a phase gives the trainer up
-_LOOK_SECONDS: Final = 0.25
+_POLL_SECONDS: Final = 0.25
 _MODES: Final = ("abort", "wait", "keep")
 
 
@@ -160,7 +160,7 @@ class Phases:
         try:
             # A lost link may come back. But a phase that waits holds up the end of a pause, and the
             # next trainer.
-            while not (await asyncio.wait({arriving}, timeout=_LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({arriving}, timeout=_POLL_SECONDS))[0]:
                 if scheme.link_lost is None:
                     linked_at = time.monotonic()
                 elif time.monotonic() - linked_at > _LINK_SECONDS:
