@@ -225,7 +225,7 @@ async def _serve(
         store a version during its shutdown.
     """
     with _signals() as came:
-        server, before = make(), 0
+        server, refused_before_shutdown = make(), 0
         try:
             async with contextlib.AsyncExitStack() as stack:
                 with status_line(errors, store is None) as say:
@@ -251,13 +251,13 @@ async def _serve(
                 try:
                     await _watch(server, errors)
                 finally:
-                    before = _not_stored(server)
+                    refused_before_shutdown = _count_refused(server)
         except asyncio.CancelledError:
             if not came:
                 raise
     if came == [signal.SIGINT]:
         errors.print("Stopped by Ctrl-C.")
-    if _not_stored(server) > before:
+    if _count_refused(server) > refused_before_shutdown:
         return 1
     return INTERRUPTED if came == [signal.SIGINT] else 0
 
@@ -284,7 +284,8 @@ async def _show_reading(
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _not_stored(server: WeightServer) -> int:
+def _count_refused(server: WeightServer) -> int:
+    """Return the number of versions that the server refused, as it could not store them."""
     return sum(model["refused"] for model in server.status()["models"])
 
 
