@@ -155,20 +155,20 @@ def dialling(
     cert: Path | None,
     key: Path | None,
     *model_ids: str,
-) -> Iterator[tuple[WeightClient, dict[str, Any], Console, list[int]]]:
+) -> Iterator[tuple[WeightClient, dict[str, Any], Console, Callable[[], None]]]:
     """Run a command that asks a server or trainer, within :func:`failing`.
 
     Errors in the options are found before anything is sent.
 
     Yields:
         The client for ``url``; token and TLS as keyword arguments of a client or scheme; the
-        console for errors and notes; and the list that :func:`failing` yields.
+        console for errors and notes; and the function that :func:`failing` yields.
 
     Raises:
         typer.Exit: The command failed; see :func:`failing`.
     """
     errors = errors_to()
-    with failing(command, errors) as status:
+    with failing(command, errors) as accept_options:
         from aiosync.server import WeightClient
         from aiosync.transports.credentials import Credentials
 
@@ -178,7 +178,7 @@ def dialling(
             "token": read_token(token_file, errors),
         }
         Credentials(**proofs).dialling_context()
-        yield WeightClient(url, **proofs), proofs, errors, status
+        yield WeightClient(url, **proofs), proofs, errors, accept_options
 
 
 def errors_to() -> Console:
@@ -302,7 +302,7 @@ def check_model_ids(given: Iterable[str]) -> None:
 
 
 @contextmanager
-def failing(command: str, console: Console) -> Iterator[list[int]]:
+def failing(command: str, console: Console) -> Iterator[Callable[[], None]]:
     """Show an error of aiosync as one line and end the command; show aiosync's warnings, too.
 
     Args:
@@ -310,25 +310,30 @@ def failing(command: str, console: Console) -> Iterator[list[int]]:
         console: Receives the lines.
 
     Yields:
-        A list with one number: the exit status for a :class:`~aiosync.errors.ConfigError`. It is 2
-        at first; the command puts 1 there once its options are checked.
+        A function that the command calls once its options are checked. Before that the exit status
+        for a :class:`~aiosync.errors.ConfigError` is 2, and 1 afterwards.
 
     Raises:
         typer.Exit: The block raised an error of aiosync, or Ctrl-C interrupted it; with the exit
             status.
     """
-    status = [2]
+    status = 2
+
+    def accept_options() -> None:
+        nonlocal status
+        status = 1
+
     lines, log = _Lines(console), logging.getLogger("aiosync")
     log.addHandler(lines)
     try:
-        yield status
+        yield accept_options
     except AiosyncError as exc:
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
         text = str(exc)
         if not isinstance(exc, ConfigError):
             text = f"{type(exc).__name__}: {text.rstrip('.')}. {' '.join(exc.__notes__)}"
         console.print(f"[red]aiosync {command}:[/red] {escape(plain(with_flags(text), 2000))}")
-        raise typer.Exit(status[0] if wrong else 1) from None
+        raise typer.Exit(status if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")
         raise typer.Exit(INTERRUPTED) from None

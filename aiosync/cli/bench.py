@@ -83,7 +83,7 @@ def bench(
     - `aiosync bench --from results.json`
     """
     errors = errors_to()
-    with failing("bench", errors) as exit_status:
+    with failing("bench", errors) as accept_options:
         from aiosync.bench import show
 
         ended = 0
@@ -95,7 +95,7 @@ def bench(
             plan = _choose(profile, transport, workload, workers)
             if json_to not in (None, "-"):
                 write_text("--json", json_to, "")  # a bad path has to fail before the run
-            exit_status[0] = 1
+            accept_options()
             results, ended = _measure(plan, errors, json_to, quiet)
         stream = sys.stderr if json_to == "-" else sys.stdout
         show(

@@ -58,11 +58,11 @@ def demo(
     """
     errors = errors_to()
     console = errors if json_to == "-" else Console(highlight=False, soft_wrap=True)
-    with failing("demo", errors) as status:
+    with failing("demo", errors) as accept_options:
         from aiosync.cli import ppo
 
         _empty_files({"--json": json_to, "--plot": plot_to})
-        status[0] = 1
+        accept_options()
         title = (
             f"aiosync demo: CartPole-v1, {workers} workers, {transport.value}, "
             f"{'aiosync.sync' if sync else 'aiosync'}"

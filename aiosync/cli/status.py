@@ -107,8 +107,8 @@ def status(
     - `aiosync status unix:///tmp/weights --json`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("status", *given) as (client, _, _, exit_status):
-        exit_status[0] = 1
+    with dialling("status", *given) as (client, _, _, accept_options):
+        accept_options()
         values = run(client.status(timeout=timeout))
         if as_json:
             typer.echo(json.dumps(values, indent=2, default=str))
@@ -264,8 +264,8 @@ def top(
     - `aiosync top unix:///tmp/weights --html 127.0.0.1:8080`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("top", *given) as (client, _, _, exit_status):
-        exit_status[0] = 1
+    with dialling("top", *given) as (client, _, _, accept_options):
+        accept_options()
         run(_top(client, url, interval, once, as_json, html, allow_host or ()))
 
 

@@ -73,7 +73,7 @@ def push(
     - `aiosync push critic.pt unix:///tmp/weights --model-id critic`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("push", *given, model_id) as (client, options, errors, exit_status):
+    with dialling("push", *given, model_id) as (client, options, errors, accept_options):
         with _transfer_bar(errors, quiet, f"push {model_id}", f"reads {file.name}") as show:
             import aiosync
             from aiosync.cli.files import load_weights
@@ -81,7 +81,8 @@ def push(
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
-            exit_status[0], options["take_over"] = 1, take_over
+            accept_options()
+            options["take_over"] = take_over
             source = file, file.stat().st_size
             done = aiosync.run(
                 _push(weights, source, client, url, options, model_id, timeout, show)
@@ -204,13 +205,13 @@ def pull(
     - `aiosync pull unix:///tmp/weights policy.pt --timeout 5`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("pull", *given, model_id) as (client, _, errors, exit_status):
+    with dialling("pull", *given, model_id) as (client, _, errors, accept_options):
         with _transfer_bar(errors, quiet, f"pull {model_id}", f"waits for {url}") as show:
             import aiosync
             from aiosync.cli.files import check_target, save_weights
 
             check_target(file)
-            exit_status[0] = 1
+            accept_options()
             started = time.monotonic()
             got = aiosync.run(
                 client.pull(model_id, min_version=min_version, timeout=timeout, progress=show)
@@ -224,15 +225,21 @@ def pull(
 
 
 def _say_done(
-    verb: str, model_id: str, epoch: int, version: int, nbytes: int, seconds: float, again: int = 0
+    verb: str,
+    model_id: str,
+    epoch: int,
+    version: int,
+    nbytes: int,
+    seconds: float,
+    reconnects: int = 0,
 ) -> None:
-    """Print one line about the finished transfer; ``again`` is the number of reconnects."""
+    """Print one line about the finished transfer."""
     rate = nbytes / 1e6 / max(seconds, 1e-9)
     typer.echo(
         f"{verb} {plain(model_id)}: version {version} of epoch {epoch:016x}, "
         f"{show_nbytes(nbytes)} "
         f"({nbytes} bytes) in {seconds:.2f} s, {rate:.1f} MB/s"
-        f"{f', {again} reconnects' if again else ''}"
+        f"{f', {reconnects} reconnects' if reconnects else ''}"
     )
 
 
