@@ -589,7 +589,7 @@ def _may_break(declared: Cancellation, what: str) -> None:
 async def _cancel_everywhere(
     bench: Bench,
     operation: Callable[[Link], Coroutine[Any, Any, Any]],
-    look: Callable[[CancelOutcome[Any], Link, asyncio.Future[Any]], Awaitable[None]],
+    check_outcome: Callable[[CancelOutcome[Any], Link, asyncio.Future[Any]], Awaitable[None]],
     *,
     beside: Callable[[Link], Coroutine[Any, Any, Any]] = lambda _: asyncio.sleep(0),
     ahead: int = 0,
@@ -597,7 +597,7 @@ async def _cancel_everywhere(
     """Cancel an operation at each of its await points, each time on a new link.
 
     ``beside`` runs in the background and gets ``ahead`` turns of the loop before the operation
-    starts; ``look`` checks the outcome, the link, and the task of ``beside``.
+    starts; ``check_outcome`` checks the outcome, the link, and the task of ``beside``.
     """
     now: list[tuple[Link, asyncio.Future[Any]]] = []
 
@@ -608,13 +608,13 @@ async def _cancel_everywhere(
             await settle(ahead)
             yield
 
-    async def check_and_look(outcome: CancelOutcome[Any]) -> None:
+    async def check_at_one_point(outcome: CancelOutcome[Any]) -> None:
         require(outcome.finished or outcome.cancelled, f"a cancellation became {outcome.error!r}")
-        await look(outcome, *now[0])
+        await check_outcome(outcome, *now[0])
 
     await cancel_at_every_await(
         lambda: operation(now[0][0]),
-        check_and_look,
+        check_at_one_point,
         around=around,
         max_points=30,
         may_not_wait=True,
@@ -625,11 +625,11 @@ async def _cancel_everywhere(
 async def check_aclose_closes_when_cancelled(bench: Bench) -> None:
     """Cancelling aclose() at any point still leaves the link closed."""
 
-    async def look(_: CancelOutcome[None], link: Link, __: object) -> None:
+    async def check_outcome(_: CancelOutcome[None], link: Link, __: object) -> None:
         await expect(TransportClosed, link[0].recv(), "recv() after a cancelled aclose()")
         await expect(ENDED, link[1].recv(), "the peer's recv() after a cancelled aclose()")
 
-    await _cancel_everywhere(bench, lambda link: link[0].aclose(), look)
+    await _cancel_everywhere(bench, lambda link: link[0].aclose(), check_outcome)
 
 
 async def _cancel_recv(bench: Bench, nbytes: int, *, ready: bool, lends: bool) -> None:
@@ -641,7 +641,7 @@ async def _cancel_recv(bench: Bench, nbytes: int, *, ready: bool, lends: bool) -
         await settle(0 if ready else 3)
         await send_all(link[0], [payload, b""])
 
-    async def look(
+    async def check_outcome(
         outcome: CancelOutcome[Received], link: Link, sending: asyncio.Future[None]
     ) -> None:
         sender, receiver, _ = link
@@ -664,7 +664,7 @@ async def _cancel_recv(bench: Bench, nbytes: int, *, ready: bool, lends: bool) -
     await _cancel_everywhere(
         bench,
         lambda link: link[1].recv(into=lender if lends else None),
-        look,
+        check_outcome,
         beside=send_two,
         ahead=10 if ready else 0,
     )
@@ -708,12 +708,13 @@ async def _cancel_send(bench: Bench, payload: bytes) -> None:
             return versions, exc
         return versions, None
 
-    async def look(
+    async def check_outcome(
         outcome: CancelOutcome[None], link: Link, collecting: asyncio.Future[Any]
     ) -> None:
         sender = link[0]
         what = f"send() cancelled at await {outcome.point}, late={outcome.late}"
         wanted = [(1, 2)] if outcome.finished else [(1, 2), (2,)]
+        # Type of the error that may follow the versions that arrived; NoneType for no error.
         allowed: dict[tuple[int, ...], type] = dict.fromkeys(wanted, NoneType)
         try:
             await within(send(sender, 2), f"send() after {what}")
@@ -730,7 +731,9 @@ async def _cancel_send(bench: Bench, payload: bytes) -> None:
             f"after {what} the receiver got updates {versions}, then {error!r}",
         )
 
-    await _cancel_everywhere(bench, lambda link: send(link[0], 1, payload), look, beside=collect)
+    await _cancel_everywhere(
+        bench, lambda link: send(link[0], 1, payload), check_outcome, beside=collect
+    )
 
 
 @check()
