@@ -230,11 +230,18 @@ class _Connection:
         server = _prepare(socket.socket(socket.AF_UNIX if address.path else tcp))
         self._socks.append(server)
         target = address.path or (address.host, address.port)
+
+        def count_forward(nbytes: int) -> None:
+            proxy.bytes_forward += nbytes
+
+        def count_back(nbytes: int) -> None:
+            proxy.bytes_back += nbytes
+
         with contextlib.suppress(OSError):  # the upstream cannot be reached
             await asyncio.get_running_loop().sock_connect(server, target)
             both = await asyncio.gather(
-                self._stream(plan.forward, self.forward, dialer, server, "bytes_forward"),
-                self._stream(plan.back, self.back, server, dialer, "bytes_back"),
+                self._stream(plan.forward, self.forward, dialer, server, count_forward),
+                self._stream(plan.back, self.back, server, dialer, count_back),
             )
             self.end(reset=not all(both))
 
@@ -244,27 +251,23 @@ class _Connection:
         running: asyncio.Event,
         source: socket.socket,
         destination: socket.socket,
-        counter: str,
+        count: Callable[[int], None],
     ) -> bool:
         """Relay one direction; return True if it came to its end, False if it broke."""
         loop = asyncio.get_running_loop()
-        offsets = ((faults.stall_at, 0), (faults.reset_at, 1), (faults.cut_at, 2), (math.inf, 3))
         at = 0
-        for mark, kind in sorted((mark, kind) for mark, kind in offsets if mark is not None):
-            while at < mark:
+        for fault_at, fault in _by_offset(faults):
+            while at < fault_at:
                 await running.wait()
                 try:
-                    block = await loop.sock_recv(source, int(min(_BLOCK_NBYTES, mark - at)))
+                    block = await loop.sock_recv(source, int(min(_BLOCK_NBYTES, fault_at - at)))
                 except OSError:
                     await _delivered(destination)
                     self.end(reset=True)
                     return False
                 await asyncio.sleep(faults.delay)
                 await running.wait()
-                if faults.corrupt_at is not None and at <= faults.corrupt_at < at + len(block):
-                    changed = bytearray(block)
-                    changed[faults.corrupt_at - at] ^= faults.corrupt_mask
-                    block = bytes(changed)
+                block = _corrupted(block, at, faults)
                 try:
                     if not block:
                         destination.shutdown(socket.SHUT_WR)
@@ -275,14 +278,14 @@ class _Connection:
                     # before it broke, so the connection is not reset here.
                     return False
                 at += len(block)
-                setattr(self._proxy, counter, getattr(self._proxy, counter) + len(block))
-            if kind == 0:
+                count(len(block))
+            if fault == "stall":
                 running.clear()
                 continue
             await running.wait()
-            if kind == 1:
+            if fault == "reset":
                 await _delivered(destination)
-            self.end(reset=kind == 1)
+            self.end(reset=fault == "reset")
             break
         return False
 
@@ -293,6 +296,28 @@ class _Connection:
             if self._ended.result() and sock.fileno() >= 0:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
             sock.close()
+
+
+def _by_offset(faults: Faults) -> list[tuple[float, str]]:
+    """Return the offset and the kind of each planned fault, in order; the last never happens."""
+    # The sort keeps this order of the faults at one offset.
+    kinds = (
+        (faults.stall_at, "stall"),
+        (faults.reset_at, "reset"),
+        (faults.cut_at, "cut"),
+        (math.inf, "none"),
+    )
+    planned = [(offset, kind) for offset, kind in kinds if offset is not None]
+    return sorted(planned, key=lambda fault: fault[0])
+
+
+def _corrupted(block: bytes, at: int, faults: Faults) -> bytes:
+    """Return a block that begins at an offset, with its planned byte changed."""
+    if faults.corrupt_at is None or not at <= faults.corrupt_at < at + len(block):
+        return block
+    changed = bytearray(block)
+    changed[faults.corrupt_at - at] ^= faults.corrupt_mask
+    return bytes(changed)
 
 
 def _prepare(sock: socket.socket) -> socket.socket:
