@@ -225,8 +225,8 @@ class WeightsMiddleware:
         )
         ready = ready and bool(self.feed.ready)  # a closed gate admits no request
         later = () if ready else (_RETRY,)
-        said = {"ready": ready, **status.as_dict()}
-        await self._answer(scope, send, 200 if ready else 503, said, *later)
+        body = {"ready": ready, **status.as_dict()}
+        await self._answer(scope, send, 200 if ready else 503, body, *later)
 
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
@@ -253,39 +253,41 @@ class WeightsMiddleware:
         shutdown. This method sends the messages that an application without lifespans does not
         send.
         """
-        # Number of events (of two: start-up and shutdown) that the application received, and that
-        # the server was told the end of.
-        heard = told = 0
-        stray = False  # the application answered as for another protocol
+        # Of the two events (start-up and shutdown), the number that the server was asked for, and
+        # the number that it has got an answer to.
+        received = answered = 0
+        # True if the application answered as for another protocol.
+        is_other_protocol = False
 
-        async def hear() -> _Message:
-            nonlocal heard
-            heard += 1
+        async def receive_event() -> _Message:
+            nonlocal received
+            received += 1
             return await receive()
 
         async with contextlib.AsyncExitStack() as live:
 
-            async def say(message: _Message) -> None:
-                nonlocal told, stray
+            async def send_answer(message: _Message) -> None:
+                nonlocal answered, is_other_protocol
                 kind = message["type"]
                 if not kind.startswith("lifespan."):
-                    stray = True
+                    is_other_protocol = True
                     raise RuntimeError(f"{kind} does not belong to a lifespan")
-                told = 1 if kind == "lifespan.startup.complete" else 2
-                if told == 2:
+                answered = 1 if kind == "lifespan.startup.complete" else 2
+                if answered == 2:
                     await live.aclose()
                 await send(message)
 
             await live.enter_async_context(self.feed)
             try:
-                await self.app(scope, hear, say)
+                await self.app(scope, receive_event, send_answer)
             except Exception:  # an application without lifespans may raise; others' errors go on
-                if told or (heard and not stray):
+                if answered or (received and not is_other_protocol):
                     raise
-            while told < 2:
-                while heard <= told:
-                    await hear()
-                await say({"type": f"lifespan.{('startup', 'shutdown')[told]}.complete"})
+            while answered < 2:
+                while received <= answered:
+                    await receive_event()
+                event = ("startup", "shutdown")[answered]
+                await send_answer({"type": f"lifespan.{event}.complete"})
 
 
 def lifespan(
