@@ -68,7 +68,7 @@ def _twin(method: Callable[..., Any], way: str) -> Any:
         return getattr(self, way)(name, *args, **kwargs)
 
     call.__module__ = __name__
-    vars(call)["again"] = functools.partial(_twin, way=way)
+    vars(call)["remake_twin"] = functools.partial(_twin, way=way)
     return call
 
 
@@ -98,7 +98,7 @@ def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
         return getattr(self._scheme, name)(*args, **kwargs)
 
     call.__module__ = __name__
-    vars(call)["again"] = direct
+    vars(call)["remake_twin"] = direct
     return cast("Twin[_P, _R]", call)
 
 
@@ -150,11 +150,11 @@ def follow_overrides(cls: type, base: type, original: type) -> None:
         original: The other scheme's class.
     """
     for name, member in vars(base).items():
-        if hasattr(member, "again") and name not in vars(cls):
+        if hasattr(member, "remake_twin") and name not in vars(cls):
             known = vars(member)["__wrapped__"]
             method = getattr(original, name, known)
             if method is not known:
-                setattr(cls, name, member.again(method))
+                setattr(cls, name, member.remake_twin(method))
 
 
 def mirror_options(cls: type) -> None:
