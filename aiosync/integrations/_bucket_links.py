@@ -157,7 +157,6 @@ class _Home:
     def __init__(self, drop: Callable[[], None]) -> None:
         self._drop = drop
         self._lease = lease(self)
-        self._loop = self.call(_running())
         self.tasks: TaskOwner = TaskOwner(_log_crash)
         self.close: Callable[[], None] = self._lease.abort
 
@@ -167,7 +166,7 @@ class _Home:
 
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine on the loop in the background."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._lease.loop)
 
     def forgotten(self) -> None:
         """Do nothing: frameworks never close their engines."""
@@ -181,10 +180,6 @@ class _Home:
 def _log_crash(error: BaseException) -> None:
     """Log an error that is no failure of a link; the link's round then ends by its deadline."""
     log(logging.ERROR, "failed", "a link of buckets ended", model=None, error=error)
-
-
-async def _running() -> asyncio.AbstractEventLoop:
-    return asyncio.get_running_loop()
 
 
 # -- the side that sends --------------------------------------------------------------------------
@@ -209,7 +204,7 @@ class _Peer:
         self.error: AiosyncError | None = None
 
     def fail(self, error: AiosyncError) -> None:
-        """Note the first error, and close the link."""
+        """Keep the first error, and close the link."""
         self.error = self.error or error
         self.link.abort()
 
@@ -277,7 +272,7 @@ class BucketSender:
                     elif peer.is_ready and session in self._owed:
                         await self._refuse(peer, self._owed.pop(session))
                 elif isinstance(message, Ack) and message.epoch == self._number:
-                    self._note(peer, message)
+                    self._take_answer(peer, message)
                 else:
                     raise RemoteProtocolError(f"{link.name} sent {type(message).__name__}")
                 self._changed.notify()
@@ -288,7 +283,7 @@ class BucketSender:
             link.abort()
             self._changed.notify()
 
-    def _note(self, peer: _Peer, ack: Ack) -> None:
+    def _take_answer(self, peer: _Peer, ack: Ack) -> None:
         peer.answer = ack
         if ack.status is AckStatus.NACK:
             text = f"{peer.link.name}: {ack.error_text}"
@@ -344,7 +339,7 @@ class BucketSender:
             raise
         except BaseException as exc:  # raised again: the members are told first
             if count == 0:
-                busy.cancel()  # nobody need get ready any more
+                busy.cancel()  # no member need get ready any more
             self._home.start(self._give_up(busy, f"{type(exc).__name__}: {exc}"))
             if isinstance(exc, Exception):
                 async for _ in source:

@@ -228,6 +228,11 @@ class Lease:
         """True while the lease is held and the portal runs, in the process that got the lease."""
         return not self._released and self._pid == os.getpid() and not self._portal.stopping
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The portal's loop."""
+        return self._portal.loop
+
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the portal's loop and wait for it.
 
