@@ -370,6 +370,7 @@ class AiosyncTrainerEngine:
         version: int,
         outcome: asyncio.Future[AiosyncError | None],
     ) -> float:
+        """Switch the engine to a staged version, and return the seconds that its loading took."""
         client, began = self.client, time.perf_counter()
         update = {"version": version, "timeout": min(10.0, self._info.activation_timeout / 2)}
         try:
@@ -386,23 +387,20 @@ class AiosyncTrainerEngine:
             self._ask("finish", client.finish_weight_update, label)
         except AiosyncError as exc:
             if self._info.num_workers > 1:
-                # Workers of other engines may have loaded the version: let them undo it, and end
-                # the update. Workers that refused it refuse this, too; their error is `exc`.
-                with contextlib.suppress(AiosyncError):
-                    self._ask("update", client.update_weights, {**update, "undo": True})
-                with contextlib.suppress(AiosyncError):
-                    self._ask("finish", client.finish_weight_update)
-
-            async def word() -> AiosyncError | None:
-                done, _ = await asyncio.wait({outcome}, timeout=_WORD_SECONDS)
-                # Without an outcome the engine failed before a worker tried to load.
-                return outcome.result() if done else None
-
-            said = run_on_loop(scheme, word())  # the errors of the workers themselves
-            if said is not None:
-                raise said from exc
+                self._undo(update)
+            worker_error = run_on_loop(scheme, _worker_error(outcome))
+            if worker_error is not None:
+                raise worker_error from exc
             raise
         return loading
+
+    def _undo(self, update: dict[str, Any]) -> None:
+        """End a failed update, and let workers of other engines that have loaded it undo that."""
+        # Workers that refused the update refuse this, too. activate() raises their first error.
+        with contextlib.suppress(AiosyncError):
+            self._ask("update", self.client.update_weights, {**update, "undo": True})
+        with contextlib.suppress(AiosyncError):
+            self._ask("finish", self.client.finish_weight_update)
 
     def staleness(
         self, span: VersionSpan | None, weight: Literal["sample", "token"] = "sample"
@@ -501,6 +499,13 @@ async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
     except AiosyncError as exc:
         return exc
     return None
+
+
+async def _worker_error(outcome: asyncio.Future[AiosyncError | None]) -> AiosyncError | None:
+    """Return the error of a send; ``None`` without one, or if the send has not ended in time."""
+    done, _ = await asyncio.wait({outcome}, timeout=_WORD_SECONDS)
+    # A send that goes on shows that the engine failed before a worker tried to load.
+    return outcome.result() if done else None
 
 
 # -- versions of the tokens of an answer, as vLLM reports them ------------------------------------
