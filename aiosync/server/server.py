@@ -245,7 +245,7 @@ class WeightServer:
                 raise TransportClosed("this server was closed")
             pushes = hello.role == "sender"
             try:
-                model = self._model_for(hello, link, pushes)
+                model = self._find_or_make_model(hello, link, pushes)
             except (ConfigError, ConnectError) as exc:
                 await refuse_link(link, exc)
                 raise
@@ -261,8 +261,10 @@ class WeightServer:
             link.abort()
             raise
 
-    def _model_for(self, hello: Hello, link: TCPTransport, pushes: bool) -> ServedModel:
+    def _find_or_make_model(self, hello: Hello, link: TCPTransport, pushes: bool) -> ServedModel:
         """Return the model that a peer asks for, if the peer may push or get it.
+
+        A new model takes the place of those that no peer uses and that have no weights.
 
         Raises:
             AuthError: The peer's token does not allow it to push.
