@@ -23,7 +23,7 @@ from aiosync.errors import ConfigError, LocalProtocolError
 from aiosync.events import SyncStats
 from aiosync.schemes import WeightSyncScheme
 from aiosync.schemes.internal import life_of
-from aiosync.server.server import WeightServer
+from aiosync.server.server import WeightServer, count_refusals
 from aiosync.serving import AdmissionGate
 from aiosync.sync import WeightSyncScheme as BlockingScheme
 from aiosync.sync._schemes import core_of
@@ -412,7 +412,7 @@ class Metrics:
             put("aiosync_samples_unversioned_total", (model,), count)
         for source in self._sources:
             if isinstance(source, WeightServer):
-                everything, refused = tuple(source.stats().values()), source.status()["refused"]
+                everything, refused = tuple(source.stats().values()), count_refusals(source)
             elif not isinstance(source, AdmissionGate):
                 try:
                     everything, refused = (source.stats(),), getattr(source, "refused", {})

@@ -40,7 +40,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, Hello, stats_values
 
-__all__ = ["WeightServer"]
+__all__ = ["WeightServer", "count_refusals"]
 
 _MAX_LISTED = 10
 _MAX_NOTE = 700  # characters
@@ -347,3 +347,8 @@ class WeightServer:
             "models": [model.describe() for _, model in sorted(self._models.items())],
             "stats": stats_values(self.stats().values()),
         }
+
+
+def count_refusals(server: WeightServer) -> dict[str, int]:
+    """Return the number of connections that a server refused, by the name of the error."""
+    return dict(server._listener.refused)
