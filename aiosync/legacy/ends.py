@@ -333,7 +333,8 @@ class WeightReceiver(OfScheme):
         self._given = Given(scheme.model_id)
         self._guard = life_of(core_of(scheme)).guard
         self._target: Target | None = None
-        self._current: Weights | None = None  # the weights that the model's tensors view
+        # The model's tensors view these weights. This reference only keeps their memory.
+        self._viewed: Weights | None = None
         self.version = 0
         # True if the model shall change, or does change, without calls of receive().
         self._is_to_follow = self._follows = False
@@ -576,7 +577,7 @@ class WeightReceiver(OfScheme):
             # program or another process may share, keeps its values.
             with FORKING:
                 target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
-            self._current = weights
+            self._viewed = weights
             self.version += 1
 
         give_up = time.monotonic() + _READ_SECONDS
