@@ -231,18 +231,9 @@ class WeightsMiddleware:
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
     ) -> None:
-        data = json.dumps(body).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(data)),
-            (b"cache-control", b"no-store"),
-            *more,
-        ]
-        if self.feed.version:
-            headers += _labels((self.feed.version,), self.feed.epoch)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        data = b"" if scope["method"] == "HEAD" else data
-        await send({"type": "http.response.body", "body": data})
+        version = self.feed.version
+        labels = _labels((version,), self.feed.epoch) if version else []
+        await send_json(send, status, body, *more, *labels, is_head=scope["method"] == "HEAD")
 
     # -- start and end -------------------------------------------------------------------------
 
@@ -336,6 +327,29 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
 
 
 # -- options and messages ---------------------------------------------------------------------
+
+
+async def send_json(
+    send: _Send, status: int, body: Any, *more: _Header, is_head: bool = False
+) -> None:
+    """Send a whole response of JSON, which no cache may keep.
+
+    Args:
+        send: The server's function.
+        status: Status of the response.
+        body: Values for JSON.
+        *more: Further headers.
+        is_head: True if the request was a HEAD, which gets no body.
+    """
+    data = json.dumps(body).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(data)),
+        (b"cache-control", b"no-store"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if is_head else data})
 
 
 def _path_of(scope: _Scope) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
-import json
 from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import parse_qs
@@ -17,7 +16,7 @@ from aiosync.errors import (
     PeerClosed,
     SyncTimeout,
 )
-from aiosync.integrations.asgi import WeightsMiddleware
+from aiosync.integrations.asgi import WeightsMiddleware, send_json
 from aiosync.integrations.four_phase._bodies import (
     MAX_TEXT,
     Body,
@@ -172,14 +171,7 @@ class FourPhaseMiddleware:
             status, answer = exc.status, {"error": str(exc)}
         except Exception as exc:  # noqa: BLE001 - the caller gets it
             status, answer = _status_of(exc), {"error": f"{type(exc).__name__}: {exc}"[:MAX_TEXT]}
-        data = json.dumps(answer).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(data)),
-            (b"cache-control", b"no-store"),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+        await send_json(send, status, answer)
 
     def _check_caller(self, scope: Any, method: str) -> None:
         """Refuse a wrong method, pages of other sites in a browser, and callers without a right."""
