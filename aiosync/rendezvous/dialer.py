@@ -175,13 +175,13 @@ class Dialer:
         """The addresses, as a piece of a text."""
         return " or ".join(map(str, self.addresses))
 
-    async def dial(self, timeout: float | None = None, *, again: bool = False) -> TCPTransport:
+    async def dial(self, timeout: float | None = None, *, is_redial: bool = False) -> TCPTransport:
         """Make one attempt to reach the other end; see :meth:`TCPTransport.connect`.
 
         Args:
             timeout: Seconds for the attempt, if less than ``attempt_timeout`` at each address.
-            again: True if there was a link before. Unreadable certificate files, and a refusal by
-                the process that answers, then raise ``ConnectError``, because they may be
+            is_redial: True if there was a link before. Unreadable certificate files, and a refusal
+                by the process that answers, then raise ``ConnectError``, because they may be
                 temporary.
         """
         clock = asyncio.get_running_loop().time
@@ -190,11 +190,11 @@ class Dialer:
             # An address that does not answer leaves time for the others.
             rest = None if ends is None else (ends - clock()) / left
             with contextlib.suppress(ConnectError, ConnectTimeout):
-                return await self._dial(self.addresses[-left], rest, again)
+                return await self._dial(self.addresses[-left], rest, is_redial)
         rest = None if ends is None else max(0.0, ends - clock())
-        return await self._dial(self.addresses[-1], rest, again)
+        return await self._dial(self.addresses[-1], rest, is_redial)
 
-    async def _dial(self, address: Address, timeout: float | None, again: bool) -> TCPTransport:
+    async def _dial(self, address: Address, timeout: float | None, is_redial: bool) -> TCPTransport:
         try:
             return await TCPTransport.connect(
                 address,
@@ -207,7 +207,7 @@ class Dialer:
                 name=f"{self.name} at {address}",
             )
         except (AuthError, ConfigError) as exc:
-            if not again:
+            if not is_redial:
                 raise
             # The files may be about to be replaced, and the process that refuses this side has not
             # proved its identity.

@@ -253,7 +253,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     # -- a worker --------------------------------------------------------------------------------
 
-    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
+    async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
         """See :meth:`Fabric.dial`."""
         self._is_looking = True
         found = await self.find()
@@ -273,7 +273,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
             )
             if here is not None:
                 return here
-        return self._linked(scheme, await dialer.dial(left(), again=again), listened=False)
+        return self._linked(scheme, await dialer.dial(left(), is_redial=is_redial), listened=False)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """See :meth:`Fabric.not_reached_text`."""

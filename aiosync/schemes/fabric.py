@@ -130,8 +130,8 @@ class Fabric(abc.ABC, Generic[_Scheme]):
 
     # -- a worker ------------------------------------------------------------------------------
 
-    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
-        """Make one attempt to get a link to the trainer; ``again`` if there was one before."""
+    async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
+        """Make one attempt to get a link to the trainer; ``is_redial`` if there was one before."""
         name = type(scheme).__name__
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
 

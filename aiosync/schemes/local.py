@@ -69,7 +69,7 @@ class _LocalFabric(Fabric[_Scheme]):
         for listener in self.life.listeners:
             listener.accept(on_connection, sender.workers.admission.not_let_in)
 
-    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
+    async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
         """See :meth:`Fabric.dial`."""
         sock, _pid = connect(self.meeting, listener_pid=self.sender_pid)
         return self.link(sock, "the trainer")

@@ -193,9 +193,9 @@ class StreamFabric(Fabric[_Scheme]):
             advice=self.advice,
         )
 
-    async def dial(self, scheme: _Scheme, left: Left, again: bool) -> Transport:
+    async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
         """See :meth:`Fabric.dial`."""
-        return await self.dialer(scheme).dial(left(), again=again)
+        return await self.dialer(scheme).dial(left(), is_redial=is_redial)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """See :meth:`Fabric.not_reached_text`."""

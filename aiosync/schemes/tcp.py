@@ -298,14 +298,14 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 workers.not_reached(idx, exc)
 
     async def _dial_server(
-        self, workers: WorkerRegistry, dialer: Dialer, left: Left, again: bool
+        self, workers: WorkerRegistry, dialer: Dialer, left: Left, is_redial: bool
     ) -> TCPTransport:
         """Dial the weight server, unless it ended the link before with a final error."""
         error = workers.record(_SERVER_IDX).error
-        if again and isinstance(error, AuthError | ConfigError):
+        if is_redial and isinstance(error, AuthError | ConfigError):
             # connect() and send() report this error.
             raise error
-        return await dialer.dial(left(), again=again)
+        return await dialer.dial(left(), is_redial=is_redial)
 
     async def _introduce(
         self,

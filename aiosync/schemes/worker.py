@@ -314,10 +314,10 @@ class Worker:
     ) -> KeptLink[Transport, Welcome]:
         terms = self.terms
 
-        async def reach(left: Left, again: bool) -> Transport:
+        async def reach(left: Left, is_redial: bool) -> Transport:
             if self.pipe is not None:
                 return fabric.wrap(scheme, self.pipe)
-            return await fabric.dial(scheme, left, again)
+            return await fabric.dial(scheme, left, is_redial)
 
         logged = ""
 

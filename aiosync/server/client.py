@@ -329,7 +329,7 @@ class _Pull:
         self._moved = False
         self._partial = self._updates.partial
         try:
-            link = self._link = await self._dialer.dial(again=self._welcome is not None)
+            link = self._link = await self._dialer.dial(is_redial=self._welcome is not None)
             self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
             self._updates.use_link(link)
             await link.send(Fetch(self._least))

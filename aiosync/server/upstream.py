@@ -85,8 +85,8 @@ class Upstream:
                 text = f"{self.where} is not followed, and dialled again: {logged}"
                 log(logging.WARNING, "waiting", text, model=model_id)
 
-        async def dial(left: Left, again: bool) -> TCPTransport:
-            return await self._dialer.dial(left(), again=again)
+        async def dial(left: Left, is_redial: bool) -> TCPTransport:
+            return await self._dialer.dial(left(), is_redial=is_redial)
 
         async def introduce(link: TCPTransport, timeout: float | None) -> Welcome:
             return await greet(link, await model.hello(is_upstream=True), timeout=timeout)
