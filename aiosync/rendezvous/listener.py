@@ -41,7 +41,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 from aiosync.wire import Hello, Refuse, Status, encode_frame
 
-__all__ = ["Listener", "StreamListener", "first_word"]
+__all__ = ["Listener", "StreamListener", "receive_hello"]
 
 _SO_MAX_PACING_RATE = 47  # Python has no name for it.
 _MAX_STRANGERS = 256
@@ -226,7 +226,7 @@ def _close_all(sockets: list[socket.socket]) -> None:
         each.close()
 
 
-async def first_word(link: Transport, timeout: float) -> Hello:
+async def receive_hello(link: Transport, timeout: float) -> Hello:
     """Return the Hello of a peer that has proved its identity.
 
     Args:
@@ -369,7 +369,7 @@ class StreamListener(Listener):
                 stream = await self._prove(sock, name=_name_of(sock))
                 undo.callback(stream.abort)
                 link = wrap(stream)
-                hello = await first_word(link, self._handshake_timeout)
+                hello = await receive_hello(link, self._handshake_timeout)
                 if hello.role == "status":
                     self.accepted += 1
                     await link.send(Status(self._status()), timeout=HANDSHAKE_SECONDS)

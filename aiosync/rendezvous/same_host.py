@@ -25,7 +25,7 @@ from aiosync.errors import (
     ConnectTimeout,
     RemoteProtocolError,
 )
-from aiosync.rendezvous.listener import Listener, first_word
+from aiosync.rendezvous.listener import Listener, receive_hello
 from aiosync.transports._process_end import is_gone
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport, in_time
@@ -218,7 +218,7 @@ class SameHost(Listener):
                 setup = (await link.recv()).message
             if not isinstance(setup, Setup) or (setup.kind, setup.key) != _SETUP:
                 raise RemoteProtocolError(f"expected Setup, got {type(setup).__name__}")
-            hello = await first_word(link, self._handshake_timeout)
+            hello = await receive_hello(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
             # The peer was told the reason. A worker then dials the TCP address, where refusals are
             # counted.
