@@ -318,8 +318,8 @@ class _Pull:
             # The two sides may have disagreed about the partial update: begin anew, but only once.
             return self._partial is None
         # Before the first Welcome no server is known to be at the address, so there is no retry.
-        again = isinstance(error, (TransportError, ConnectTimeout)) and self._welcome is not None
-        return is_final(error) or not again
+        may_retry = isinstance(error, TransportError | ConnectTimeout) and self._welcome is not None
+        return is_final(error) or not may_retry
 
     async def _attempt(self) -> PulledWeights:
         """Dial, ask for the version and receive it over this link.

@@ -71,8 +71,9 @@ class _Arrival(NamedTuple):
         If the link has ended, the ack is lost: the server's next Hello names the version that the
         server has.
         """
-        named = self.epoch, self.snapshot.version
-        self.answers.say(make_ack(*named, status, error, is_base=self.is_base(*named)))
+        epoch, version = self.epoch, self.snapshot.version
+        is_base = self.is_base(epoch, version)
+        self.answers.say(make_ack(epoch, version, status, error, is_base=is_base))
 
 
 class ServedModel:
@@ -221,14 +222,14 @@ class ServedModel:
             self.trainer.abort()  # the broken link of the same trainer
         self.trainer, self._trainer_epoch = link, hello.epoch
         try:
-            said = await self.hello()
+            own_hello = await self.hello()
             try:  # the version that was being written may belong to another run
                 self._check_not_replaced(hello)
             except ConfigError as exc:
                 await refuse_link(link, exc)
                 raise
             self._let_in = (*self._let_in, hello.epoch or 0)[-_MAX_REPLACED:]
-            await greet(link, said, timeout=HANDSHAKE_SECONDS)
+            await greet(link, own_hello, timeout=HANDSHAKE_SECONDS)
             # greet() has made sure that the strategies match, or that one side takes any. A version
             # that is served already may be of another run, so its strategy stays.
             self.workers.history.parts = hello.parts

@@ -303,7 +303,8 @@ class WeightServer:
         """
         if sum(each.is_brought for each in self._models.values()) >= self._max_models:
             raise ConfigError(
-                f"this server has {self._max_models} models and accepts no more; {self._note()}"
+                f"this server has {self._max_models} models and accepts no more; "
+                f"{self._list_models()}"
             )
 
     def _new_model(self, model_id: str) -> ServedModel:
@@ -312,11 +313,11 @@ class WeightServer:
             streaming=self._streaming,
             store=self._store,
             on_crash=self._on_crash,
-            note=self._note,
+            note=self._list_models,
         )
         return model
 
-    def _note(self) -> str:
+    def _list_models(self) -> str:
         """Return a text that names the models with weights, for peers that ask for another one."""
         found = [repr(name) for name, model in sorted(self._models.items()) if model.version]
         more = f" and {len(found) - _MAX_LISTED} others" if found[_MAX_LISTED:] else ""

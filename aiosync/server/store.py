@@ -362,7 +362,7 @@ def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredU
             replaced=tuple(map(int, metadata.get("aiosync.replaced", "").split())),
         )
         checksum = metadata["aiosync.checksum"]
-        again = _encode_header(model_id, update, checksum)
+        expected_header = _encode_header(model_id, update, checksum)
     except StoreError:
         raise
     except (LookupError, ValueError, TypeError, RecursionError, AiosyncError) as exc:
@@ -371,7 +371,7 @@ def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredU
             f"{type(exc).__name__}: {exc}"
         ) from exc
     # Everything else in the header follows from these values: one comparison checks it all.
-    if again != header:
+    if header != expected_header:
         raise StoreError("its header is damaged")
     return update, checksum
 
