@@ -26,10 +26,10 @@ from aiosync.types import Limits, Require
 
 __all__ = ["RPCWeightSyncScheme"]
 
-# Seconds for one call that tells a worker the address.
-_TELL_SECONDS = 5.0
+# Seconds for one call that invites a worker to the address.
+_INVITE_SECONDS = 5.0
 # Seconds of such attempts for a worker that is not up, or is down.
-_KEEP_TELLING_SECONDS = 120.0
+_KEEP_INVITING_SECONDS = 120.0
 
 
 class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
@@ -219,26 +219,26 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
         """See :meth:`ClusterFabric.default_address`."""
         return Address("tcp", own_host(os.environ.get("MASTER_ADDR")))
 
-    # -- telling workers the address -------------------------------------------------------------
+    # -- inviting workers ------------------------------------------------------------------------
 
     async def publish(self, address: Address) -> None:
         """Tell every worker the address, also after a lost link: the worker may have restarted."""
         while self.workers:
             self._link_lost.clear()
-            async with asyncio.TaskGroup() as telling:
+            async with asyncio.TaskGroup() as inviting:
                 for name in self.workers:
-                    telling.create_task(self._keep_telling(name, str(address)))
+                    inviting.create_task(self._keep_inviting(name, str(address)))
             await self._link_lost.wait()
 
-    async def _keep_telling(self, name: str, url: str) -> None:
+    async def _keep_inviting(self, name: str, url: str) -> None:
         token = self.credentials.token_bytes
 
         def attempt(left: Left) -> Awaitable[None]:
-            return invite(name, self.meeting, url, token, _TELL_SECONDS)
+            return invite(name, self.meeting, url, token, _INVITE_SECONDS)
 
         # connect() and send() report the workers that are missing.
         with contextlib.suppress(ConnectError):
-            await retry(attempt, _KEEP_TELLING_SECONDS, late=lambda last: ConnectError(str(last)))
+            await retry(attempt, _KEEP_INVITING_SECONDS, late=lambda last: ConnectError(str(last)))
 
     # -- receiving the address -------------------------------------------------------------------
 
