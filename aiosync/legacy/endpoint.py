@@ -126,7 +126,7 @@ class Endpoint:
             acknowledged at once. ``None`` keeps all updates until they are acknowledged or taken.
         changed: Notified at each change of the state of this end.
         error: Error that ended the link; ``None`` while the link is open.
-        heard: True if the other end was used.
+        peer_was_used: True if the other end was used.
         arrived: Updates that have arrived, oldest first.
         tasks: Owner of the tasks that run as long as the link.
     """
@@ -139,7 +139,7 @@ class Endpoint:
         self.changed: Notifier = Notifier()
         self.arrived: deque[Weights] = deque()
         self.error: BaseException | None = None
-        self.heard: bool = False
+        self.peer_was_used: bool = False
         self.tasks: TaskOwner = TaskOwner(self._fail)
         self._transport: aio.MPTransport | None = None
         self._updates = UpdateReader()
@@ -203,8 +203,8 @@ class Endpoint:
             self._leaving = deque(each for each in self._leaving if each[1] is None)
         self._version = version = self._version + 1
         digest = weights.layout.digest
-        named = {"model_id": model_id, "form": weights.form, "values": weights.values}
-        self._leave(Update(self._epoch, version, digest, values=named), weights)
+        values = {"model_id": model_id, "form": weights.form, "values": weights.values}
+        self._leave(Update(self._epoch, version, digest, values=values), weights)
         return version
 
     def _leave(self, message: Ack | Update, weights: Weights | None = None) -> None:
@@ -214,7 +214,7 @@ class Endpoint:
     async def _write(self, transport: aio.MPTransport) -> None:
         digest = b""  # digest of the manifest that the other end has
         while True:
-            await self.until(lambda: self._leaving and (self.heard or not self.patient))
+            await self.until(lambda: self._leaving and (self.peer_was_used or not self.patient))
             message, weights = self._leaving.popleft()
             self._writes, payload = True, []
             if weights is not None:
@@ -249,9 +249,9 @@ class Endpoint:
         if ack.status is AckStatus.NACK:
             # A program's send_ack(message) comes as an error of this type.
             by_hand = ack.error_type == LocalProtocolError.__name__
-            said = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
+            got = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
             cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {said!r}") from cause
+            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {got!r}") from cause
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -287,22 +287,22 @@ class Endpoint:
     def _on_message(self, received: Received) -> None:
         message = received.message
         if isinstance(message, Setup) and message.kind == PROCESS and message.key.isdecimal():
-            self.heard, self._peer = True, int(message.key)
+            self.peer_was_used, self._peer = True, int(message.key)
         elif isinstance(message, Ack):
             self._acks[message.version] = message
             while len(self._acks) > _KEPT_ACKS:
                 del self._acks[next(iter(self._acks))]
         elif (staged := self._updates.read(received)) is not None:
-            named = staged.values
-            if named.keys() != {"model_id", "form", "values"}:
+            values = staged.values
+            if values.keys() != {"model_id", "form", "values"}:
                 raise RemoteProtocolError("the peer sent an update that is not of this generation")
             weights = Weights(
-                named["form"],
+                values["form"],
                 staged.layout,
                 staged.flat,
-                named["values"],
+                values["values"],
                 staged.give_back,
-                named["model_id"],
+                values["model_id"],
                 staged.epoch,
                 staged.version,
             )
@@ -325,7 +325,7 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Write the unsent messages, for a second at most, and close the link. Idempotent."""
-        if self.heard or not self.patient:
+        if self.peer_was_used or not self.patient:
             await self.all_left(1.0)
         self.abort()
         await self.tasks.aclose()

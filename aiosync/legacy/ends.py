@@ -492,9 +492,8 @@ class WeightReceiver(OfScheme):
         if isinstance(transport, MPTransport):
             if not self._follows:
                 self._guard.refuse_inside_read("receive")
-            return transport.call(
-                "receive", self._tell if self._follows else self._take, transport.end, timeout
-            )
+            wait = self._wait_for_news if self._follows else self._take
+            return transport.call("receive", wait, transport.end, timeout)
         received = transport.receive_weights(timeout=timeout)
         if received is None:
             return False
@@ -618,7 +617,7 @@ class WeightReceiver(OfScheme):
         await end.acknowledge(arrived)
         return True
 
-    async def _tell(self, end: Endpoint, timeout: float | None) -> bool:
+    async def _wait_for_news(self, end: Endpoint, timeout: float | None) -> bool:
         """Wait for an update that was not reported; return True if one came, or raise its error."""
         await end.until(lambda: self._news, timeout)
         news, self._news = self._news, False

@@ -57,7 +57,8 @@ class RayTransport(Answered):
         return functools.partial(finish_ray_call, self._call(model_id, weights))
 
     def _call(self, model_id: str, weights: Any) -> Any:
-        return self._actor.update_policy_weights_.remote(self._put(weights), **_named(model_id))
+        arguments = _arguments_of(model_id)
+        return self._actor.update_policy_weights_.remote(self._put(weights), **arguments)
 
     def _put(self, weights: Any) -> Any:
         stored = self.tensor_transport == "object_store"
@@ -160,7 +161,7 @@ class RPCTransport(Answered):
         """
         remote = self.collector_rref.rpc_async(timeout=self.timeout or 0)  # 0 waits for ever
         # The weights are copied, because RPC reads the memory of the tensors some time later.
-        sent = remote.update_policy_weights_(_copied(weights), **_named(model_id))
+        sent = remote.update_policy_weights_(_copied(weights), **_arguments_of(model_id))
         return functools.partial(finish_rpc_call, sent)
 
     def check_connection(self) -> bool:
@@ -190,7 +191,8 @@ def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
         raise ApplyError(f"the RPC worker failed: {exc}", remote_type=type(exc).__name__) from exc
 
 
-def _named(model_id: str) -> dict[str, str]:
+def _arguments_of(model_id: str) -> dict[str, str]:
+    """Return the keyword argument that names a model; none for the default one."""
     return {} if model_id == "policy" else {"model_id": model_id}
 
 

@@ -358,7 +358,7 @@ class MPTransport(Answered):
         end = self.end
 
         def known() -> bool:
-            return end.heard or end.error is not None
+            return end.peer_was_used or end.error is not None
 
         return known() or self.call("wait_ack", end.until, known, timeout)
 
