@@ -87,7 +87,7 @@ _T = TypeVar("_T")
 
 _MODEL = "buckets"
 # Time for the farewell to a member, and for a NACK to arrive after its link has failed.
-_WORD_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
 # Time for a member whose link has ended to dial again.
 _RETURN_SECONDS = 30.0
 
@@ -409,15 +409,15 @@ class BucketSender:
                 for message, payload in messages:
                     await peer.link.send(message, payload, timeout=self._seconds)
             except AiosyncError as exc:
-                await self._hear_out(peer)
+                await self._await_reason(peer)
                 peer.fail(exc)
 
         await asyncio.gather(*(send(peer) for peer in self._round if peer.error is None))
 
-    async def _hear_out(self, peer: _Peer) -> None:
+    async def _await_reason(self, peer: _Peer) -> None:
         """Wait for the member's own reason: it may arrive after the error of the link."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_WORD_SECONDS):
+            async with asyncio.timeout(_FAREWELL_SECONDS):
                 while peer.error is None:
                     await self._changed.wait()
 
@@ -434,7 +434,7 @@ class BucketSender:
                     while peer.error is None and peer.answer is None:
                         await self._changed.wait()
             except AiosyncError as exc:
-                await self._hear_out(peer)
+                await self._await_reason(peer)
                 peer.fail(exc)
             except TimeoutError:
                 late = f"{peer.link.name} did not take all weights within {seconds_text(seconds)}"
@@ -451,18 +451,18 @@ class BucketSender:
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
         """Tell the members that the round failed, and why, once the last frame is sent."""
         await asyncio.wait([asyncio.wrap_future(busy)])
-        told = {
+        refused = {
             session: peer
             for session, peer in self._peers.items()
             if peer.is_ready or peer in self._round
         }
-        self._round, self._owed = [], dict.fromkeys(self._members.keys() - told, cause)
-        await asyncio.gather(*(self._refuse(peer, cause) for peer in told.values()))
+        self._round, self._owed = [], dict.fromkeys(self._members.keys() - refused, cause)
+        await asyncio.gather(*(self._refuse(peer, cause) for peer in refused.values()))
 
     async def _refuse(self, peer: _Peer, cause: str) -> None:
         # A member that does not take it sees the end of its link.
         with contextlib.suppress(AiosyncError):
-            await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_WORD_SECONDS)
+            await peer.link.send(Refuse(PeerClosed.__name__, cause), timeout=_FAREWELL_SECONDS)
         peer.fail(TransportClosed("this sync failed"))
 
 

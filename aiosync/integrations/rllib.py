@@ -168,7 +168,7 @@ class _Sender:
         self._scheme, group = scheme, algorithm.env_runner_group
         # IMPALA and APPO go on while runners sample.
         scheme.sync = False
-        first = self._named(self._state_of(algorithm.learner_group))
+        first = self._tensors_of(self._state_of(algorithm.learner_group))
         scheme.init_on_sender(_MODEL, weights=first)
         scheme.connect()
         self._tolerates = algorithm.config.ignore_env_runner_failures
@@ -242,7 +242,7 @@ class _Sender:
         self, state: Mapping[str, Any], indices: list[int] | None, *, waits: bool = False
     ) -> None:
         meant = None if indices is None else [index - 1 for index in indices]
-        weights = self._named(state)
+        weights = self._tensors_of(state)
         try:
             report = self._scheme.send(weights, meant)
         except PartialSyncError as exc:
@@ -272,7 +272,7 @@ class _Sender:
         return {key: state[key] for key in (COMPONENT_RL_MODULE, WEIGHTS_SEQ_NO)}
 
     @staticmethod
-    def _named(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         module = state[COMPONENT_RL_MODULE]
         if isinstance(module, ray.ObjectRef):
             module = ray.get(module)

@@ -312,8 +312,8 @@ def _begun_requests(processor: Any) -> list[Any]:
     scheduler = processor.scheduler
     waiting = scheduler.waiting_requests.values()
     # A request that had to give up its place in the cache waits with its tokens, or its cache.
-    again = [each for each in waiting if each.is_cpu_offloaded or _tokens_of(each)]
-    return [*scheduler.active_requests.values(), *again]
+    resumed = [each for each in waiting if each.is_cpu_offloaded or _tokens_of(each)]
+    return [*scheduler.active_requests.values(), *resumed]
 
 
 def _tokens_of(state: Any) -> int:

@@ -675,7 +675,7 @@ class ServerOwner(TorchRLOwner):
         receiver = life_of(core_of(scheme)).receiver
         if receiver is not None:
             receiver.applier.apply_by_hand()
-            self._note(scheme)
+            self._count_new_versions(scheme)
 
     def is_over(self, owned: Any) -> bool:
         """Return True if the server was shut down.
@@ -690,13 +690,13 @@ class ServerOwner(TorchRLOwner):
 
     def _connect(self, call: _Call) -> None:
         call.proceed()
-        self._note(call.scheme)
+        self._count_new_versions(call.scheme)
         loop = life_of(core_of(call.scheme)).loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 loop.call_soon_threadsafe(self.close_when_over)
 
-    def _note(self, scheme: WeightSyncScheme) -> int:
+    def _count_new_versions(self, scheme: WeightSyncScheme) -> int:
         """Return the number of versions that have come since the last call; 1 for a new epoch."""
         receiver = life_of(core_of(scheme)).receiver
         if receiver is None:
@@ -730,9 +730,9 @@ class ServerOwner(TorchRLOwner):
                 stacklevel=2,
             )
             return None
-        grown = self._note(scheme) if update is not None else 0
+        num_new = self._count_new_versions(scheme) if update is not None else 0
         if scheme.context is server:
-            for _ in range(grown):
+            for _ in range(num_new):
                 server.update_policy_weights_(model_id=scheme.model_id)
         return update
 

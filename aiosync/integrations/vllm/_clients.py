@@ -277,6 +277,6 @@ def ask(
     response = getattr(error, "response", None)  # an HTTP error has the engine's answer here
     if isinstance(error, ConnectError | OSError) and response is None:
         raise ConnectError(f"{what!r} did not reach the engine: {reason[:_TEXT_LIMIT]}") from error
-    if said := getattr(response, "text", ""):
-        reason = f"{reason}: {said}"
+    if answer_text := getattr(response, "text", ""):
+        reason = f"{reason}: {answer_text}"
     raise refused(f"the engine refused {what!r}: {reason[:_TEXT_LIMIT]}") from error

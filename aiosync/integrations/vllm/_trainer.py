@@ -52,7 +52,7 @@ WeightSource: TypeAlias = Items | WholeTensorSource
 """Names and tensors of a trainer; each update iterates them anew, in the same order."""
 
 # Time for a worker's error to arrive after the engine has reported a failure.
-_WORD_SECONDS = 2.0
+_REASON_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +210,13 @@ class AiosyncTrainerEngine:
         try:
             scheme.init_on_sender(model_id=self._info.model_id, num_workers=self._info.num_workers)
             self._scheme = scheme
-            self._meet(scheme)
+            self._connect_with_workers(scheme)
         except BaseException:  # raised again: the caller sees it
             self._scheme = None
             scheme.shutdown()
             raise
 
-    def _meet(self, scheme: WeightSyncScheme) -> None:
+    def _connect_with_workers(self, scheme: WeightSyncScheme) -> None:
         """Let the engine's workers connect while the scheme waits for them."""
         errors: list[Exception] = []
 
@@ -232,7 +232,7 @@ class AiosyncTrainerEngine:
         try:
             scheme.connect(timeout=self._info.timeout)
         except AiosyncError:
-            caller.join(_WORD_SECONDS)
+            caller.join(_REASON_SECONDS)
             if errors:
                 raise errors[0] from None
             raise
@@ -503,7 +503,7 @@ async def _outcome_of(handle: SendHandle) -> AiosyncError | None:
 
 async def _worker_error(outcome: asyncio.Future[AiosyncError | None]) -> AiosyncError | None:
     """Return the error of a send; ``None`` without one, or if the send has not ended in time."""
-    done, _ = await asyncio.wait({outcome}, timeout=_WORD_SECONDS)
+    done, _ = await asyncio.wait({outcome}, timeout=_REASON_SECONDS)
     # A send that goes on shows that the engine failed before a worker tried to load.
     return outcome.result() if done else None
 

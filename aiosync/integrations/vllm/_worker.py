@@ -172,7 +172,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
 
     def finish_weight_update(self) -> None:
         """Keep the weights that were loaded: from now on they cannot be undone."""
-        if self._undo is not None and self._undo.noted:
+        if self._undo is not None and self._undo.has_record:
             self._synchronize()
             self._undo.begin()
 
@@ -220,7 +220,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             with self._ranks.together():
                 if self._reference is not None:
                     self._reference.check(items)
-                self._undo.note(info.timeout)
+                self._undo.record(info.timeout)
                 begun = True
                 self._reload(items)
                 self._synchronize()
@@ -262,7 +262,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 tensor.data = tensor.data.clone()
 
     def _roll_back(self) -> None:
-        if self._undo is not None and self._undo.noted:
+        if self._undo is not None and self._undo.has_record:
             self._undo.restore()
             for module in self.model.modules():
                 get_layerwise_info(module).reset()
@@ -450,8 +450,8 @@ class Ranks:
         group = get_world_group()
         if group.world_size == 1:
             return []
-        said = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
-        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(group.world_size)]
         dist.all_gather(every, mine, group=group.cpu_group)
         texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in every]
@@ -498,16 +498,16 @@ class Undo:
     def begin(self) -> None:
         """Drop the record, and copy the values in a thread for the next update.
 
-        The model must not change until :meth:`note` has returned.
+        The model must not change until :meth:`record` has returned.
         """
-        self._noted: tuple[list[Any], list[Any]] | None = None
+        self._record: tuple[list[Any], list[Any]] | None = None
         if self._pool is not None:
             self._copied = self._pool.submit(self._copy)
 
     @property
-    def noted(self) -> bool:
+    def has_record(self) -> bool:
         """True if there is a record to restore."""
-        return self._noted is not None
+        return self._record is not None
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -520,7 +520,7 @@ class Undo:
             kept.copy_(tensor.data)
             self._copies[id(tensor)] = (tensor, kept)
 
-    def note(self, timeout: float) -> None:
+    def record(self, timeout: float) -> None:
         """Record the contents of the model at the begin of an update, after its values are copied.
 
         Raises:
@@ -541,13 +541,13 @@ class Undo:
             # closures.
             holders += [module, module._parameters, module._buffers]
             holders.append(module._non_persistent_buffers_set)
-        self._noted = values, [(each, copy.copy(_content_of(each))) for each in holders]
+        self._record = values, [(each, copy.copy(_content_of(each))) for each in holders]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the recorded state back: modules, their attributes, parameters, buffers, values."""
-        assert self._noted is not None
-        (values, holders), self._noted = self._noted, None
+        assert self._record is not None
+        (values, holders), self._record = self._record, None
         for each, content in holders:
             held = _content_of(each)
             held.clear()
