@@ -467,16 +467,16 @@ async def serve_page(
 
     page = (importlib.resources.files(__package__) / "dashboard.html").read_bytes()
 
-    look, event, due, looking = Look(time.monotonic()), b"", 0.0, asyncio.Lock()
+    look, event, due, asking = Look(time.monotonic()), b"", 0.0, asyncio.Lock()
 
     async def events() -> AsyncGenerator[bytes]:
         nonlocal look, event, due
         while True:
-            async with looking:
-                # Before that the event of another browser is new enough.
+            async with asking:
+                # Before it is due, the event that another browser asked for is new enough.
                 if time.monotonic() >= due:
                     look = await look_again(ask, look)
-                    event = f"data: {json.dumps(_said(name, look))}\n\n".encode()
+                    event = f"data: {json.dumps(_page_values(name, look))}\n\n".encode()
                     due = time.monotonic() + interval
             yield event
             await asyncio.sleep(interval)
@@ -489,7 +489,7 @@ async def serve_page(
         yield f"{url}/"
 
 
-def _said(name: str, look: Look) -> dict[str, Any]:
+def _page_values(name: str, look: Look) -> dict[str, Any]:
     """Return a look as plain values for the page, which never takes a text for markup."""
     return {
         "about": plain(name),
