@@ -411,18 +411,10 @@ class Metrics:
         for model, count in tuple(self._unversioned.items()):
             put("aiosync_samples_unversioned_total", (model,), count)
         for source in self._sources:
-            if isinstance(source, WeightServer):
-                everything, refused = tuple(source.stats().values()), count_refusals(source)
-            elif not isinstance(source, AdmissionGate):
-                try:
-                    everything, refused = (source.stats(),), getattr(source, "refused", {})
-                except LocalProtocolError:  # a scheme without a role has no statistics yet
-                    continue
-            else:
-                continue
+            all_stats, refused = _read(source)
             for reason, count in refused.items():
                 put("aiosync_refused_total", (reason,), count)
-            for stats, name in itertools.product(everything, found):
+            for stats, name in itertools.product(all_stats, found):
                 if METRICS[name].kind == "counter" or not _is_closed(source):
                     for labels, value in METRICS[name].read(stats).items():
                         put(name, labels, value)
@@ -452,6 +444,18 @@ class Metrics:
                 buckets = zip(bounds, itertools.accumulate(counts), strict=True)
                 family.add_metric(labels, list(buckets), total)
             yield family
+
+
+def _read(source: Source) -> tuple[tuple[SyncStats, ...], Mapping[str, int]]:
+    """Return the statistics and the refusals of a source; none of a gate."""
+    if isinstance(source, AdmissionGate):
+        return (), {}
+    if isinstance(source, WeightServer):
+        return tuple(source.stats().values()), count_refusals(source)
+    try:
+        return (source.stats(),), getattr(source, "refused", {})
+    except LocalProtocolError:  # a scheme without a role has no statistics yet
+        return (), {}
 
 
 def _is_closed(source: Source) -> bool:
