@@ -214,7 +214,9 @@ class CollectorOwner(TorchRLOwner):
         else:
             # The trainer's RPCCollector waits for this call before it begins to connect, so the
             # worker connects in a thread. It may outlive the collector, and does not keep it.
-            connect = functools.partial(_connect, functools.partial(call.method, **call.given))
+            connect = functools.partial(
+                _connect_in_thread, functools.partial(call.method, **call.given)
+            )
             name = "aiosync-connect"
             self._connecting = threading.Thread(target=connect, name=name, daemon=True)
             self._connecting.start()
@@ -378,8 +380,8 @@ def _processes_of(collector: Any) -> Sequence[Any] | None:
     return started if are_local else None
 
 
-def _connect(connect: Callable[[], Any]) -> None:
-    """Connect a worker's scheme in a thread; an error is only a warning there."""
+def _connect_in_thread(connect: Callable[[], Any]) -> None:
+    """Connect a worker's scheme; an error is only a warning, as no caller waits for it."""
     try:
         connect()
     except TransportClosed:
