@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import itertools
 import os
 import random
 import threading
@@ -414,9 +415,10 @@ async def test_a_promise_that_the_trainer_does_not_know_ends_no_forward() -> Non
 @pytest.mark.slow
 async def test_two_sends_at_a_time_never_have_one_slot() -> None:
     """One of them waits for new memory while the other one asks for memory at each turn."""
-    for number in range(5):
+    for number in range(6):
         scheme, target = SHM(timeout=harness.PATIENCE), nn.Linear(2**21, 1, bias=False)
         source = nn.Linear(2**21, 1, bias=False)
+        models.fill(source, 3.0)
         async with harness.here(scheme, target, sender={"model": source}) as (sender, receiver):
             values, seen = dict[int, float](), set[tuple[int, float]]()
 
@@ -426,15 +428,16 @@ async def test_two_sends_at_a_time_never_have_one_slot() -> None:
                     seen.update((receiver.version, value) for value in found)
 
             look()
-            values[sender.version] = seen.pop()[1]
-            seen.clear()
+            values[sender.version] = 3.0
             models.fill(source, 1.0)
             sending = asyncio.ensure_future(sender.send())
             more = {"weight": torch.full((1, 2**21), 2.0)}
             handles = []
-            while not sending.done():
+            for turn in itertools.count():
                 await asyncio.sleep(0)
-                if len(handles) < 100:
+                if sending.done():
+                    break
+                if turn > 3 * number and len(handles) < 100:
                     handles.append(sender.send_nowait(more))
                 look()
             values[(await sending).version] = 1.0
