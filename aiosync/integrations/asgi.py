@@ -225,8 +225,8 @@ class WeightsMiddleware:
         )
         ready = ready and bool(self.feed.ready)  # a closed gate admits no request
         later = () if ready else (_RETRY,)
-        body = {"ready": ready, **status.as_dict()}
-        await self._answer(scope, send, 200 if ready else 503, body, *later)
+        answer: dict[str, Any] = {"ready": ready, **status.as_dict()}
+        await self._answer(scope, send, 200 if ready else 503, answer, *later)
 
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header

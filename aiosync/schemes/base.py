@@ -452,7 +452,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             Class C: the transfer goes on in the background, from the sender's own snapshot; of a
             call that is cancelled before that has been copied, nothing is sent.
         """
-        trainer, limit = self._require("send", "sender"), self._limit(timeout)
+        trainer = self._require("send", "sender")
+        limit = self.timeout if timeout is None else self._limit(timeout)
         if max_lag is not None:
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
@@ -493,7 +494,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 initial weights.
             ConfigError: As for :meth:`send`. Errors in the workers are raised by the handle.
         """
-        trainer, limit = self._require("send_nowait", "sender"), self._limit(timeout)
+        trainer = self._require("send_nowait", "sender")
+        limit = self.timeout if timeout is None else self._limit(timeout)
         planned = trainer.prepare_send(self, weights)
         return SendHandle(
             *trainer.runtime.send_nowait(planned, addressed_workers(weights, worker_ids), limit)

@@ -330,7 +330,8 @@ class Send:
 
     def result(self) -> tuple[SyncOutcome, PartialSyncError | None]:
         """Return the outcome of a finished send, and the error that it raises, if any."""
-        if self.satisfied:
+        # With "all" and no failure every target is on this version or a newer one.
+        if (self.require == "all" and not self.failed) or self.satisfied:
             return "ok" if self.acked or not self.skipped else "skipped", None
         # With fewer targets than needed, the workers lost before the send are a part of the reason.
         before = self.lost if len(self.workers) < self.needed else {}

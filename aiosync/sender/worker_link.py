@@ -502,8 +502,9 @@ class WorkerLink:
             self._registry.on_outcomes(self, outcomes)
             if self.outbox.queue.groups:
                 self._pump()
-            elif self._chunks is not None and self.outbox.unreceived is None:
-                self._chunks.rest()
+            elif self._registry.deltas is not None and self.outbox.unreceived is None:
+                if self._chunks is not None:
+                    self._chunks.rest()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
             self._registry.answer(self)
