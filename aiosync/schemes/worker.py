@@ -373,7 +373,7 @@ class Worker:
         try:
             welcome = await greet(link, hello, timeout=timeout)
         except (ConfigError, Refused) as exc:
-            if not self._idx_chosen or hello.worker_idx is None:
+            if not self._idx_chosen:
                 raise
             # A new trainer may have given the index to another worker.
             life.worker_idx = None

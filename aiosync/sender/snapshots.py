@@ -302,16 +302,17 @@ class SnapshotCopier:
                     slot = arena.grow(nbytes, driver)
                     break
                 # Until the slot is taken, no other call makes one or gives one's memory back.
-                self._growing = self._start(functools.partial(arena.grow, nbytes, driver))
+                growing = self._start(functools.partial(arena.grow, nbytes, driver))
+                self._growing = growing
                 try:
-                    slot = await asyncio.shield(self._growing)
-                except BaseException:
-                    # The next call that grows the arena gets the same slot.
-                    self._growing.add_done_callback(self._grown)
-                    raise
-                snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
-                self._growing = None
-                return snapshot
+                    slot = await asyncio.shield(growing)
+                    return Snapshot(prepared.layout, slot, slot.release, prepared.values)
+                finally:
+                    if growing.done():
+                        self._growing = None
+                    else:
+                        # This call is cancelled. The next one that grows the arena gets the slot.
+                        growing.add_done_callback(self._grown)
             if arena.num_slots == MAX_SLOTS or (late and arena.on_device):
                 return self._private(prepared)
             if late:

@@ -234,24 +234,6 @@ async def test_a_receiver_that_has_ended_with_an_error_dials_nobody() -> None:
         assert [each.state for each in sender.stats().workers] == ["lost"]
 
 
-@pytest.mark.parametrize("worker_idx", [None, 0])
-async def test_a_trainer_that_comes_back_with_another_strategy_is_a_final_error(
-    worker_idx: int | None,
-) -> None:
-    url = free_address()
-    async with make(url, reconnect=None) as receiver:
-        receiver.init_on_receiver(model=models.linear(), worker_idx=worker_idx)
-        for strategy in ("tensordict", "state_dict"):
-            async with make(url, strategy=strategy) as sender:
-                sender.init_on_sender(model=models.linear(1.0))
-                await sender.connect()
-                if strategy == "tensordict":
-                    await receiver.connect()
-                    continue
-                with pytest.raises(aiosync.ConfigError, match="strategy"):
-                    await receiver.wait_for_version(99)
-
-
 async def test_a_send_whose_worker_leaves_meanwhile_keeps_no_memory() -> None:
     nbytes, kept = 64 * 2**20, []
     async with make() as sender:
