@@ -7,7 +7,6 @@ see ``docs/topics/serving.md``. Must not import a web framework.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections import deque
 from collections.abc import (
@@ -22,6 +21,7 @@ from collections.abc import (
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from aiosync.errors import AdmissionTimeout, ConfigError, LocalProtocolError
+from aiosync.integrations._responses import send_json
 from aiosync.protocol import MAX_VERSION, as_count, validate_seconds
 from aiosync.spans import VersionSpan
 
@@ -327,29 +327,6 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
 
 
 # -- options and messages ---------------------------------------------------------------------
-
-
-async def send_json(
-    send: _Send, status: int, body: Any, *more: _Header, is_head: bool = False
-) -> None:
-    """Send a whole response of JSON, which no cache may keep.
-
-    Args:
-        send: The server's function.
-        status: Status of the response.
-        body: Values for JSON.
-        *more: Further headers.
-        is_head: True if the request was a HEAD, which gets no body.
-    """
-    data = json.dumps(body).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(data)),
-        (b"cache-control", b"no-store"),
-        *more,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if is_head else data})
 
 
 def _path_of(scope: _Scope) -> str:

@@ -16,7 +16,8 @@ from aiosync.errors import (
     PeerClosed,
     SyncTimeout,
 )
-from aiosync.integrations.asgi import WeightsMiddleware, send_json
+from aiosync.integrations._responses import send_json
+from aiosync.integrations.asgi import WeightsMiddleware
 from aiosync.integrations.four_phase._bodies import (
     MAX_TEXT,
     Body,
