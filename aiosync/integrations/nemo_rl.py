@@ -1,8 +1,8 @@
 """NeMo-RL: a checkpoint engine for ``refit_transport: "aiosync.integrations.nemo_rl:Engine"``.
 
 It has the interface of NeMo-RL's ``CheckpointEngine``, but is no subclass of it, so that this
-module needs no NeMo-RL. Weights travel in buckets over TCP, over links that outlive a refit. See
-``docs/topics/nemo-rl.md``.
+module needs no NeMo-RL. Weights travel in buckets over TCP, over links that outlive a refit.
+Written for NeMo-RL of August 2026, after its release 0.7. See ``docs/topics/nemo-rl.md``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class Engine:
         tls: Arguments of :class:`aiosync.TLS` for both sides; ``None`` does not encrypt.
         timeout: Seconds to connect, and for each bucket to be made, to travel and to be consumed.
             A receiver waits twice as long, as the sender may have to wait for other receivers.
+        release_after_refit: NeMo-RL's own setting, which it gives to every engine: it calls
+            :meth:`finalize` after each refit, and :meth:`prepare` before the next one. Links stay
+            in any case.
 
     Attributes:
         cleanup_after_load: False: NeMo-RL need not collect garbage after each refit.
@@ -58,7 +61,9 @@ class Engine:
         token_file: str | None = None,
         tls: dict[str, Any] | None = None,
         timeout: float = 300.0,
+        release_after_refit: bool = False,
     ) -> None:
+        del release_after_refit
         options = Options(
             address=address, token=token, token_file=token_file, tls=tls, timeout=timeout
         )
@@ -136,6 +141,10 @@ class Engine:
             self._sender.close()
             self._sender = None
         self._receiver.connect(metadata[rollout_rank % train_world_size]["source"], rollout_rank)
+
+    def get_target_weight_layout(self) -> dict[str, Any] | None:
+        """Return None: NeMo-RL's Megatron workers have to send every weight, whole."""
+        return None
 
     def finalize(self) -> None:
         """Give the memory of the buckets back. The links stay."""

@@ -55,6 +55,26 @@ async def test_it_has_the_interface() -> None:
     assert token not in pickle.dumps(metadata) and repr(token) not in repr(metadata)
 
 
+async def test_it_takes_the_setting_that_nemo_rl_adds_to_its_options() -> None:
+    engine = Engine(bucket_size=BUCKET, address="tcp://127.0.0.1:0", release_after_refit=False)
+    # Workers with Megatron ask for the part of the weights that their rollout ranks have.
+    assert engine.get_target_weight_layout() is None
+
+
+async def test_links_outlive_a_release_after_each_refit() -> None:
+    async with refits(release_after_refit=True, ready=False) as workers:
+        source = workers.policies[0].prepare()["source"]
+        async with FaultProxy(source.url) as proxy:
+            for step in range(5):
+                await workers.get_ready(proxy.url)
+                weights = make_weights(step)
+                for taken in await workers.refit(weights):
+                    assert as_bytes(taken) == as_bytes(weights)
+                for engine in (*workers.policies, *workers.rollouts):
+                    engine.finalize()
+            assert proxy.connections == 2
+
+
 @pytest.mark.parametrize(("policies", "rollouts"), [(1, 2), (2, 3), (3, 1)])
 async def test_what_arrives_is_what_was_sent(policies: int, rollouts: int) -> None:
     async with refits(policies, rollouts) as workers:
