@@ -13,7 +13,13 @@ from contextlib import aclosing
 from typing import Any
 
 from aiosync.errors import LocalProtocolError
-from aiosync.integrations._bucket_links import BucketReceiver, BucketSender, Options, process_name
+from aiosync.integrations._bucket_links import (
+    BucketReceiver,
+    BucketSender,
+    Options,
+    Source,
+    process_name,
+)
 from aiosync.integrations._buckets import NamedTensor, Weights, each_of
 
 __all__ = ["Engine"]
@@ -140,7 +146,11 @@ class Engine:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        self._receiver.connect(metadata[rollout_rank % train_world_size]["source"], rollout_rank)
+        source = metadata[rollout_rank % train_world_size]["source"]
+        if not isinstance(source, Source):
+            # vLLM's asynchronous engine hands its workers a mapping for a dataclass.
+            source = Source(**source)
+        self._receiver.connect(source, rollout_rank)
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
         """Return None: NeMo-RL's Megatron workers have to send every weight, whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import inspect
 import multiprocessing
@@ -73,6 +74,20 @@ async def test_links_outlive_a_release_after_each_refit() -> None:
                 for engine in (*workers.policies, *workers.rollouts):
                     engine.finalize()
             assert proxy.connections == 2
+
+
+async def test_metadata_that_came_as_mappings() -> None:
+    weights = make_weights(1)
+    async with refits(1, 1, ready=False) as workers:
+        policy, rollout = workers.policies[0], workers.rollouts[0]
+        metadata = [policy.prepare(), rollout.prepare()]
+        sizes = {"train_world_size": 1, "rollout_world_size": 1}
+        policy.init_policy_process_group(worker_rank=0, metadata=metadata, **sizes)
+        # As vLLM's asynchronous engine hands them to its workers.
+        mappings = [{**each, "source": dataclasses.asdict(each["source"])} for each in metadata]
+        connect = rollout.init_rollout_process_group
+        await asyncio.to_thread(connect, rollout_rank=0, metadata=mappings, **sizes)
+        assert as_bytes((await workers.refit(weights))[0]) == as_bytes(weights)
 
 
 @pytest.mark.parametrize(("policies", "rollouts"), [(1, 2), (2, 3), (3, 1)])

