@@ -153,7 +153,16 @@ class Engine:
         self._receiver.connect(source, rollout_rank)
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
-        """Return None: NeMo-RL's Megatron workers have to send every weight, whole."""
+        """Return None: NeMo-RL's Megatron workers have to send every weight, whole.
+
+        Raises:
+            NotImplementedError: ``shard_expert_weights`` was set.
+        """
+        if self.shard_expert_weights:
+            raise NotImplementedError(
+                "aiosync sends whole tensors, and has no get_target_weight_layout() for "
+                "shard_expert_weights=True"
+            )
         return None
 
     def finalize(self) -> None:

@@ -60,6 +60,9 @@ async def test_it_takes_the_setting_that_nemo_rl_adds_to_its_options() -> None:
     engine = Engine(bucket_size=BUCKET, address="tcp://127.0.0.1:0", release_after_refit=False)
     # Workers with Megatron ask for the part of the weights that their rollout ranks have.
     assert engine.get_target_weight_layout() is None
+    engine.shard_expert_weights = True
+    with pytest.raises(NotImplementedError, match="whole tensors"):
+        engine.get_target_weight_layout()
 
 
 async def test_links_outlive_a_release_after_each_refit() -> None:
