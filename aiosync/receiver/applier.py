@@ -245,8 +245,7 @@ class Applier:
             follow_error: Exception | None = None
             try:
                 has_model = self.model.follow(self.waiting, closed=self.turns.is_over)
-            except Exception as exc:
-                # The trainer gets the error, unless it is an interrupt.
+            except Exception as exc:  # The trainer gets it, unless it is an interrupt.
                 if is_interrupt(exc):
                     raise
                 follow_error, has_model = exc, True
@@ -360,8 +359,7 @@ class Applier:
         try:
             if self.flipped is not None:
                 self.flipped(staged.epoch, staged.version)
-        except Exception as exc:
-            # The hook raised. The trainer gets the error, unless it is an interrupt.
+        except Exception as exc:  # The hook raised. The trainer gets it, if it is no interrupt.
             if is_interrupt(exc):
                 raise
             error = exc

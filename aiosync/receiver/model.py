@@ -135,8 +135,7 @@ class WorkerModel:
             on_cpu = isinstance(target, Target) and not target.waits
             with FORKING if on_cpu else contextlib.nullcontext():
                 target.apply_(staged.layout, staged.flat, staged.values, copy=self.copy)
-        except BaseException as exc:
-            # The trainer gets the error, and wait_for_version() raises it.
+        except BaseException as exc:  # The trainer gets it, and wait_for_version() raises it.
             if is_interrupt(exc):
                 raise
             return exc
@@ -232,8 +231,7 @@ class WorkerModel:
                 # Detach the old model first, as the two may have parameters in common.
                 self.detach()
                 target.apply_(current.layout, current.flat, current.values, copy=False)
-        except Exception as exc:
-            # The caller, who gave the model, sees the error.
+        except Exception as exc:  # The caller, who gave the model, sees it.
             raise _misfit(self._inbox.version, exc) from exc
         self._use(model, chosen)
 
@@ -242,8 +240,7 @@ class WorkerModel:
         if model is not None and newest is not None:
             try:
                 self._target_for(model).check(newest.layout, newest.values)
-            except Exception as exc:
-                # The caller, who gave the model, sees the error.
+            except Exception as exc:  # The caller, who gave the model, sees it.
                 raise _misfit(newest.version, exc) from exc
 
     def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:

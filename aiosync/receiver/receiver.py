@@ -586,8 +586,7 @@ class WeightReceiver:
             self._end()
             self._outgoing.say(Leave())
             await self._tasks.aclose()
-        except BaseException:
-            # The error goes on to the caller.
+        except BaseException:  # The error goes on to the caller.
             self.abort()
             raise
         self.transport.abort()

@@ -41,8 +41,7 @@ async def connect_all(
     tasks = [loop.create_task(connect(scheme)) for scheme in schemes]
     try:
         await asyncio.gather(*tasks)
-    except BaseException as exc:
-        # The error is raised again for the caller.
+    except BaseException as exc:  # The error is raised again for the caller.
         for task in tasks:
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -512,8 +512,7 @@ class RayModuleTransformSender:
                 await self._call(_join, scheme, model_id, timeout, self._ticket)
                 while not await self._call(_has_joined, model_id, self._ticket):
                     await pause.wait()
-        except BaseException as exc:
-            # The caller gets the error, or one that it causes.
+        except BaseException as exc:  # The caller gets the error, or one that it causes.
             if self._ray.is_initialized():
                 self.actor.__ray_call__.remote(_leave, model_id, self._ticket)
             if isinstance(exc, TimeoutError) and not isinstance(exc, AiosyncError):
@@ -529,8 +528,7 @@ class RayModuleTransformSender:
             return await landed(called)
         except self._ray.exceptions.RayActorError as exc:
             raise ConnectError(f"{self.actor!r} has died") from exc
-        except Exception as exc:
-            # The error may be of any type; the caller of connect() sees it.
+        except Exception as exc:  # The error may be of any type; the caller of connect() sees it.
             reason = getattr(exc, "cause", None) or exc
             raise ConnectError(
                 f"{self.actor!r} could not join: {type(reason).__name__}: {reason}"
@@ -610,8 +608,7 @@ class RayModuleTransformReceiver:
         try:
             with self._runner:
                 self._runner.get_loop().run_until_complete(living)
-        except BaseException as exc:
-            # The trainer has gone, or close() was called.
+        except BaseException as exc:  # The trainer has gone, or close() was called.
             if not self.joined.done():
                 # The error is kept until a caller asks for it, or the next trainer comes.
                 self.joined.set_exception(exc)

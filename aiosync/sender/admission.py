@@ -153,8 +153,7 @@ class Admission:
             await transport.aclose()
             registry.changed.notify()
             return
-        except BaseException:
-            # The task was cancelled, or has met a bug that the registry is told.
+        except BaseException:  # The task was cancelled, or has met a bug that the registry is told.
             self.arriving.pop(transport, None)
             transport.abort()
             raise

@@ -168,7 +168,7 @@ class Deltas:
 
         Returns:
             The update as changes to that version, with a reference to its base that the caller
-            releases; ``None`` if nobody has that base.
+            releases; ``None`` if the sender does not have that base.
         """
         if snapshot.nbytes > _SMALL_NBYTES:
             self._follow(snapshot)

@@ -284,8 +284,7 @@ class WeightSender:
         try:
             self.workers.check()
             addressed = self.workers.address(planned, worker_ids)
-        except BaseException:
-            # The error goes on to the caller of send().
+        except BaseException:  # The error goes on to the caller of send().
             _release(snapshots)
             raise
         given = snapshots, addressed, worker_ids, timeout, started
@@ -344,8 +343,7 @@ class WeightSender:
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how, patience)
-        except BaseException:
-            # The error goes on to the caller of send().
+        except BaseException:  # The error goes on to the caller of send().
             _release(snapshots)
             raise
         return snapshots

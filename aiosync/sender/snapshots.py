@@ -458,8 +458,7 @@ class SnapshotCopier:
                 progress = snapshot.share().progress = Progress()
                 copy = functools.partial(_copy_in_order, source, snapshot, progress)
                 snapshot.filling = self._start(copy)
-        except BaseException:
-            # The error goes on to the caller of send().
+        except BaseException:  # The error goes on to the caller of send().
             STEPS.end(snapshot)
             snapshot.release()
             raise

@@ -257,8 +257,7 @@ def steadily(
         no_step_was_open = STEPS.wait() is False
         before = _states(tensors)
         running = start(run)
-    except BaseException:
-        # The error goes on to the caller of send().
+    except BaseException:  # The error goes on to the caller of send().
         STEPS.end(copy)
         raise
     done: asyncio.Future[_T] = running.get_loop().create_future()

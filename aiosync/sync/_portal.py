@@ -346,8 +346,7 @@ def lease(tenant: Tenant, on_death: Callable[[], object] | None = None) -> Lease
     if created is not None:
         try:
             created.start()
-        except BaseException:
-            # The error goes on to the caller.
+        except BaseException:  # The error goes on to the caller.
             held.release(join=False)
             raise
     return held

@@ -193,8 +193,7 @@ class Target:
                 sources = [s.clone() if _storage_of(s) in written else s for s in sources]
             try:
                 self._change(plan, layout, sources, values, undo, flat)
-            except BaseException:
-                # The caller gets the error after the undo.
+            except BaseException:  # The caller gets the error after the undo.
                 self._plan = None
                 for step in reversed(undo):
                     step()

@@ -360,8 +360,7 @@ class FramedTransport(Transport):
             while not isinstance(reader.event, FrameEnd):
                 self.check()
                 await reader.arrival.wait()
-        except BaseException:
-            # The error goes on to the caller of recv().
+        except BaseException:  # The error goes on to the caller of recv().
             self.fail(TransportBroken(f"recv() from {self.name} was cut in mid-message"))
             raise
         finally:

@@ -322,8 +322,7 @@ class RayObjects:
                 scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(here, soft=False),
             )
             self._hub = name, actor.remote()
-        except Exception as exc:
-            # Ray raises errors of any type; the caller of send() sees them.
+        except Exception as exc:  # Ray raises errors of any type; the caller of send() sees them.
             raise TransportBroken(f"Ray has no hub actor: {_said(exc)}") from exc
         return self._hub
 

@@ -144,8 +144,7 @@ def make_page() -> tuple[memoryview, int]:
         os.ftruncate(fd, _PAGE_NBYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return map_page(fd), fd
-    except BaseException:
-        # The error goes on to the caller.
+    except BaseException:  # The error goes on to the caller.
         os.close(fd)
         raise
 
@@ -497,8 +496,7 @@ class Arena:
             larger = Segment(next(self._segment_ids), nbytes, driver)
             try:
                 slot = larger.grow()
-            except BaseException:
-                # The error goes on to the caller.
+            except BaseException:  # The error goes on to the caller.
                 larger.close()
                 raise
             self._retired += [] if segment is None else [segment]
