@@ -303,14 +303,15 @@ class Applier:
         # A call that was interrupted may have put this version into the model.
         if error is None and staged.version != has:
             error = model.load(staged)
-        # No message asked for this version, so no answer reports a refusal: a read has to raise it.
+        # If no message asked for this version, the trainer counts it as applied already. A read has
+        # to raise a refusal then, and must not compute with the version before.
         is_by_word = staged.slot is not None and guard.words is not None
-        only_read_can_report = is_by_word and not self._ledger.owed
+        read_has_to_raise = is_by_word and not self._ledger.owed
         staged.taken = error is None
         staged.error = error = self._switch_to(staged) if staged.taken else error
         # The model no longer needs the update before; or this one, if it was copied or refused.
         unused = self._before if staged.taken and not model.copy else staged
-        has_to_tell = self._give_memory_back(staged, unused, only_read_can_report)
+        has_to_tell = self._finish_update(staged, unused, read_has_to_raise)
         # Counted before the trainer or a waiting call hears of the update.
         if error is None:
             self.note("ok", staged, began)
@@ -320,20 +321,29 @@ class Applier:
         if self.turns.is_over and staged.taken:
             self._leave_model(staged, target)
         if error is not None:
-            self._raise_at_read(staged.version, error, only_read_can_report)
+            self._raise_at_read(staged.version, error, read_has_to_raise)
         return staged
 
-    def _give_memory_back(
-        self, staged: Staged, unused: Staged | None, only_read_can_report: bool
+    def _finish_update(
+        self, staged: Staged, unused: Staged | None, read_has_to_raise: bool
     ) -> bool:
-        """Give memory back that the model no longer needs; True if the trainer has to be told."""
+        """Note the outcome of an update, and give back a slot that the model no longer needs.
+
+        An update that came as bytes is always answered; its buffer is given back after that. One in
+        a slot is noted on the page of shared memory. If the trainer was promised that reads take
+        it, it is answered only if a message asked for it, if it was refused, or if its hook raised.
+
+        Returns:
+            True if the trainer has to be told.
+        """
         if staged.slot is None:
             # A slot is given back at once; if something views it, give_back() copies it first.
             if unused is not None and unused.slot is not None:
                 unused.give_back()
             return True
-        next_read_raises = only_read_can_report and not self._guard.at_read
+        next_read_raises = read_has_to_raise and not self._guard.at_read
         has_to_tell = self._finish_slot_update(staged, unused, next_read_raises)
+        # An error of an update that was taken is that of the hook.
         return has_to_tell or (staged.taken and staged.error is not None)
 
     def _leave_model(self, staged: Staged, target: object) -> None:
@@ -342,13 +352,11 @@ class Applier:
             target.detach_(staged.flat)
         self.model.current = None
 
-    def _raise_at_read(
-        self, version: int, error: BaseException, only_read_can_report: bool
-    ) -> None:
+    def _raise_at_read(self, version: int, error: BaseException, read_has_to_raise: bool) -> None:
         """Raise an interrupt; and a refusal, if the read that begins promised to see the update."""
         if not isinstance(error, Exception):
             raise error
-        if only_read_can_report and self._guard.at_read:
+        if read_has_to_raise and self._guard.at_read:
             raise not_applied(version, error) from error
 
     def _switch_to(self, staged: Staged) -> Exception | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Forwards", "has_no_forward", "why_unguarded"]
 
 _MOST_LOOKS = 1000
+# Functions of torch that call a module's hooks, and that run as long as its forward.
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _NO_FORWARD = nn.Module.forward
@@ -108,6 +109,7 @@ class _Hooks:
 
     @never_traced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *output: Any) -> None:
+        """Enter the guards before a forward, and leave them after it: torch calls it for both."""
         frame = sys._getframe(1)
         if frame.f_code.co_name not in _CALL_FRAMES:
             frame = _call_frame(frame)
@@ -215,7 +217,11 @@ class _Watch:
 
 
 def _calling_method(model: nn.Module) -> str | None:
-    """Return the outermost public method of a model that runs in this thread, if any."""
+    """Return the name of the model's outermost public method on this thread's stack, if any.
+
+    The warning of :class:`_Watch` names it, as the method that the user should guard.
+    """
+    # The frame of torch that called the hook that calls this function.
     frame: FrameType | None = sys._getframe(2)
     found = None
     while frame is not None:

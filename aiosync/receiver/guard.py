@@ -471,12 +471,15 @@ class Guard:
     def exclusively(self, action: Callable[[], object], *, timeout: float) -> bool:
         """Run ``action`` while no other thread reads, after waiting for the readers to leave.
 
+        Reads that begin meanwhile let it go first for a while, as they do for an update. An update
+        that came meanwhile is applied afterwards.
+
         Args:
             action: The function to run; may raise.
             timeout: Seconds to wait for the readers.
 
         Returns:
-            False, without running it, if a reader stayed.
+            False, without running it, if a reader stayed, or if this thread is applying already.
         """
         thread, deadline = threading.get_ident(), time.monotonic() + timeout
         with self._lock:
@@ -650,10 +653,10 @@ def _is_block(read: _Read) -> bool:
 
 
 def _has_ended(read: _Read) -> bool:
-    """Return True if a read is known by a frame, and that frame no longer runs.
+    """Return True if a read, or an update, is known by a frame that no longer runs.
 
     Only the frame itself is asked. Walking the stack of another thread in CPython 3.11 may collect
-    garbage, which lets that thread run on, and then finds whatever that memory holds.
+    garbage. The other thread then runs on, and its frames may be freed while they are walked.
     """
     if not isinstance(read, FrameType):
         return False

@@ -4,10 +4,10 @@ A background task stages updates; they are applied under the guard, on the loop 
 forward, or by ``apply_pending()``. The last answer to the trainer about an update is its state:
 
 =========  ===================================================================================
-RECEIVED   every byte is here: it is transformed, waits for the model, or is passed on
+RECEIVED   every byte is here: it is transformed, or waits for the model or an async hook
 APPLIED    the model has it, and an async hook has ended
 NACK       the transform, the model or a hook refused it; that is final
-SKIPPED    a newer one took its place while it waited; that is final, too
+SKIPPED    a newer one took its place while it, or its async hook, waited; that is final, too
 =========  ===================================================================================
 
 A version that a word of shared memory names may need no answer, see ``receiver.promise``. Must not
@@ -161,8 +161,8 @@ class WeightReceiver:
         self._after_apply = after_apply
         self._reconnect = reconnect
         self._log = log
-        self._to_pass_on: Newest[tuple[AfterApply, int, int]]
-        self._to_pass_on = Newest(self._pass_on, self._tasks, "aiosync applied hook")
+        self._hook_calls: Newest[tuple[AfterApply, int, int]]
+        self._hook_calls = Newest(self._await_hook, self._tasks, "aiosync applied hook")
         self.outage: Outage = outage
         self.error: BaseException | None = None
         self._error_traceback: TracebackType | None = None
@@ -464,7 +464,7 @@ class WeightReceiver:
                 continue
             staged.reported = True
             if staged.taken or staged.error is not None:
-                self._report(staged)
+                self._report_one(staged)
                 # A load function may have kept views; Ctrl-C may have come after the model changed.
                 # Called later: the trainer does not wait while memory is looked at and unmapped.
                 if unused is not None and unused.slot is None:
@@ -475,7 +475,7 @@ class WeightReceiver:
         if changed:
             self.waits.changed.notify()
 
-    def _report(self, staged: Staged) -> None:
+    def _report_one(self, staged: Staged) -> None:
         """Answer for an update that the model took or refused; with a hook, once that has ended."""
         epoch, version, applier = staged.epoch, staged.version, self.applier
         self.ledger.settle(version)
@@ -488,14 +488,17 @@ class WeightReceiver:
         after = self._after_apply()
         if after is None:
             self._answer(epoch, version, AckStatus.APPLIED)
-        elif (old := self._to_pass_on.begin((after, epoch, version))) is not None:
+        elif (old := self._hook_calls.begin((after, epoch, version))) is not None:
+            # The hook of that version had not begun, and is called for this one instead.
             self._answer(*old[1:], AckStatus.SKIPPED)
         if staged.slot is not None:
             self._promise_reads()
+            # A read may have taken it by the word alone, so that no message has registered it.
             if self.ledger.is_fetching:
                 self._has_come(epoch, version)
 
-    async def _pass_on(self, applied: tuple[AfterApply, int, int]) -> None:
+    async def _await_hook(self, applied: tuple[AfterApply, int, int]) -> None:
+        """Await the hook for a version that was applied, and answer with its result."""
         after, epoch, version = applied
         try:
             await after(epoch, version)

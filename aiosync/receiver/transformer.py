@@ -68,9 +68,10 @@ class Transformer:
         self._closed = False
 
     def close(self) -> None:
-        """Forget every buffer, and let the thread end."""
+        """Forget every buffer, and let the thread end; a transform that runs is not waited for."""
         self._closed = True
         waiting, self.updates.waiting = self.updates.waiting, None
+        # The trainer waits for its slot. Memory of this process goes with the buffers.
         if waiting is not None and waiting.slot is not None:
             waiting.give_back()
         self._buffers = Buffers()

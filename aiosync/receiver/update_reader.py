@@ -294,7 +294,11 @@ class UpdateReader:
     # -- updates in checked chunks -------------------------------------------------------------
 
     def _assembly_of(self, update: Update, layout: Layout) -> tuple[Assembly, FlatBuffer]:
-        """Return the assembly and the buffer of a chunk's update; a newer one replaces an older."""
+        """Return the assembly and the buffer of a chunk's update, after beginning it if it is new.
+
+        Another update that was arriving is dropped then. Its buffer is used again, unless the size
+        differs or a server still passes it on.
+        """
         named = (update.epoch, update.version, update.digest)
         current, landing = self._assembly, self._landing
         if landing is None or landing.nbytes != layout.nbytes:
@@ -370,7 +374,7 @@ class UpdateReader:
         """Version that the link's word names, if it is new and can be read; else 0."""
         if self.slots is None or self.epoch is None:
             return 0
-        version, digest = self.slots.named
+        version, digest = self.slots.named_version
         return version if digest in self._layouts else 0
 
     def open_named(self) -> Staged | None:

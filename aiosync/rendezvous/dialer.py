@@ -346,7 +346,14 @@ class KeptLink(Generic[_L, _W]):
         late: Callable[[AiosyncError], AiosyncError],
         lost: AiosyncError | None = None,
     ) -> tuple[_L, _W]:
-        """Dial and greet until an attempt succeeds; ``lost`` is the error of the link before."""
+        """Dial and greet until an attempt succeeds.
+
+        Args:
+            timeout: Seconds for all attempts; ``None`` for no limit.
+            late: Makes the error that is raised after that time, see :func:`retry`.
+            lost: Error of the link before, if there was one: a pause then comes first, and the time
+                of each handshake is bounded.
+        """
 
         async def attempt(left: Left) -> tuple[_L, _W]:
             self.state = LinkState.DIALING

@@ -460,12 +460,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
         planned = trainer.prepare_send(self, weights)
         sender: WeightSender = trainer.runtime
-        meant = (
+        targets = (
             None
             if weights is None and worker_ids is None
             else addressed_workers(weights, worker_ids)
         )
-        return await sender.send(planned, meant, limit)
+        return await sender.send(planned, targets, limit)
 
     def send_nowait(
         self,

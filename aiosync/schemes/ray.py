@@ -563,7 +563,7 @@ class RayModuleTransformReceiver:
         scheme: A copy of the sender's scheme, without a role.
         transform: Object whose attribute ``module`` is kept up to date.
         model_id: Name of the model.
-        ticket: Ticket of the sender that asked for the receiver.
+        ticket: Random bytes by which the sender that asked for the receiver knows it again.
 
     Attributes:
         ticket: As given.
@@ -578,6 +578,7 @@ class RayModuleTransformReceiver:
         scheme.init_on_receiver(model_id=model_id, context=self._context, worker_idx=0)
         self.ticket = ticket
         self._scheme = scheme
+        # Its key in _receivers.
         self._key = (id(transform), model_id)
         self.joined: Future[None] = Future()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)

@@ -176,10 +176,13 @@ class Trainer:
             return None, None
         if timeout is not None:
             validate_timeout(timeout)
-        planned, meant = self.prepare_send(scheme, weights), addressed_workers(weights, worker_ids)
+        planned, targets = (
+            self.prepare_send(scheme, weights),
+            addressed_workers(weights, worker_ids),
+        )
         if not sender.is_quiet():
             return None, None
-        sent = sender.start(planned, meant, None, started, off_loop=True)
+        sent = sender.start(planned, targets, None, started, off_loop=True)
         if not isinstance(sent, SendReport):
             return None, None
         return sent, sender.tell if sender.has_to_tell() else None
@@ -193,10 +196,10 @@ class Trainer:
 def addressed_workers(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
     """Return the workers that a send names; ``None`` for all. Weights by worker name theirs."""
     if worker_ids is not None:
-        meant = as_indices("worker_ids", worker_ids)
-        if not meant:
+        targets = as_indices("worker_ids", worker_ids)
+        if not targets:
             raise ConfigError("worker_ids names nobody: leave it out to send to every worker")
-        return meant
+        return targets
     if weights is None or not is_per_worker(weights):
         return None
     return {as_index("a worker's index", idx) for idx in weights}

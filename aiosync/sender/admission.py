@@ -115,7 +115,8 @@ class Admission:
             transport: The link.
             worker_idx: Index of the worker, if the link belongs to one.
             hello: The worker's Hello, if it was read already.
-            given: There will be no other link to that worker.
+            given: The user gave this link, and nobody dialled: there will be no other one to that
+                worker, whose process may start later.
         """
         if self._registry.crash is not None:
             transport.abort()

@@ -207,10 +207,20 @@ class WorkerRegistry:
 
     # -- targets of a send ---------------------------------------------------------------------
 
-    def address(
+    def find_targets(
         self, planned: Collection[int | None], worker_ids: set[int] | None
     ) -> tuple[set[int], dict[int, AiosyncError]]:
-        """Return the workers that a send addresses, and the lost ones that it has to do without."""
+        """Return the workers that a send is for, and the errors of lost ones that it is not for.
+
+        A lost worker is a target until a report has named it, so that this send fails for it.
+
+        Args:
+            planned: The workers that have weights of their own; ``None`` stands for all others.
+            worker_ids: The workers that the user named; ``None`` for all that get every update.
+
+        Raises:
+            ConfigError: A worker that the user named has not connected.
+        """
         known, targets, lost = set(), set(), dict(self.records.replaced)
         for idx, record in self.records.items():
             link, error = self.links.get(idx), record.error

@@ -283,7 +283,7 @@ class WeightSender:
         """Send copies to the targets of now, as workers may have joined or left meanwhile."""
         try:
             self.workers.check()
-            addressed = self.workers.address(planned, worker_ids)
+            addressed = self.workers.find_targets(planned, worker_ids)
         except BaseException:  # The error goes on to the caller of send().
             _release(snapshots)
             raise
@@ -316,11 +316,11 @@ class WeightSender:
         ended = self.workers.has_ended()
         sent = None if ended else self.start(planned, worker_ids, timeout, started)
         if sent is None:
-            addressed = self.workers.address(planned, worker_ids)
+            addressed = self.workers.find_targets(planned, worker_ids)
             patience = STEP_SECONDS if timeout is None else timeout
             with self._preparing(started):
                 snapshots = {
-                    key: self.copier.take_now(plan, patience) for key, plan in planned.items()
+                    key: self.copier.copy_now(plan, patience) for key, plan in planned.items()
                 }
             given = snapshots, addressed, worker_ids, timeout, started
             sent = self._dispatch(*given, at_once=not ended)
@@ -373,14 +373,14 @@ class WeightSender:
         workers = self.workers
         if workers.closed or workers.crash is not None:
             workers.check()
-        addressed = workers.address(planned, worker_ids)
+        addressed = workers.find_targets(planned, worker_ids)
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
         links = self._links_that_take_named(plan, addressed[0], worker_ids) if off_loop else []
         if off_loop and not links:
             return None
-        snapshot = self.copier.take_free(plan, may_wait=off_loop)
+        snapshot = self.copier.copy_if_free(plan, may_wait=off_loop)
         if snapshot is None:
             return None
         # The copy took long: a worker that ended meanwhile is handled by the slow path.
@@ -558,6 +558,7 @@ class WeightSender:
         workers.records.replaced = replaced | workers.records.replaced
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
+        """End the wait of ``send()`` with its report or error; its failures count as reported."""
         workers, future = self.workers, send.waiter
         for idx in send.failed.keys() & workers.records.keys():
             workers.records[idx].reported = True

@@ -248,7 +248,12 @@ class SnapshotCopier:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def _private(self, prepared: Prepared) -> Snapshot:
+    def _in_own_memory(self, prepared: Prepared) -> Snapshot:
+        """Return a snapshot, not filled yet, in memory of this process; it travels in messages.
+
+        It is for links without shared memory, for copies for which no slot is free or that the
+        memory of a device cannot have, and for borrowed weights.
+        """
         if self.arena is not None and self.arena.on_device:
             text = "an update goes through the host: it has values, or no device slot is free"
             log(logging.DEBUG, "send", text, model=None)
@@ -289,7 +294,7 @@ class SnapshotCopier:
         """
         arena, driver = self._arena_for(prepared)
         if arena is None:
-            return self._private(prepared)
+            return self._in_own_memory(prepared)
         nbytes = prepared.layout.nbytes
         # A call that was cancelled left an allocation in the thread.
         if self._growing is not None:
@@ -314,7 +319,7 @@ class SnapshotCopier:
                         # This call is cancelled. The next one that grows the arena gets the slot.
                         growing.add_done_callback(self._grown)
             if arena.num_slots == MAX_SLOTS or (late and arena.on_device):
-                return self._private(prepared)
+                return self._in_own_memory(prepared)
             if late:
                 raise ConfigError("workers hold more slots of shared memory than they were given")
             self.ring()
@@ -341,18 +346,18 @@ class SnapshotCopier:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def take_now(self, prepared: Prepared, timeout: float) -> Snapshot:
+    def copy_now(self, prepared: Prepared, timeout: float) -> Snapshot:
         """Copy on this thread, into memory of this process if no slot is free.
 
         Raises:
             SendTimeout: An optimizer's step in another thread did not end in time.
         """
-        snapshot = self.take_free(prepared, timeout, always=True)
+        snapshot = self.copy_if_free(prepared, timeout, always=True)
         if snapshot is None:
             raise SendTimeout(STILL_STEPPING.format(timeout))
         return snapshot
 
-    def take_free(
+    def copy_if_free(
         self,
         prepared: Prepared,
         timeout: float = 0.0,
@@ -360,14 +365,18 @@ class SnapshotCopier:
         always: bool = False,
         may_wait: bool = False,
     ) -> Snapshot | None:
-        """Copy small weights on this thread if memory for them is free; with ``always`` copy any.
+        """Copy weights on this thread at once, if they are small and memory for them is free.
 
-        Without ``always``, weights whose copy waits for an accelerator are copied only if the
-        thread ``may_wait``.
+        Args:
+            prepared: The weights to copy.
+            timeout: Seconds to wait for an optimizer's step that is open in another thread.
+            always: Copy weights of any size; if no slot is free, into memory of this process.
+            may_wait: This thread may wait for an accelerator. If not, weights that need that are
+                copied only with ``always``.
 
         Returns:
-            The snapshot; ``None`` if nothing was copied, also because an optimizer of another
-            thread is still in a step after ``timeout`` seconds.
+            The snapshot; ``None`` if nothing was copied: the weights are large, no slot is free, or
+            the step did not end in time.
         """
         nbytes, slot = prepared.layout.nbytes, None
         if not always and (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)):
@@ -382,7 +391,7 @@ class SnapshotCopier:
             if slot is None and not always:
                 return None
         if slot is None:
-            snapshot = self._private(prepared)
+            snapshot = self._in_own_memory(prepared)
         else:
             snapshot = Snapshot(prepared.layout, slot, slot.release, prepared.values)
         copied = False
@@ -433,7 +442,7 @@ class SnapshotCopier:
         if large and how != "copy" and prepared.signature is not None:
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":
-            snapshot = self._private(prepared)
+            snapshot = self._in_own_memory(prepared)
             snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
             snapshot.share().steadily = steady
             return snapshot

@@ -49,9 +49,9 @@ class _OptimizerSteps:
     Attributes:
         open: Frame of the step that a thread is in, by the thread's identifier.
         copies: Copies that are under way, or are about to start.
-        unsettled: For each copy whose last check is still to come, a reference to the set that
-            collects the addresses of tensors stepped since the copy. Weak, as the loop that should
-            make the check may be closed.
+        unsettled: For each copy that has ended and whose last check is still to come, a reference
+            to the set of addresses of tensors stepped since: the check excuses these. Weak, as the
+            loop that should make the check may be closed.
         num_waiting: Number of steps that wait for copies.
     """
 
@@ -61,7 +61,7 @@ class _OptimizerSteps:
 
     def reset(self) -> None:
         """Start without steps and copies, also in a forked child, where no other thread is left."""
-        # The code takes the lock by itself: an exception of a signal's handler inside the
+        # Code here takes the lock directly: an exception of a signal's handler inside the
         # condition's methods would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -82,13 +82,15 @@ class _OptimizerSteps:
                 register_optimizer_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, *_of_step: object) -> None:
+        """Wait for the copies under way before a step, and tell the checks of those that ended."""
         if torch.compiler.is_dynamo_compiling():
             return
         with self._lock:
             # A step within a step of this thread is a part of the outer one.
             if self._is_open(threading.get_ident()):
                 return
-            self.resume(sys._getframe(1))
+            # The frame of torch's wrapper, which ends with the step.
+            self.begin_or_resume(sys._getframe(1))
             if self.unsettled:
                 groups = (each["params"] for each in optimizer.param_groups)
                 stepped = {each.data_ptr() for params in groups for each in params}
@@ -109,7 +111,7 @@ class _OptimizerSteps:
             self._changed.notify_all()
         return step
 
-    def resume(self, step: FrameType) -> None:
+    def begin_or_resume(self, step: FrameType) -> None:
         """Begin a step, or go on with it, once no copy is under way."""
         me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
         with self._lock:

@@ -75,6 +75,8 @@ class WorkerRecords(dict[int, WorkerRecord]):
     def forget_gone(self, kept: Collection[int]) -> list[int]:
         """Drop all but the last workers that went, as new indices may come for ever.
 
+        A worker whose loss no report has named yet keeps its record.
+
         Args:
             kept: Indices of the records to keep.
 

@@ -359,6 +359,7 @@ class ServedModel:
         if epoch != self._epoch or version <= self.version:
             return
         links = [each for each in workers.links.values() if each.is_free_for(version)]
+        # Also if no worker begins now: those that began before learn how much has arrived.
         if links or early is not None:
             early = self._share_early(version, nbytes)
         if early is not None:

@@ -401,6 +401,8 @@ def _checksum_of(manifest: Manifest, memory: memoryview) -> str:
 def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
     """Return the header, padded so that the tensors start on a multiple of 64 bytes.
 
+    An update always has the same header: :func:`_parse_header` compares it with what it has read.
+
     Args:
         model_id: Name of the model.
         update: The version; its buffer is not read.

@@ -272,7 +272,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                 return held.call(coroutine)
         finally:
             if step is not None:
-                STEPS.resume(step)
+                STEPS.begin_or_resume(step)
             self._after_call(held)
 
     def _enter(self) -> Lease:
@@ -343,11 +343,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             self._settle(ended)
         if max_lag is not None:
             self.wait_lag_below(max_lag, timeout=timeout)
-        meant = addressed_workers(weights, worker_ids)
+        targets = addressed_workers(weights, worker_ids)
         handle = self._begin(weights, worker_ids, timeout)
         if handle.done() and not has_failed(handle):  # The next call raises a failure.
             return self._call(_result(handle))
-        waiting = frozenset(self.worker_versions if meant is None else meant)
+        waiting = frozenset(self.worker_versions if targets is None else targets)
         return SendReport(self.epoch, handle.version, acked=frozenset(), waiting=waiting)
 
     # -- state -----------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class Flattener:
         self._plan: _Plan | None = None
         # Buffers of which it was logged that they are not rounded.
         self._told: list[str] = []
-        # The last result for the tree, if a new one needs no walk.
+        # The last result for the tree, if it may be returned again: values are read anew each time.
         self._steady: Prepared | None = None
 
     def prepare(self, source: Source) -> Prepared:
@@ -312,6 +312,7 @@ class Flattener:
                 name.
         """
         tree, steady = self._tree, self._steady
+        # The tree notices tensors that were replaced, the signature those that changed in place.
         if tree is None or tree.source is not source or not tree.unchanged():
             tree = None
         elif (

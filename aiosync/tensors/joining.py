@@ -55,21 +55,22 @@ def join_parts(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffe
 def _newest_sources(
     part: Part, older: Mapping[str, _Source], overridden: Set[str]
 ) -> dict[str, _Source]:
-    """Return the newest source of each name once a part was added.
+    """Return the newest source of each name once a part was added; tied names stay tied.
 
     Args:
         part: The next part.
         older: Newest source of each name before; tied names have the same one.
-        overridden: Names that no older part has the newest weights of any more.
+        overridden: Names whose older source no longer counts: the part has them, or they were
+            inside a value that it replaces.
     """
     sources = {name: source for name, source in older.items() if name not in overridden}
     tied = _names_by_source(sources)
     for spec in part.layout.manifest.leaves:
-        names = (spec.name, *spec.aliases)
-        for each in [older[name] for name in names if name in older]:
-            names += (*tied.get(id(each), ()),)
-        source = part, spec
-        sources.update(dict.fromkeys(names, source))
+        own = (spec.name, *spec.aliases)
+        before = [older[name] for name in own if name in older]
+        # Names that were tied to one of these, and that this part does not have, follow it.
+        followers = [name for source in before for name in tied.get(id(source), ())]
+        sources.update(dict.fromkeys((*own, *followers), (part, spec)))
     return sources
 
 

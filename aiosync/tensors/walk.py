@@ -364,7 +364,12 @@ def _inner_tensors(td: Any) -> dict[str, torch.Tensor]:
 
 
 def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the tensors that count, under the names in one table of the module."""
+    """Return a table of a ``TensorDictParams`` with the tensors that its forwards compute with.
+
+    Args:
+        table: Parameters or buffers of the module.
+        inner: Result of :func:`_inner_tensors` for it.
+    """
     found = dict(table)
     for key in table.keys() & inner.keys():
         own, used = table[key], inner[key]
@@ -375,7 +380,7 @@ def _in_use(table: Mapping[str, Any], inner: Mapping[str, torch.Tensor]) -> dict
         elif used.is_meta:
             used = used.detach()
             found[key] = nn.Parameter(used, requires_grad=own.requires_grad) if is_param else used
-        # Any other tensor is there for one call, of ``data.to_module()``.
+        # Any other tensor was put there for one call, by ``data.to_module()``: the table counts.
     return found
 
 

@@ -225,7 +225,10 @@ class DistributedTransport(DataPlaneTransport):
     # -- meeting -------------------------------------------------------------------------------
 
     def _hear(self, message: Setup) -> None:
-        """See :class:`DataPlaneTransport`."""
+        """See :class:`DataPlaneTransport`; the other keys are those of the group's store.
+
+        A key that the peer has set is confirmed, and starts this side's part of the group.
+        """
         key = message.key
         if key in (_GO, _NOW, _GOT):
             super()._hear(message)
@@ -235,9 +238,9 @@ class DistributedTransport(DataPlaneTransport):
             self._store.learn(key, message.value)
             self._say(_HAVE, key.encode())
             if not self._stop:
-                self._begin()
+                self._start_group()
 
-    def _begin(self) -> asyncio.Future[None]:
+    def _start_group(self) -> asyncio.Future[None]:
         """Start to make this side's part of the group, once. Return the future of that."""
         if self._met is None:
             self._met = self._threads.start(self._make_group)
@@ -253,7 +256,7 @@ class DistributedTransport(DataPlaneTransport):
             TransportBroken: The link has ended, or the group could not be made.
         """
         if not self._stop:
-            await asyncio.shield(self._begin())
+            await asyncio.shield(self._start_group())
         if self._stop:
             raise TransportBroken("the link has ended")
 

@@ -527,6 +527,7 @@ class FramedTransport(Transport):
             self._unwatch()
 
     def _write(self) -> None:
+        """Write the rest of the frame, or a window of it; the next call writes what is left."""
         budget = WINDOW_NBYTES
         try:
             while self._out and budget > 0:

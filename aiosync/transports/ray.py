@@ -306,6 +306,7 @@ class RayObjects:
         return name, landed(actor.put.remote(entry.ticket, [entry.ref]))
 
     def _start_hub(self) -> tuple[str, Any]:
+        """Start the hub, if it does not run, and return its name and handle. It may block."""
         if self._hub is not None:
             # The call for another link has started it meanwhile.
             return self._hub
@@ -447,7 +448,10 @@ class RayTransport(DataPlaneTransport):
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
-        """See :class:`DataPlaneTransport`. Without lent buffers this returns the object itself."""
+        """See :class:`DataPlaneTransport`.
+
+        Without lent buffers this returns the object's memory, mapped read-only, or a copy.
+        """
         ticket, name = ext.get("ref"), ext.get("hub")
         if type(ticket) is not bytes or len(ticket) != 16:
             raise RemoteProtocolError("a payload beside the stream has no valid ticket")
@@ -457,6 +461,7 @@ class RayTransport(DataPlaneTransport):
         arrays = await self._take(name, ticket)
         if not _are_arrays(arrays) or sum(each.nbytes for each in arrays) != nbytes:
             raise RemoteProtocolError(f"the object of a payload is not a list of {nbytes} bytes")
+        # The object stays as long as ``arrays`` refers to it, so that the sender may drop it.
         self._say(_GOT, ticket)
         if buffers is not None:
             await self._objects.threads.run(lambda: copy_bytes(arrays, buffers))

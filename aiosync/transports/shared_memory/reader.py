@@ -385,7 +385,7 @@ class SlotReader:
         return self.unread if (self.unread >> 16) - (self._seen >> 16) == 1 else 0
 
     @property
-    def named(self) -> tuple[int, bytes]:
+    def named_version(self) -> tuple[int, bytes]:
         """Version in the slot that the word names, and the digest of that version's manifest.
 
         The version is 0 if the slot was applied or refused already, or cannot be read. This locks
@@ -493,7 +493,7 @@ class SlotReader:
                 if self._held is slot:
                     self._held = None
         if self._closed:
-            # The first call of close() waited for this copy.
+            # close() left the rest to this call, as an accelerator was reading the memory directly.
             self.close()
 
     def leave_others(self) -> None:
