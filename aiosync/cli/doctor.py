@@ -93,6 +93,7 @@ def doctor(
             "platform": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
             "aiosync": lambda: __version__,
             **{name: functools.partial(_version_of, name) for name in _REQUIRED},
+            "torch": _torch_version,
             "optional": _optional,
             "event loop": _event_loop,
             "cores": lambda: f"{usable_cores()} usable of {os.cpu_count()}",
@@ -175,6 +176,13 @@ def _report(table: Table, failed: list[str]) -> None:
 def _version_of(package: str) -> str:
     importlib.import_module(package)
     return importlib.metadata.version(package)
+
+
+def _torch_version() -> str:
+    """Return the version of torch with that of CUDA, which the metadata of a wheel may lack."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def _optional() -> str:

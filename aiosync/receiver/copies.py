@@ -105,6 +105,8 @@ class _Door:
         finally:
             for guard in reversed(guards):
                 guard.leave(frame, computes=False)
+            # A frame with a reference to itself would keep the variables of all callers.
+            del frame
 
     def method(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return the method behind this door, if there is one."""

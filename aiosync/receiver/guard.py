@@ -336,8 +336,12 @@ class Guard:
     def take(self) -> None:
         """Have the published version applied, as by a read that begins."""
         frame = sys._getframe()
-        self.enter(frame, computes=False)
-        self.leave(frame, computes=False)
+        try:
+            self.enter(frame, computes=False)
+            self.leave(frame, computes=False)
+        finally:
+            # A frame with a reference to itself would keep the variables of all callers.
+            del frame
 
     def end_automatic(self) -> None:
         """End the automatic reads of this thread, which is about to wait for an update."""

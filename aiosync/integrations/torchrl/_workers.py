@@ -188,6 +188,8 @@ class _Guarded:
             return self._policy(*args, **kwargs)
         finally:
             guard.leave(frame)
+            # A frame with a reference to itself would keep the variables of all callers.
+            del frame
             if collector is not None and is_stamped(collector):
                 stamp(collector, version)
 
