@@ -1,10 +1,11 @@
-"""Large weights over TCP on loopback: plain, with TLS, and a raw blocking socket, in one run.
+"""Large weights over TCP on loopback, plain and with TLS, beside raw sockets of both kinds.
 
-The three take turns, block by block. Two times are measured for each update: until the worker has
+The four take turns, block by block. Two times are measured for each update: until the worker has
 reported that it has applied it (*delivered*, ``SendReport.elapsed``), and until ``send()`` has
-returned, which also copies the weights for workers to come. The raw socket sends the same tensors
-into memory that is there already, without checksums. Every update has other values, which the
-workers check at the end of each block. Not measured: a network.
+returned, which also copies the weights for workers to come. The raw sockets block, and send the
+same tensors into memory that is there already, without checksums; that with TLS is Python's
+``SSLSocket``. Every update has other values, which the workers check at the end of each block. Not
+measured: a network.
 
     python -m tests.bench.tcp_streams --mebibytes 512 --blocks 5
 """
@@ -49,7 +50,9 @@ def fill(model: nn.Module, value: float) -> None:
 # -- workers ------------------------------------------------------------------------------------
 
 
-def work_raw(pipe: Connection, sock: socket.socket, nbytes: int) -> None:
+def work_raw(pipe: Connection, sock: socket.socket, nbytes: int, tls: aiosync.TLS | None) -> None:
+    if tls is not None:
+        sock = tls.dialling_context().wrap_socket(sock, server_hostname="localhost")
     landing = np.zeros(nbytes, np.uint8)
     view = memoryview(landing)
     while True:
@@ -91,19 +94,24 @@ def work_aiosync(pipe: Connection, scheme: Any, mebibytes: int) -> None:
 
 
 class Raw:
-    def __init__(self, model: nn.Module, context: Any) -> None:
+    def __init__(self, model: nn.Module, context: Any, *, tls: bool) -> None:
         self._views = [memoryview(p.detach().numpy()).cast("B") for p in model.parameters()]
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._sock = socket.create_connection(server.getsockname())
             theirs, _ = server.accept()
         self.pipe, its = context.Pipe()
         nbytes = sum(view.nbytes for view in self._views)
-        self.process = context.Process(target=work_raw, args=(its, theirs, nbytes), daemon=True)
+        args = (its, theirs, nbytes, certificates().dialling if tls else None)
+        self.process = context.Process(target=work_raw, args=args, daemon=True)
         self.process.start()
         theirs.close()
+        self._tls = tls
 
     async def open(self) -> None:
-        """Do nothing; the socket is open already."""
+        """Agree on keys; the socket is open already."""
+        if self._tls:
+            context = certificates().listening.listening_context()
+            self._sock = context.wrap_socket(self._sock, server_side=True)
 
     async def send(self, last: float | None) -> tuple[float, float]:
         self.pipe.send(last)
@@ -155,7 +163,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = build(args.mebibytes)
     context = multiprocessing.get_context("spawn")
     contenders: dict[str, Raw | Stream] = {
-        "raw socket": Raw(model, context),
+        "raw socket": Raw(model, context, tls=False),
+        "raw socket with TLS": Raw(model, context, tls=True),
         "plain": Stream(model, context, args.mebibytes, tls=False),
         "TLS": Stream(model, context, args.mebibytes, tls=True),
     }
