@@ -45,6 +45,8 @@ def run(main: Coroutine[Any, Any, _T] | Callable[[], Coroutine[Any, Any, _T]]) -
     if not asyncio.iscoroutine(coroutine):
         raise ConfigError(f"run() needs a coroutine, got {type(coroutine).__name__}")
     try:
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError("a loop runs in this thread already: await the coroutine there")
         find_descriptors()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(coroutine)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import inspect
 import math
 import pickle
 import textwrap
+import warnings
 from typing import Any
 
 import pytest
@@ -278,6 +280,7 @@ def test_without_uvloop(fresh: Any) -> None:
         return type(asyncio.get_running_loop()).__module__
 
     assert aiosync.run(main).startswith("asyncio"), aiosync.run(main)
+
     with aiosync.sync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender(model=torch.nn.Linear(4, 2))
         scheme.connect()
@@ -286,3 +289,17 @@ def test_without_uvloop(fresh: Any) -> None:
     """
     done = fresh.script(textwrap.dedent(script))
     assert done.stdout == "good\n", done.stderr
+
+
+def test_run_inside_of_a_loop_raises_and_warns_of_nothing() -> None:
+    async def inner() -> None: ...
+
+    async def outer() -> None:
+        with pytest.raises(RuntimeError, match="await the coroutine there"):
+            aiosync.run(inner())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        aiosync.run(outer)
+        gc.collect()
+    assert not caught, [str(each.message) for each in caught]
