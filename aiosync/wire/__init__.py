@@ -36,6 +36,8 @@ from aiosync.wire.manifest import (
     plan_manifest,
 )
 from aiosync.wire.messages import (
+    MAX_ADDRESS_NBYTES,
+    MAX_ELSEWHERE,
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
     MAX_WORKER_IDX,
@@ -71,8 +73,10 @@ __all__ = [
     "DTYPE_NBYTES",
     "MAGIC",
     "MANIFEST_VERSION",
+    "MAX_ADDRESS_NBYTES",
     "MAX_ALIASES",
     "MAX_DEPTH",
+    "MAX_ELSEWHERE",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "MAX_ITEMS",

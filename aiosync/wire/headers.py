@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeAlias, TypeGuard
 
@@ -17,6 +17,8 @@ from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
 from aiosync.wire.manifest import DEFAULT_LIMITS, DIGEST_NBYTES, Manifest
 from aiosync.wire.messages import (
+    MAX_ADDRESS_NBYTES,
+    MAX_ELSEWHERE,
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
     MAX_WORKER_IDX,
@@ -165,6 +167,8 @@ _ACK_HEADER = struct.Struct("<BBHQQI")
 _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
 _EXT_KEY, _TRACE_KEY, _BASE_KEY = "x", "trace", "base"
+_SERVES_KEY, _FOLLOWS_KEY, _ELSEWHERE_KEY = "serves", "follows", "elsewhere"
+_BEHIND_KEY = "behind"
 _BASE = struct.Struct("<QQ")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _ILLEGAL = (ValueError, TypeError, KeyError, AttributeError, struct.error)
@@ -239,6 +243,20 @@ def _encode_field(key: str, value: Any, spec: _Spec) -> Any:
     return value
 
 
+def _check_addresses(addresses: Sequence[Any]) -> Sequence[str]:
+    """Return addresses that can be dialled from another host, few and short enough.
+
+    Raises:
+        InvalidData: They are too many, or one of them is another kind of address or too long.
+    """
+    if not 0 < len(addresses) <= MAX_ELSEWHERE:
+        raise InvalidData(f"{len(addresses)} addresses are not from 1 to {MAX_ELSEWHERE}")
+    for each in addresses:
+        if not each.startswith("tcp://") or len(each.encode()) > MAX_ADDRESS_NBYTES or " " in each:
+            raise InvalidData(f"no address of TCP of at most {MAX_ADDRESS_NBYTES} bytes")
+    return addresses
+
+
 def _entries_of(message: Message) -> dict[str, ExtValue]:
     """Return the fields of a message that travel in the extension map."""
     entries: dict[str, ExtValue] = {}
@@ -247,8 +265,26 @@ def _entries_of(message: Message) -> dict[str, ExtValue]:
             entries[_TRACE_KEY] = message.trace
         if message.base is not None:
             entries[_BASE_KEY] = _BASE.pack(*message.base)
-    elif isinstance(message, Ack) and message.is_base:
-        entries[_BASE_KEY] = True
+    elif isinstance(message, Ack):
+        if message.is_base:
+            entries[_BASE_KEY] = True
+        if message.behind is not None:
+            entries[_BEHIND_KEY] = _BASE.pack(*message.behind)
+    else:
+        entries = _addresses_of(message)
+    return entries
+
+
+def _addresses_of(message: Message) -> dict[str, ExtValue]:
+    """Return the fields of a greeting or its answer that travel in the extension map."""
+    entries: dict[str, ExtValue] = {}
+    if isinstance(message, Hello):
+        if message.serves:
+            (entries[_SERVES_KEY],) = _check_addresses((message.serves,))
+        if message.follows:
+            entries[_FOLLOWS_KEY] = True
+    elif isinstance(message, Refuse) and message.elsewhere:
+        entries[_ELSEWHERE_KEY] = " ".join(_check_addresses(message.elsewhere))
     return entries
 
 
@@ -261,8 +297,27 @@ def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) ->
         if isinstance(base, bytes):
             found["base"] = _BASE.unpack(base)
             del ext[_BASE_KEY]
-    elif cls is Ack and base is True:
-        found["is_base"] = ext.pop(_BASE_KEY)
+    elif cls is Ack:
+        if base is True:
+            found["is_base"] = ext.pop(_BASE_KEY)
+        behind = ext.get(_BEHIND_KEY)
+        if isinstance(behind, bytes):
+            found["behind"] = _BASE.unpack(behind)
+            del ext[_BEHIND_KEY]
+    else:
+        _take_addresses(cls, ext, found)
+
+
+def _take_addresses(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) -> None:
+    """Move the entries that :func:`_addresses_of` made from the extension map to the fields."""
+    if cls is Hello:
+        if _SERVES_KEY in ext:
+            (found["serves"],) = _check_addresses((ext.pop(_SERVES_KEY),))
+        if ext.get(_FOLLOWS_KEY) is True:
+            found["follows"] = ext.pop(_FOLLOWS_KEY)
+    elif cls is Refuse and _ELSEWHERE_KEY in ext:
+        named: Any = ext.pop(_ELSEWHERE_KEY)
+        found["elsewhere"] = tuple(_check_addresses(named.split(" ")))
 
 
 def encode_header(

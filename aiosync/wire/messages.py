@@ -15,6 +15,8 @@ from aiosync.types import AckStatus
 from aiosync.wire.manifest import Manifest
 
 __all__ = [
+    "MAX_ADDRESS_NBYTES",
+    "MAX_ELSEWHERE",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "MAX_WORKER_IDX",
@@ -70,6 +72,11 @@ class Hello:
         slots: True if a receiver can read slots of shared memory in place.
         take_over: True if a sender asks for its place back although another sender may have
             replaced it.
+        serves: Address at which a receiver serves what it gets to others; empty for none. It
+            travels in the extension map.
+        follows: True if a receiver that a :class:`Refuse` sends on dials the addresses which that
+            names. False from one that was sent on, and admitted nowhere. It travels in the
+            extension map.
     """
 
     role: str
@@ -88,6 +95,8 @@ class Hello:
     parts: bool = False
     slots: bool = False
     take_over: bool = False
+    serves: str = ""
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +125,13 @@ class Refuse:
     Attributes:
         error_type: Name of the exception's type, clipped to 256 bytes when encoded.
         error_text: The reason, for a human; clipped to 3 KiB when encoded.
+        elsewhere: Addresses at which the receiver may be admitted, in the order in which it should
+            try them. They travel in the extension map.
     """
 
     error_type: str
     error_text: str
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,9 @@ class Ack:
         error_text: For a NACK, the exception's text; clipped to 3 KiB.
         is_base: True if the receiver keeps the update's bytes, and takes the next one as a delta to
             it. It travels in the extension map.
+        behind: Number of workers that get their versions from this receiver, over any number of
+            hops, and the oldest version among them, 0 if one has none. It travels in the extension
+            map. The acknowledgement then need not be of a version under way.
     """
 
     epoch: int
@@ -187,6 +202,7 @@ class Ack:
     error_type: str = ""
     error_text: str = ""
     is_base: bool = False
+    behind: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +400,12 @@ MAX_ERROR_TYPE_NBYTES = 256
 
 MAX_ERROR_TEXT_NBYTES = 3072
 """Greatest size of an error's text, in UTF-8 bytes; encoding clips longer ones."""
+
+MAX_ADDRESS_NBYTES = 255
+"""Greatest size of an address, in UTF-8 bytes."""
+
+MAX_ELSEWHERE = 8
+"""Greatest number of addresses to which a receiver is sent on: more would not fit into a header."""
 
 MAX_WORKER_IDX = 2**16 - 1
 """Greatest index of a worker, and greatest number of workers."""

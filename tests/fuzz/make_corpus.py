@@ -63,6 +63,10 @@ def _raw(kind: str, **fields: object) -> bytes:
     return raw_frame(raw_header(kind, fields))
 
 
+def _sent_on(addresses: object) -> bytes:
+    return _raw("refuse", error_type="E", error_text="no", x={"elsewhere": addresses})
+
+
 def corpus() -> dict[str, bytes]:
     """Return every stream by its file name."""
     ack = encode_frame(Ack(1, 2, AckStatus.APPLIED))
@@ -171,6 +175,12 @@ def corpus() -> dict[str, bytes]:
         "fail-chunk-of-none": _update(index=1),
         "fail-session-short": _raw("hello", role="r", model_id="", pid=1, session=b"x" * 15),
         "fail-partial-version-0": _raw("hello", role="r", model_id="", pid=1, partial_version=0),
+        "fail-serves-unix": _raw("hello", role="r", model_id="", pid=1, x={"serves": "unix:///a"}),
+        "fail-elsewhere-empty": _sent_on(""),
+        "fail-elsewhere-number": _sent_on(1),
+        "fail-elsewhere-unix": _sent_on("unix:///a"),
+        "fail-elsewhere-long": _sent_on("tcp://" + "a" * 250),
+        "fail-elsewhere-many": _sent_on(" ".join(["tcp://a:1"] * 9)),
         "fail-challenge-nonce-short": _raw("challenge", nonce=b"x" * 31),
         "fail-challenge-required-1": _raw("challenge", nonce=b"x" * 32, required=1),
         "fail-proof-without-mac": _raw("proof", nonce=b"x" * 32),

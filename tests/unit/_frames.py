@@ -99,6 +99,9 @@ SAMPLES: list[Message] = [
     Status({"workers": [{"idx": 0, "lag": None}], "version": 7}),
     Setup("gloo"),
     Setup("größe", "0/1", b"\xff" * 2048),
+    Hello("receiver", "policy", 1, serves="tcp://[::1]:7000", follows=True),
+    Refuse("SentOn", "full", ("tcp://größe:7000", "tcp://b:1")),
+    Ack(7, 8, AckStatus.RECEIVED, behind=(64, 12)),
 ]
 
 
@@ -117,6 +120,7 @@ def feed(decoder: FrameDecoder, data: bytes) -> None:
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 ids = st.integers(1, BIG)
+addresses = names.map(lambda name: f"tcp://{name.replace(' ', '')}:1")
 scalars = (
     st.none()
     | st.booleans()
@@ -167,6 +171,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.none() | ids,
         st.none() | ids,
         st.integers(0, BIG),
+        serves=st.just("") | addresses,
+        follows=st.booleans(),
     ),
     st.builds(
         Welcome,
@@ -175,7 +181,12 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.integers(0, 2**16 - 1),
         st.none() | st.integers(0, 2**16 - 1),
     ),
-    st.builds(Refuse, texts.filter(lambda text: len(text.encode()) <= 256), texts),
+    st.builds(
+        Refuse,
+        texts.filter(lambda text: len(text.encode()) <= 256),
+        texts,
+        st.lists(addresses, max_size=8).map(tuple),
+    ),
     st.builds(ManifestMessage, manifests()),
     st.builds(
         Update,

@@ -62,6 +62,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
+IN_EXTENSION_MAP = {"serves", "follows", "elsewhere"}
 FIXED = {"epoch", "version", "digest", "status", "index", "count", "flags", "reserved"}
 
 
@@ -134,7 +135,8 @@ def test_every_field_of_every_message_is_encoded() -> None:
     for message in full:
         if not isinstance(message, Update | Ack):
             keys = set(msgpack.unpackb(encode_header(message)[1:]))
-            assert keys == {each.name for each in dataclasses.fields(message)}
+            own = {each.name for each in dataclasses.fields(message)} - IN_EXTENSION_MAP
+            assert keys == own
         assert decode_header(encode_header(message))[0] == message
 
 
@@ -263,6 +265,12 @@ def test_nesting_has_one_limit_in_both_directions(kind: str, padding: int) -> No
         (Hello("r", "m", -1), "Hello.pid"),
         (Hello("r", "m", 1, has_target=1), "Hello.has_target"),
         (Hello("\ud800", "m", 1), "cannot encode Hello"),
+        (Hello("r", "m", 1, serves="unix:///tmp/a"), "Hello.x"),
+        (Hello("r", "m", 1, serves="tcp://a:1 tcp://b:1"), "Hello.x"),
+        (Hello("r", "m", 1, serves=5), "Hello.x"),
+        (Refuse("a", "b", ("tcp://a:1",) * 9), "Refuse.x"),
+        (Refuse("a", "b", ("tcp://a:1", "unix:///tmp/a")), "Refuse.x"),
+        (Refuse("a", "b", "tcp://a:1"), "Refuse.x"),
         (Welcome(1, None, 0), "Welcome.version"),
         (Segment(1, 2, 0), "Segment.num_slots"),
         (DeviceSlot(1, 256, "cuda", bytes(16), 1), "DeviceSlot.index"),
@@ -393,3 +401,65 @@ def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) 
     assert kind in str(info.value)
     with pytest.raises(ConfigError, match=where):
         encode_header(Update(1, 1, DIGEST, values={"key": value}))
+
+
+ADDRESSES = [
+    b"tcp://a:1",
+    1,
+    True,
+    "",
+    " ",
+    "unix:///tmp/a",
+    "http://a:1",
+    "tcp://" + "a" * 250,
+    "tcp://" + "\u00e4" * 125,
+]
+
+
+@pytest.mark.parametrize("address", [*ADDRESSES, "tcp://a:1 tcp://b:1"])
+def test_a_relay_serves_at_one_address_that_others_can_dial(address: Any) -> None:
+    assert "illegal header (x)" in refused(header("hello", x={"serves": address}))
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [*ADDRESSES, " ".join(["tcp://a:1"] * 9), "tcp://a:1  tcp://b:1", "tcp://a:1 unix:///tmp/a"],
+)
+def test_a_receiver_is_sent_on_to_few_addresses_that_it_can_dial(addresses: Any) -> None:
+    assert "illegal header (x)" in refused(header("refuse", x={"elsewhere": addresses}))
+
+
+def test_addresses_travel_in_the_extension_map() -> None:
+    """A reader of an older release ignores them there, and takes the refusal as any other."""
+    named = tuple(f"tcp://{'h' * 240}:{number}" for number in range(8))
+    refusal = Refuse("SentOn", "full", named)
+    data = encode_header(refusal, ext={"k": 1})
+    assert data == header("refuse", error_type="SentOn", error_text="full", x=_sent_on(named))
+    assert len(data) < 4096
+    assert decode_header(data) == (refusal, {"k": 1})
+    hello = Hello("receiver", "policy", 1, serves=named[0], follows=True)
+    assert encode_header(hello) == header("hello", x={"serves": named[0], "follows": True})
+    assert decode_header(encode_header(hello)) == (hello, None)
+
+
+def test_what_is_behind_a_receiver_travels_in_the_extension_map() -> None:
+    ack = Ack(1, 2, AckStatus.RECEIVED, behind=(64, 12))
+    numbers = (64).to_bytes(8, "little") + (12).to_bytes(8, "little")
+    assert encode_header(ack) == header("ack", version=2, x={"behind": numbers})
+    assert decode_header(encode_header(ack)) == (ack, None)
+    for wrong in (b"", bytes(15)):
+        assert "illegal header" in refused(header("ack", x={"behind": wrong}))
+    for illegal in ((-1, 0), (1, 2**64), (1,), "no"):
+        with pytest.raises(LocalProtocolError):
+            encode_header(Ack(1, 2, AckStatus.RECEIVED, behind=illegal))  # type: ignore[arg-type]
+
+
+def _sent_on(addresses: tuple[str, ...]) -> dict[str, Any]:
+    return {"k": 1, "elsewhere": " ".join(addresses)}
+
+
+@pytest.mark.parametrize("value", [1, False, "yes", b""])
+def test_a_receiver_that_follows_says_true(value: Any) -> None:
+    message, ext = decode_header(header("hello", x={"follows": value}))
+    assert message == Hello("receiver", "policy", 1)
+    assert ext == {"follows": value}
