@@ -23,7 +23,7 @@ from aiosync.errors import (
     LocalProtocolError,
     PeerClosed,
 )
-from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS
+from aiosync.rendezvous.handshake import HANDSHAKE_SECONDS, SentOn
 from aiosync.transports.address import Address, parse_all
 from aiosync.transports.base import Transport, without_frames
 from aiosync.transports.credentials import Credentials
@@ -39,6 +39,9 @@ _W = TypeVar("_W")
 # Timers may fire early by at most this time, so that a shorter rest counts as none.
 _OVER_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.02
+# Addresses that servers named: how many are tried in one attempt, and the time for each handshake.
+_MAX_NAMED = 8
+_NAMED_SECONDS = 2.0
 # A link that lasted for longer than this was of use, even if no update came over it.
 _OF_USE_SECONDS = 1.0
 
@@ -175,6 +178,11 @@ class Dialer:
         """The addresses, as a piece of a text."""
         return " or ".join(map(str, self.addresses))
 
+    @property
+    def is_remote(self) -> bool:
+        """True if the addresses are of TCP, so that those of other hosts may be dialled as well."""
+        return all(each.scheme == "tcp" for each in self.addresses)
+
     async def dial(self, timeout: float | None = None, *, is_redial: bool = False) -> TCPTransport:
         """Make one attempt to reach the other end; see :meth:`TCPTransport.connect`.
 
@@ -213,6 +221,10 @@ class Dialer:
             # proved its identity.
             raise ConnectError(str(exc)) from exc
 
+    async def dial_named(self, address: Address, timeout: float | None) -> TCPTransport:
+        """Dial an address that a server named; see :meth:`dial`."""
+        return await self._dial(address, timeout, is_redial=True)
+
     def not_reached_text(self, within: str = "") -> str:
         """Return the text of an error that says that the other end was not reached.
 
@@ -245,9 +257,13 @@ class KeptLink(Generic[_L, _W]):
             the time of each handshake is bounded.
         on_failure: Called with the error of each attempt that failed.
         pauses: Pauses between two attempts.
+        dial_named: Makes one attempt to reach an address that a server named, within the seconds
+            that it is given. With ``None`` this side is sent on by nobody.
 
     Attributes:
         state: State of the link.
+        follows: True if the other end may send this side on to servers that it names: there is
+            ``dial_named``, and the last attempt did not fail at those.
         why: Error of the last attempt; ``None`` if it succeeded or there was none.
         answer: Answer of the other end when it admitted the last link.
     """
@@ -262,8 +278,10 @@ class KeptLink(Generic[_L, _W]):
         final: Callable[[AiosyncError], bool] | None = is_final,
         on_failure: Callable[[AiosyncError], None] | None = None,
         pauses: Backoff | None = None,
+        dial_named: Callable[[Address, float | None], Awaitable[_L]] | None = None,
     ) -> None:
         self.state: LinkState = LinkState.DIALING
+        self.follows: bool = dial_named is not None
         self._name = name
         self._dial = dial
         self._greet = greet
@@ -279,6 +297,7 @@ class KeptLink(Generic[_L, _W]):
         # The caller's value of ``progress`` at that time.
         self._progress: object = None
         self._pauses = pauses or Backoff()
+        self._dial_named = dial_named
 
     async def connect(self, timeout: float | None) -> tuple[_L, _W]:
         """Dial until the other end admits this side.
@@ -356,24 +375,23 @@ class KeptLink(Generic[_L, _W]):
         """
 
         async def attempt(left: Left) -> tuple[_L, _W]:
-            self.state = LinkState.DIALING
+            most = None if lost is None and self._final is not None else HANDSHAKE_SECONDS
             try:
-                self._link = link = await self._dial(left, lost is not None)
-                self.state = LinkState.GREETING
-                bounded = lost is not None or self._final is None
-                limits = (left(), HANDSHAKE_SECONDS if bounded else None)
-                limit = min((each for each in limits if each is not None), default=None)
-                self.answer = answer = await self._greet(link, limit)
+                try:
+                    admitted = await self._reach(self._dial(left, lost is not None), left, most)
+                except SentOn as exc:
+                    admitted = await self._reach_named(exc, left)
             except BaseException as exc:  # raised again
                 self.abort()
+                self.follows = self._dial_named is not None and not isinstance(exc, SentOn)
                 self.why = without_frames(exc)
                 if self._on_failure is not None and isinstance(exc, AiosyncError):
                     self._on_failure(exc)
                 raise
-            self.why = None
+            self.why, self.follows = None, self._dial_named is not None
             self.state = LinkState.UP
             self._up_at = asyncio.get_running_loop().time()
-            return link, answer
+            return admitted
 
         return await retry(
             attempt,
@@ -383,6 +401,43 @@ class KeptLink(Generic[_L, _W]):
             backoff=self._pauses,
             after=lost,
         )
+
+    async def _reach(
+        self, dialling: Awaitable[_L], left: Left, most: float | None
+    ) -> tuple[_L, _W]:
+        """Await a link, and greet the other end within ``most`` seconds."""
+        self.state = LinkState.DIALING
+        self._link = link = await dialling
+        self.state = LinkState.GREETING
+        limit = min((each for each in (left(), most) if each is not None), default=None)
+        self.answer = answer = await self._greet(link, limit)
+        return link, answer
+
+    async def _reach_named(self, sent_on: SentOn, left: Left) -> tuple[_L, _W]:
+        """Try the addresses that a server named, and those that their servers name in turn.
+
+        Raises:
+            SentOn: None of them admitted this side.
+        """
+        if self._dial_named is None:
+            raise sent_on
+        named, failed = list(sent_on.addresses), dict[Address, AiosyncError]()
+        while named and len(failed) < _MAX_NAMED:
+            address = named.pop(0)
+            if address in failed:
+                continue
+            self.abort()
+            rest = left()
+            # Some of the time is left for the server that has to admit this side in the end.
+            seconds = _NAMED_SECONDS if rest is None else min(_NAMED_SECONDS, rest / 4)
+            try:
+                return await self._reach(self._dial_named(address, seconds), left, seconds)
+            except AiosyncError as exc:
+                failed[address] = without_frames(exc)
+                # Servers that are further from the root have more room.
+                named = [*exc.addresses, *named] if isinstance(exc, SentOn) else named
+        listed = "; ".join(f"{address}: {error}" for address, error in failed.items())
+        raise SentOn(f"{sent_on}; none of them admitted this side: {listed}")
 
     def abort(self) -> None:
         """End the link at once. An attempt that is under way ends when its call is cancelled."""

@@ -16,10 +16,11 @@ from aiosync.errors import (
     TransportBroken,
 )
 from aiosync.protocol import seconds_text
+from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
-__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "admit", "greet"]
+__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "SentOn", "admit", "greet"]
 
 HANDSHAKE_SECONDS = 30.0
 ANY_STRATEGY = "any"
@@ -140,7 +141,29 @@ class Refused(ConnectError):
     """A refusal by the other side that may be temporary, so that this side may try again."""
 
 
+class SentOn(Refused):
+    """A refusal by a server that names others which may admit this side.
+
+    Args:
+        text: The reason.
+        addresses: Addresses to try, in this order.
+
+    Attributes:
+        addresses: As given.
+    """
+
+    def __init__(self, text: str, addresses: tuple[Address, ...] = ()) -> None:
+        super().__init__(text)
+        self.addresses: tuple[Address, ...] = addresses
+
+
 def _refusal(what: str, message: Refuse) -> AiosyncError:
+    if message.elsewhere:
+        try:
+            addresses = tuple(map(Address.parse, message.elsewhere))
+        except ConfigError as exc:
+            return RemoteProtocolError(f"{what}, and sent it on to an illegal address: {exc}")
+        return SentOn(f"{what}: {message.error_text}", addresses)
     kind = {"ConfigError": ConfigError, "AuthError": AuthError}.get(message.error_type, Refused)
     return kind(f"{what}: {message.error_text}")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from aiosync.errors import AiosyncError, ConfigError
+from aiosync.errors import AiosyncError, ConfigError, ConnectError
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.sources import Sources
 from aiosync.sender import How, Streaming, WeightSender
+from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import Arena
 from aiosync.types import Limits
@@ -47,6 +48,9 @@ class Fabric(abc.ABC, Generic[_Scheme]):
 
     promises: bool = True
     """True if workers may take a named version in a forward, and send no answer."""
+
+    follows: bool = False
+    """True if workers go on at another server when a weight server sends them there."""
 
     _of_process: ClassVar[tuple[str, ...]] = ("life",)
     """Names of the attributes that :meth:`begin` sets, and that no pickle has."""
@@ -134,6 +138,12 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         """Make one attempt to get a link to the trainer; ``is_redial`` if there was one before."""
         name = type(scheme).__name__
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
+
+    async def dial_named(
+        self, scheme: _Scheme, address: Address, timeout: float | None
+    ) -> Transport:
+        """Make one attempt to reach a server that another server named."""
+        raise ConnectError(f"{type(scheme).__name__} is sent on to no other address")
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """Return the text of an error while there is no trainer; ``within`` says for how long."""

@@ -184,6 +184,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         if self._has_server:
             self.trainer_name: str = "the weight server"
             self.advice: str = "`aiosync serve` has to run there"
+            self.follows: bool = {first.scheme, *(each.scheme for each in others)} == {"tcp"}
 
     def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
         """See :meth:`StreamFabric.keepalive`."""
@@ -306,6 +307,12 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             # connect() and send() report this error.
             raise error
         return await dialer.dial(left(), is_redial=is_redial)
+
+    async def dial_named(
+        self, scheme: TCPWeightSyncScheme, address: Address, timeout: float | None
+    ) -> TCPTransport:
+        """See :meth:`Fabric.dial_named`."""
+        return await self.dialer(scheme).dial_named(address, timeout)
 
     async def _introduce(
         self,

@@ -340,6 +340,7 @@ class Worker:
             final=final if terms.gives_up else None,
             on_failure=log_stranger_once if terms.gives_up else None,
             pauses=Backoff(longest=terms.longest_pause or fabric.longest_pause),
+            dial_named=functools.partial(fabric.dial_named, scheme) if fabric.follows else None,
         )
 
     async def _greet(
@@ -351,10 +352,29 @@ class Worker:
         timeout: float | None,
     ) -> Welcome:
         """Make the handshake on a link, and return the trainer's answer."""
+        hello = self._hello(scheme, life, fabric, link)
+        try:
+            welcome = await greet(link, hello, timeout=timeout)
+        except (ConfigError, Refused) as exc:
+            if not self._idx_chosen:
+                raise
+            # A new trainer, or another server, may have given the index to another worker.
+            life.worker_idx = None
+            if isinstance(exc, Refused):
+                raise
+            raise Refused(str(exc)) from exc
+        self._idx_chosen = self._idx_chosen or life.worker_idx is None
+        life.worker_idx = welcome.worker_idx
+        return welcome
+
+    def _hello(
+        self, scheme: SchemeState, life: Life, fabric: Fabric[Any], link: Transport
+    ) -> Hello:
+        """Return the message that says which versions this worker has, whole or in part."""
         receiver = self.runtime
         epoch, version = (None, 0) if receiver is None else receiver.ledger.held
         partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
-        hello = Hello(
+        return Hello(
             role="receiver",
             model_id=self._given.model_id or "policy",
             pid=os.getpid(),
@@ -369,18 +389,8 @@ class Worker:
             partial_version=partial[1],
             partial_nbytes=partial[2],
             slots=link.slots is not None,
+            follows=self.link is not None and self.link.follows,
         )
-        try:
-            welcome = await greet(link, hello, timeout=timeout)
-        except (ConfigError, Refused) as exc:
-            if not self._idx_chosen:
-                raise
-            # A new trainer may have given the index to another worker.
-            life.worker_idx = None
-            raise Refused(str(exc)) from exc
-        self._idx_chosen = self._idx_chosen or life.worker_idx is None
-        life.worker_idx = welcome.worker_idx
-        return welcome
 
     def awaited(self) -> str:
         """Return a text that says what ``connect()`` waits for."""
