@@ -93,6 +93,9 @@ class WorkerStats:
         state: State of the worker.
         age: Seconds since the version that it has was sent, to within a twentieth of a second or a
             tenth of it; 0.0 without one.
+        behind: Number of workers behind a weight server that passes versions on, over any number of
+            hops; 0 for a worker.
+        oldest: The oldest version among these workers; 0 if one has none, or there are none.
     """
 
     index: int
@@ -101,6 +104,8 @@ class WorkerStats:
     lag: int
     state: WorkerState
     age: float = 0.0
+    behind: int = 0
+    oldest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

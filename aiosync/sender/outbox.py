@@ -81,6 +81,8 @@ class Outbox:
         named_version: Newest version that was named to the receiver in shared memory, without a
             message; 0 for none.
         error: The reason why this outbox was closed, or ``None``. It stays the first one.
+        behind: Number of workers behind a receiver that passes versions on, and the oldest version
+            among them; ``None`` for a worker.
     """
 
     def __init__(self, epoch: int, worker_idx: int, has: int = 0) -> None:
@@ -93,6 +95,7 @@ class Outbox:
         self.received: int = has
         self.named_version: int = 0
         self.error: AiosyncError | None = None
+        self.behind: tuple[int, int] | None = None
         self._worker_idx = worker_idx
         # The update taken last holds every name of the versions in flight.
         self._taken: tuple[Snapshot, ...] = ()
@@ -169,12 +172,7 @@ class Outbox:
         """
         version, status, flying = ack.version, ack.status, self.in_flight
         if ack.epoch != self.epoch or version not in flying:
-            is_named = ack.epoch == self.epoch and version == self.named_version
-            if is_named and status == AckStatus.NACK:
-                # The receiver read the named version, and could not take it.
-                self.named_version = 0
-                return [self._refused(ack)]
-            return []
+            return self._on_other_ack(ack)
         at = flying.index(version)
         if status != AckStatus.NACK:
             self.received = max(self.received, version)
@@ -194,6 +192,16 @@ class Outbox:
             return [*outcomes, Outcome(version)]
         self.in_flight = flying[:at] + flying[at + 1 :]
         return [self._refused(ack)]
+
+    def _on_other_ack(self, ack: Ack) -> list[Outcome]:
+        """Register an acknowledgement of a version that is not in flight."""
+        if ack.epoch == self.epoch:
+            self.behind = ack.behind or self.behind
+            if ack.version == self.named_version and ack.status == AckStatus.NACK:
+                # The receiver read the named version, and could not take it.
+                self.named_version = 0
+                return [self._refused(ack)]
+        return []
 
     def close(self, error: AiosyncError) -> list[Outcome]:
         """Close with an error: fail every unresolved version, and release the queued updates.

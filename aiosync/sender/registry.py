@@ -141,8 +141,19 @@ class WorkerRegistry:
                 # The worker comes back, or everything is closed.
                 continue
             lag = max(0, newest - version)
-            found[idx] = WorkerStats(idx, record.pid, version, lag, state, age(version))
+            behind = (link and link.outbox.behind) or (0, 0)
+            found[idx] = WorkerStats(idx, record.pid, version, lag, state, age(version), *behind)
         return tuple(each for _, each in sorted(found.items()))
+
+    @property
+    def behind(self) -> tuple[int, int]:
+        """Number of subscribers, with those behind others that pass versions on; oldest version.
+
+        A subscriber that passes versions on does not count itself.
+        """
+        found = [link.outbox.behind or (1, link.applied) for link in self.subscribers]
+        versions = [version for count, version in found if count]
+        return sum(count for count, _ in found), min(versions, default=0)
 
     def check(self) -> None:
         """Raise the error that ended the sender, if it has ended."""
