@@ -122,6 +122,23 @@ def serve(
             help="Certificate authority that the upstream's certificate is signed by.",
         ),
     ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            show_default=False,
+            help="Where others reach this server, if --listen does not say so.",
+        ),
+    ] = None,
+    fanout: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Number of workers of a model from which on others are sent on to servers that "
+            "follow this one.",
+        ),
+    ] = None,
     delta: Annotated[
         Delta, typer.Option(help="Which updates travel as changes to an older one.")
     ] = Delta.OFF,
@@ -193,6 +210,8 @@ def serve(
                 upstream=upstream or None,
                 upstream_token=upstream_token,
                 upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),
+                fanout=fanout,
+                advertise=advertise,
             )
 
         shown = None if quiet else store

@@ -82,7 +82,14 @@ _WIDTH = 200  # characters in a line of a pipe, which has no width: rows must no
 _ALL = 80  # width of a terminal from which on every column has room
 _WIDE = 90  # width from which on there is a space between the columns, too
 _FRAMES = 12  # lines of a screen that are not rows of workers or models
-_WORDS = ("model", "strategy", "trainer", "address", "state")  # the other columns are numbers
+_WORDS = (
+    "model",
+    "strategy",
+    "trainer",
+    "address",
+    "state",
+    "behind",
+)  # the other columns are numbers
 _BAD = ("lost", "lagging")
 _STYLES = dict(zip(STATES, ("bold red", "bold yellow", "cyan", "dim", "green"), strict=True))
 
@@ -150,6 +157,7 @@ def _served_worker(model: Values, worker: Values) -> dict[str, Any]:
         "sent": show_nbytes(sent),
         "rate": f"{show_nbytes(sent / max(seconds, 1e-3))}/s",
         "since": _show_seconds(seconds),
+        **_behind(*(worker.get("behind") or (0, 0))),
     }
 
 
@@ -209,10 +217,16 @@ def make_table(
         styles: The style of each row.
         narrow_without: Columns that are left out on a terminal of less than 80 characters.
     """
+    rows = list(rows)
+    names = max(rows, key=len)
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     table = Table(pad_edge=False, padding=(0, 1 if width >= _WIDE else 0))
     for row, style in zip(rows, styles, strict=False):
-        shown = {name: row[name] for name in row if width >= _ALL or name not in narrow_without}
+        shown = {
+            name: row.get(name, "-")
+            for name in names
+            if width >= _ALL or name not in narrow_without
+        }
         if not table.columns:
             for name in shown:
                 words = name in _WORDS
@@ -432,7 +446,13 @@ def worker_facts(worker: WorkerStats) -> Facts:
         "lag": str(worker.lag),
         "age": _show_seconds(worker.age) if worker.version else "-",
         "pid": str(worker.pid or "-"),
+        **_behind(worker.behind, worker.oldest),
     }
+
+
+def _behind(count: int, oldest: int) -> Facts:
+    """Return the text about the workers behind a worker that passes versions on, if any."""
+    return {"behind": f"{count} workers, oldest version {oldest}"} if count else {}
 
 
 # -- the page, and the events that keep it up to date ----------------------------------------------

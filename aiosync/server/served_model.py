@@ -36,10 +36,11 @@ from aiosync.errors import (
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.receiver.answers import Outgoing
 from aiosync.receiver.update_reader import Staged, UpdateReader
-from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
+from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, SentOn, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.incoming import Incoming
 from aiosync.sender.update_queue import join_snapshots
+from aiosync.server.fan_out import FanOut
 from aiosync.server.store import StoredUpdate, WeightStore
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
@@ -49,6 +50,8 @@ from aiosync.wire import Ack, Hello, Leave, Refuse, Update
 __all__ = ["ServedModel", "refuse_link"]
 
 _MAX_REPLACED = 256
+# Shortest time between two reports to the upstream about the workers here.
+_REPORT_SECONDS = 0.25
 _REPLACED = (
     "another run has replaced this one at the weight server: construct a new scheme to begin a "
     "new run, or this one with take_over=True to have it come back"
@@ -88,9 +91,11 @@ class ServedModel:
         store: Store that keeps the newest version across restarts; ``None`` for none.
         on_crash: Called with the exception that ends a background task.
         note: Returns the text that workers get while there is no version.
+        fan_out: Decides which workers are admitted.
 
     Attributes:
         workers: The workers that have a version, or wait for one.
+        fan_out: As given.
         trainer: The link of the trainer that pushes the model now; ``None`` for none.
         replaced: Epochs of runs that other runs have replaced, oldest first; the last 256.
         version: Number of the version that is served; 0 for none.
@@ -104,7 +109,9 @@ class ServedModel:
         store: WeightStore | None,
         on_crash: Callable[[BaseException], None],
         note: Callable[[], str],
+        fan_out: FanOut,
     ) -> None:
+        self.fan_out: FanOut = fan_out
         self.workers: WorkerRegistry = WorkerRegistry(
             model_id=model_id,
             strategy=ANY_STRATEGY,
@@ -181,6 +188,7 @@ class ServedModel:
             workers.answer(link)
         self._meter.mark(snapshot.version, time.perf_counter() - (time.time() - updated_at))
         self._updated_at = updated_at
+        workers.changed.notify()
 
     def _replaced_by(self, epoch: int) -> tuple[int, ...]:
         """Return the epochs of replaced runs once a version of ``epoch`` is served."""
@@ -235,7 +243,7 @@ class ServedModel:
             self.workers.history.parts = hello.parts
             if not self.version:
                 self._agree_on(hello.strategy)
-            await self._receive(link, hello.strategy)
+            await self._receive(link, hello.strategy, Outgoing(link, self.workers.tasks))
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # the channel tells the trainer the error
             raise
@@ -247,8 +255,10 @@ class ServedModel:
         self.trainer = link
         # The upstream does not say if its trainer sends updates of some names.
         self.workers.history.parts = True
+        answers = Outgoing(link, self.workers.tasks)
+        reports = self.workers.tasks.start(self._report_workers(answers), "aiosync reports")
         try:
-            await self._receive(link, ANY_STRATEGY)
+            await self._receive(link, ANY_STRATEGY, answers)
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # the channel tells the upstream the error
             raise
@@ -257,19 +267,34 @@ class ServedModel:
                 link.send_nowait(Leave())  # so that this server does not count as lost there
             raise
         finally:
+            self.workers.tasks.cancel(reports)
             self._end_link(link)
+
+    async def _report_workers(self, answers: Outgoing) -> None:
+        """Report to the upstream, at each change, the workers here and their oldest version.
+
+        The upstream ignores the rest of these acks, as their versions were acknowledged before.
+        """
+        reported = None
+        while True:
+            news = self._epoch, self.workers.behind
+            if self.version and news != reported:
+                reported = news
+                answers.say(Ack(self._epoch, self.version, AckStatus.RECEIVED, behind=news[1]))
+            await self.workers.changed.wait()
+            await asyncio.sleep(_REPORT_SECONDS)
 
     def _end_link(self, link: TCPTransport) -> None:
         if self.trainer is link:
             self.trainer = None
         link.abort()
 
-    async def _receive(self, link: TCPTransport, strategy: str) -> None:
+    async def _receive(self, link: TCPTransport, strategy: str, answers: Outgoing) -> None:
         """Take every update that arrives over a link, and raise the error that ends it."""
         # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
         # that wait needs a limit of its own.
         link.limit_untaken()
-        answers, updates = Outgoing(link, self.workers.tasks), self._updates
+        updates = self._updates
         updates.use_link(link)
         epoch, version = updates.base
         if version:
@@ -516,6 +541,8 @@ class ServedModel:
                     "version": link.applied,
                     "lag": max(0, self.version - link.applied),
                     "subscribes": link.hello.subscribe,
+                    "serves": link.hello.serves,
+                    "behind": None if link.outbox.behind is None else list(link.outbox.behind),
                     "skipped": link.skipped,
                     "sent_nbytes": link.sent_nbytes,
                     "connected_seconds": round(time.monotonic() - link.since, 3),
@@ -533,5 +560,6 @@ def _discard(snapshot: Snapshot) -> None:
 
 
 async def refuse_link(link: TCPTransport, error: AiosyncError) -> None:
-    """Tell a peer the reason why it is refused."""
-    await link.send(Refuse(type(error).__name__, str(error)), timeout=HANDSHAKE_SECONDS)
+    """Tell a peer the reason why it is refused, and to whom it is sent on."""
+    elsewhere = tuple(map(str, error.addresses)) if isinstance(error, SentOn) else ()
+    await link.send(Refuse(type(error).__name__, str(error), elsewhere), timeout=HANDSHAKE_SECONDS)

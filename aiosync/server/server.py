@@ -32,9 +32,11 @@ from aiosync.events import SyncStats
 from aiosync.protocol import as_count
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Streaming
+from aiosync.server.fan_out import FanOut, check_advertised, named_by_default
 from aiosync.server.served_model import ServedModel, refuse_link
 from aiosync.server.store import WeightStore
 from aiosync.server.upstream import Upstream
+from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
@@ -77,6 +79,12 @@ class WeightServer:
         upstream: Address of a weight server, or of a trainer that listens. This server follows it
             for each of ``model_ids``, passes on what comes, and lets nobody push. Of several
             addresses it uses the first one that it reaches.
+        fanout: Number of workers of a model from which on others are sent on to servers that follow
+            this one, as soon as there are any; and number of such servers from which on other ones
+            are. ``None``: as many as ``max_connections``.
+        advertise: Address at which other hosts reach this server, which its upstream tells workers
+            that it sends on. By default it is the ``url``; a server that listens at every address
+            of its host, or at a Unix socket, is told to nobody.
         upstream_token: The secret of the upstream.
         upstream_tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext``, for the link to the upstream.
 
@@ -106,6 +114,8 @@ class WeightServer:
         upstream: str | Sequence[str] | None = None,
         upstream_token: str | bytes | None = None,
         upstream_tls: TLS | ssl.SSLContext | None = None,
+        fanout: int | None = None,
+        advertise: str | None = None,
     ) -> None:
         self._streaming = Streaming(chunk_nbytes, stall_timeout, delta)
         if isinstance(model_ids, str):
@@ -118,8 +128,10 @@ class WeightServer:
             # loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
         self._upstream = None
-        if upstream is None and (upstream_token is not None or upstream_tls is not None):
-            raise ConfigError("upstream_token= and upstream_tls= need an upstream=")
+        self._fanout = None if fanout is None else as_count("fanout", fanout, 1)
+        self._advertise = None if advertise is None else check_advertised(advertise)
+        if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):
+            raise ConfigError("upstream_token=, upstream_tls= and advertise= need an upstream=")
         if upstream is not None:
             if not model_ids:
                 raise ConfigError(
@@ -175,9 +187,10 @@ class WeightServer:
             raise
         self._listener.start(self._on_link, self._on_crash)
         if self._upstream is not None:
+            serves = named_by_default(self.url) if self._advertise is None else self._advertise
             for model_id in self._model_ids or ():
                 model = self._models.get(model_id) or self._new_model(model_id)
-                feeding = self._upstream.feed(model_id, model)
+                feeding = self._upstream.feed(model_id, model, serves)
                 self._feeds.append(self._tasks.start(feeding, "aiosync upstream"))
 
     async def _load(self) -> None:
@@ -246,6 +259,9 @@ class WeightServer:
             pushes = hello.role == "sender"
             try:
                 model = self._find_or_make_model(hello, link, pushes)
+                # A worker that asks for single versions costs no stream, so it stays here.
+                if hello.subscribe and not pushes:
+                    model.fan_out.admit(link, hello)
             except (ConfigError, ConnectError) as exc:
                 await refuse_link(link, exc)
                 raise
@@ -314,6 +330,7 @@ class WeightServer:
             store=self._store,
             on_crash=self._on_crash,
             note=self._list_models,
+            fan_out=FanOut(self._fanout, is_local=Address.parse(self.url).is_local),
         )
         return model
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from aiosync._log import log
@@ -74,8 +75,11 @@ class Upstream:
         """The addresses, as a piece of a text."""
         return self._dialer.where
 
-    async def feed(self, model_id: str, model: Follower) -> None:
-        """Have a model follow the upstream for ever; a lost link is dialled again and again."""
+    async def feed(self, model_id: str, model: Follower, serves: str) -> None:
+        """Have a model follow the upstream for ever; a lost link is dialled again and again.
+
+        The upstream is told the address at which this server serves; empty for none.
+        """
         logged = ""
 
         def log_once(error: AiosyncError) -> None:
@@ -89,9 +93,11 @@ class Upstream:
             return await self._dialer.dial(left(), is_redial=is_redial)
 
         async def introduce(link: TCPTransport, timeout: float | None) -> Welcome:
-            return await greet(link, await model.hello(is_upstream=True), timeout=timeout)
+            hello = await model.hello(is_upstream=True)
+            hello = replace(hello, serves=serves, follows=kept.follows)
+            return await greet(link, hello, timeout=timeout)
 
-        kept = KeptLink(
+        kept: KeptLink[TCPTransport, Welcome] = KeptLink(
             "the upstream",
             dial,
             introduce,
@@ -99,6 +105,7 @@ class Upstream:
             # No error ends the attempts.
             final=lambda error: False,
             on_failure=log_once,
+            dial_named=self._dialer.dial_named if self._dialer.is_remote else None,
         )
         link, _ = await kept.connect(None)
         while True:

@@ -220,6 +220,14 @@ def test_who_has_left_is_no_worker_any_more() -> None:
     assert lines[0] == "tcp://host:1: 1 worker, 1 ready, 1 left"
 
 
+def test_workers_behind_a_server_are_shown_beside_it() -> None:
+    found = (WorkerStats(0, 1, 13, 0, "ready"), WorkerStats(1, 2, 13, 0, "ready", 0.0, 64, 12))
+    shown = drawn(Look(0.0, [SyncStats("server", "policy", "tcp", 5, 13, workers=found)]))
+    assert "64 workers, oldest version 12" in shown
+    assert "behind" in shown
+    assert "behind" not in drawn(Look(0.0, [SIXTEEN]))
+
+
 def test_names_are_text() -> None:
     hostile = SyncStats("sender", HOSTILE, HOSTILE, workers=SIXTEEN.workers)
     for number in (1, 2):

@@ -1,0 +1,100 @@
+"""The fan-out of one model: which workers a server admits, and to whom it sends the others on.
+
+A relay is a worker that serves what it gets to others, and says in its Hello where. Must not import
+the command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from aiosync.errors import ConfigError
+from aiosync.rendezvous.dialer import to_dial
+from aiosync.rendezvous.handshake import SentOn
+from aiosync.transports.address import Address
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import MAX_ADDRESS_NBYTES, MAX_ELSEWHERE, Hello
+
+__all__ = ["FanOut", "check_advertised", "named_by_default"]
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def named_by_default(url: str) -> str:
+    """Return the address at which a relay listens; empty if others cannot dial it."""
+    address = Address.parse(url)
+    return "" if address.scheme != "tcp" or address.host in _WILDCARDS else url
+
+
+def check_advertised(url: str) -> str:
+    """Return the address that a user gave for a relay.
+
+    Raises:
+        ConfigError: It is no address of TCP that can be dialled, or is too long.
+    """
+    (address,) = to_dial([url])
+    if not named_by_default(url) or len(url.encode()) > MAX_ADDRESS_NBYTES:
+        raise ConfigError(
+            f"advertise= must be a tcp://host:port that others can dial, not {address}"
+        )
+    return str(address)
+
+
+class FanOut:
+    """The workers of one model that are admitted, and the address of each relay among them.
+
+    Args:
+        most: Number of workers from which on others are sent on to relays, and number of relays
+            from which on other relays are; ``None`` for no bound.
+        is_local: True if this server listens for its own host only. Other servers send nobody on
+            to a loopback address.
+    """
+
+    def __init__(self, most: int | None, *, is_local: bool) -> None:
+        self._most = most
+        self._is_local = is_local
+        self._turn = itertools.count()
+        self._admitted: dict[TCPTransport, tuple[Hello, str]] = {}
+
+    def admit(self, link: TCPTransport, hello: Hello) -> None:
+        """Count a worker that subscribes, or raise the error that sends it on.
+
+        A relay has a place although workers came before it, as they could be sent on to nobody.
+        A worker that none of the relays admitted does not follow, so that it is admitted.
+
+        Raises:
+            SentOn: There are enough workers, or relays, and some relays.
+            ConfigError: The address of a relay cannot be dialled.
+        """
+        serves = self._named_address(link, hello)
+        # The same receiver may come again before its old link is known to have ended.
+        others = [
+            address
+            for each, address in self._admitted.values()
+            if each.session is None or each.session != hello.session
+        ]
+        relays = list(dict.fromkeys(each for each in others if each not in ("", hello.serves)))
+        count = len(relays) if serves else len(others)
+        if self._most is not None and relays and count >= self._most and hello.follows:
+            first = next(self._turn) % len(relays)
+            named = [*relays[first:], *relays[:first]][:MAX_ELSEWHERE]
+            raise SentOn(
+                f"this server has {count} links, and fanout={self._most}",
+                tuple(map(Address.parse, named)),
+            )
+
+        def forget() -> None:
+            self._admitted.pop(link, None)
+
+        self._admitted[link] = hello, serves
+        link.channel.call_on_end(forget)
+
+    def _named_address(self, link: TCPTransport, hello: Hello) -> str:
+        """Return the address of a relay to which others may be sent on; empty if there is none.
+
+        A peer that may only pull must not choose what others get.
+        """
+        if not hello.serves or link.channel.read_only:
+            return ""
+        (address,) = to_dial(hello.serves)
+        return "" if address.is_local and not self._is_local else hello.serves
