@@ -1,9 +1,10 @@
 """A tree of weight servers: time until the last of many workers has an update.
 
 ``python -m tests.bench.relays`` runs a trainer, a server that follows it, servers that follow that
-one, and their workers. The kernel paces every link to the same rate. It compares the last worker
-with one worker that dials the trainer itself. Then it kills a server in the middle of an update,
-whose workers go on at another one, and says when the last of them and of the others had it.
+one, and workers. All of them dial the first server, which sends the workers on to the others. The
+kernel paces every link to the same rate. It compares the last worker with one worker that dials the
+trainer itself. Then it kills a server in the middle of an update, whose workers go on at another
+one, and says when the last of them and of the others had it.
 """
 
 from __future__ import annotations
@@ -47,23 +48,24 @@ def _model(mib: int) -> nn.Module:
     return nn.Linear(mib * 2**18, 1, bias=False)
 
 
-def server(url: str, upstream: str, rate: float, conn: Connection) -> None:
+def server(url: str, upstream: str, fanout: int, rate: float, conn: Connection) -> None:
     """Run a server that follows another one; answer with the processor's seconds when asked."""
+    given: dict[str, Any] = {"model_ids": ["policy"], "upstream": upstream, "fanout": fanout}
     torch.set_num_threads(1)
     _pace(rate)
 
     async def main() -> None:
-        following = WeightServer(url, model_ids=["policy"], upstream=upstream, chunk_nbytes=_CHUNK)
-        async with following:
+        async with WeightServer(url, chunk_nbytes=_CHUNK, **given) as following:
             conn.send(None)
             while await asyncio.to_thread(conn.recv):
-                conn.send(time.process_time())
+                (served,) = following.status()["models"]
+                conn.send((len(served["workers"]), time.process_time()))
 
     asyncio.run(main())
 
 
-def workers(urls: list[str], count: int, mib: int, conn: Connection) -> None:
-    """Run workers; answer with the times at which each had a version, when all have it."""
+def workers(url: str, count: int, mib: int, conn: Connection) -> None:
+    """Run workers; answer when all have a version: when each had it, and on how many links."""
     torch.set_num_threads(1)
 
     async def main() -> None:
@@ -74,7 +76,7 @@ def workers(urls: list[str], count: int, mib: int, conn: Connection) -> None:
                 times[version] = time.monotonic()
 
             scheme = aiosync.TCPWeightSyncScheme(
-                urls, dial="both", reconnect=None, timeout=_PATIENCE
+                url, dial="both", reconnect=None, timeout=_PATIENCE
             )
             hooks = aiosync.SchemeHooks(applied=note)
             scheme.init_on_receiver("policy", model=_model(mib), hooks=hooks)
@@ -83,7 +85,10 @@ def workers(urls: list[str], count: int, mib: int, conn: Connection) -> None:
         conn.send(None)
         while version := await asyncio.to_thread(conn.recv):
             await asyncio.gather(*(each.wait_for_version(version) for each in schemes))
-            conn.send(([times[version] for times in had], time.process_time()))
+            found = [
+                (times[version], each.reconnects) for times, each in zip(had, schemes, strict=True)
+            ]
+            conn.send((found, time.process_time()))
         await asyncio.gather(*(each.aclose() for each in schemes))
 
     asyncio.run(main())
@@ -107,9 +112,9 @@ class Tree:
         self._conns.append(ours)
         return process, ours
 
-    def serve(self, upstream: str) -> tuple[str, BaseProcess, Connection]:
+    def serve(self, upstream: str, fanout: int) -> tuple[str, BaseProcess, Connection]:
         url = f"tcp://127.0.0.1:{free_port()}"
-        return url, *self.start(server, url, upstream, self.rate)
+        return url, *self.start(server, url, upstream, fanout, self.rate)
 
     def end(self) -> None:
         for process in self.started:
@@ -137,7 +142,7 @@ async def alone(tree: Tree, sends: int) -> list[float]:
     """Return the seconds of sends to one worker that dials the trainer itself."""
     scheme, model = _trainer(), _model(tree.mib)
     scheme.init_on_sender("policy", model=model, num_workers=1)
-    _, conn = tree.start(workers, [scheme.address], 1, tree.mib)
+    _, conn = tree.start(workers, scheme.address, 1, tree.mib)
     async with scheme:
         await scheme.connect()
         await _heard([conn])
@@ -145,8 +150,8 @@ async def alone(tree: Tree, sends: int) -> list[float]:
         for _ in range(sends):
             began = time.monotonic()
             await scheme.send()
-            ((times, _),) = await _say([conn], scheme.version)
-            seconds.append(max(times) - began)
+            ((((had, _),), _),) = await _say([conn], scheme.version)
+            seconds.append(had - began)
         conn.send(0)
     return seconds
 
@@ -155,25 +160,26 @@ async def together(tree: Tree, sites: int, per_site: int, sends: int, bound: flo
     """Measure sends to workers behind servers; then kill one of the servers in the middle."""
     scheme, model = _trainer(), _model(tree.mib)
     scheme.init_on_sender("policy", model=model, num_workers=1)
-    root, _, root_conn = tree.serve(scheme.address)
+    root, _, root_conn = tree.serve(scheme.address, sites)
     async with scheme:
         await scheme.connect()
         await _heard([root_conn])
-        found = [tree.serve(root) for _ in range(sites)]
+        found = [tree.serve(root, per_site) for _ in range(sites)]
         await _heard([conn for _, _, conn in found])
-        urls = [url for url, _, _ in found]
-        # Each worker knows the server of the next site, too.
-        pairs = zip(urls, [*urls[1:], urls[0]], strict=True)
-        crews = [tree.start(workers, list(pair), per_site, tree.mib)[1] for pair in pairs]
+        while (await _say([root_conn], True))[0][0] < sites:
+            await asyncio.sleep(0.05)
+        crews = [tree.start(workers, root, per_site, tree.mib)[1] for _ in range(sites)]
         await _heard(crews)
         servers, ratios = [root_conn, *(conn for _, _, conn in found)], []
+        links = [count for count, _ in await _say(servers, True)]
+        print(f"links of the first server: {links[0]}, of the others: {links[1:]}")
         before = await _busy(crews, servers, scheme.version)
         began_all = time.monotonic()
         for _ in range(sends):
             began = time.monotonic()
             await scheme.send()
             told = await _say(crews, scheme.version)
-            last = max(max(times) for times, _ in told) - began
+            last = max(max(had for had, _ in each) for each, _ in told) - began
             ratios.append(last / bound)
             print(f"  last of {sites * per_site} workers: {last:.2f} s, {ratios[-1]:.2f} of one")
         busy = await _busy(crews, servers, scheme.version) - before
@@ -190,17 +196,19 @@ async def together(tree: Tree, sites: int, per_site: int, sends: int, bound: flo
         killed = time.monotonic()
         await sending
         told = await _say(crews, scheme.version)
-        orphans, *others = (max(times) for times, _ in told)
+        all_of_them = [each for crew, _ in told for each in crew]
+        orphans = max((had for had, again in all_of_them if again), default=began)
+        others = max(had for had, again in all_of_them if not again)
         print(
             f"a server killed after {killed - began:.2f} s: its workers have the "
-            f"version after {orphans - began:.2f} s, all others after {max(others) - began:.2f} s"
+            f"version after {orphans - began:.2f} s, all others after {others - began:.2f} s"
         )
 
 
 async def _busy(crews: list[Connection], servers: list[Connection], version: int) -> float:
     """Return the processor's seconds of all processes, this one included."""
     told, spent = await _say(crews, version), await _say(servers, version)
-    return sum(seconds for _, seconds in told) + sum(spent) + time.process_time()
+    return sum(seconds for _, seconds in [*told, *spent]) + time.process_time()
 
 
 async def main() -> None:
