@@ -45,7 +45,7 @@ from tests.cli._serving import (
 )
 from tests.schemes._harness import PATIENCE, until
 from tests.server._tools import URL, described, trainer
-from tests.support.waiting import wait_until
+from tests.support.waiting import free_address, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,6 +157,23 @@ def test_a_server_behind_another_one(
     limited = run("serve", "--listen", here, "--limit-rate", "1Mbit")
     assert limited.returncode == 2
     assert "limit_rate= is for tcp://host:port" in limited.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_servers_form_a_tree(tmp_path: Path) -> None:
+    def told() -> Any:
+        (model,) = json.loads(run("status", root.url, "--json").stdout)["models"] or [None]
+        return model and [(each["serves"], each["behind"]) for each in model["workers"]]
+
+    with serving(tmp_path / "root", "--listen", URL, "--fanout", "1") as root:
+        address = free_address()
+        below = ("--listen", URL, "--upstream", root.url, "--model-id", "policy")
+        with serving(tmp_path / "below", *below, "--advertise", address):
+            wait_until(lambda: told() == [(address, None)])
+    wrong = run("serve", *below, "--advertise", "unix:///tmp/here")
+    assert wrong.returncode == 2
+    assert "advertise= must be a tcp://host:port" in wrong.stderr
 
 
 @pytest.mark.slow
