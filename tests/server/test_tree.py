@@ -20,7 +20,7 @@ import aiosync.sync
 from aiosync.errors import ConfigError
 from aiosync.server import WeightClient, WeightServer
 from aiosync.transports import Credentials, TCPTransport
-from aiosync.wire import Hello, Refuse, Welcome
+from aiosync.wire import Hello, Refuse, Welcome, encode_frame
 from tests._certificates import certificates
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import fill, holds, linear
@@ -337,6 +337,27 @@ async def test_a_server_that_names_an_illegal_address_is_not_followed() -> None:
         await refused(worker(url, timeout=0.5), Exception, "illegal address")
     finally:
         await _stop(listening)
+
+
+async def test_who_has_not_proved_the_token_sends_nobody_on() -> None:
+    dialled = []
+
+    async def answer_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode_frame(Refuse("SentOn", "full", (url,))))
+        await reader.read()
+        writer.close()
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.append(True)
+        writer.close()
+
+    async with await asyncio.start_server(note, "127.0.0.1", 0) as lure:
+        url = f"tcp://127.0.0.1:{lure.sockets[0].getsockname()[1]}"
+        async with await asyncio.start_server(answer_plainly, "127.0.0.1", 0) as stranger:
+            address = f"tcp://127.0.0.1:{stranger.sockets[0].getsockname()[1]}"
+            joining = worker(address, token="a" * 32, timeout=0.5)
+            await refused(joining, aiosync.ConnectTimeout, "full")
+    assert dialled == []
 
 
 # -- healing ---------------------------------------------------------------------------------------
