@@ -6,11 +6,11 @@ Must not import torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
+import functools
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -30,7 +30,17 @@ from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
 
-__all__ = ["Backoff", "Dialer", "KeptLink", "Left", "LinkState", "is_final", "retry", "to_dial"]
+__all__ = [
+    "Backoff",
+    "Dial",
+    "Dialer",
+    "KeptLink",
+    "Left",
+    "LinkState",
+    "is_final",
+    "retry",
+    "to_dial",
+]
 
 _T = TypeVar("_T")
 _L = TypeVar("_L", bound=Transport)
@@ -39,6 +49,8 @@ _W = TypeVar("_W")
 # Timers may fire early by at most this time, so that a shorter rest counts as none.
 _OVER_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.02
+# An address that is not the last has this time at first, and twice as much in each next attempt.
+_PATIENCE_SECONDS = 2.0
 # Addresses that servers named: how many are tried in one attempt, and the time for each handshake.
 _MAX_NAMED = 8
 _NAMED_SECONDS = 2.0
@@ -47,6 +59,8 @@ _OF_USE_SECONDS = 1.0
 
 Left: TypeAlias = Callable[[], float | None]
 """A function that returns the seconds that are left; ``None`` without a limit."""
+Dial: TypeAlias = Callable[[Left, bool], Awaitable[_L]]
+"""A function that makes one attempt to get a link; with True if there was a link before."""
 
 
 class Backoff:
@@ -136,6 +150,59 @@ async def retry(
             last = without_frames(exc)
 
 
+async def _try_each(
+    attempts: Mapping[str, Callable[[Left, bool], Awaitable[_T]]],
+    left: Left,
+    is_redial: bool,
+    *,
+    patience: float,
+) -> _T:
+    """Await one attempt after the other until one succeeds, and return its result.
+
+    Args:
+        attempts: One for each address, by the address. It is called with a function that returns
+            the seconds that are left for it, and with ``is_redial``.
+        left: Returns the seconds that are left for all of them.
+        is_redial: True if there was a link before. The error is final then only if all are.
+        patience: Most seconds for each attempt but the last.
+
+    Raises:
+        AiosyncError: No attempt succeeded: the error of the only one, or one that names all errors.
+    """
+    clock, failed = asyncio.get_running_loop().time, dict[str, AiosyncError]()
+    for number, (address, attempt) in enumerate(attempts.items(), 1):
+        others = len(attempts) - number
+        here = left
+        if others:
+            rest = left()
+            seconds = patience if rest is None else min(patience, rest / (others + 1))
+            ends = clock() + seconds
+
+            def here(ends: float = ends) -> float:
+                return max(0.0, ends - clock())
+
+        try:
+            return await attempt(here, is_redial)
+        except AiosyncError as exc:
+            failed[address] = without_frames(exc)
+    *_, last = failed.values()
+    if len(failed) == 1:
+        raise last
+    raise _join_errors(failed, is_redial) from last
+
+
+def _join_errors(failed: Mapping[str, AiosyncError], is_redial: bool) -> AiosyncError:
+    """Return one error for an attempt that failed at several addresses."""
+    finals = [each for each in failed.values() if is_final(each)]
+    kind: type[AiosyncError] = ConnectError
+    if finals and (len(finals) == len(failed) or not is_redial):
+        kind = AuthError if isinstance(finals[0], AuthError) else ConfigError
+    elif all(isinstance(each, ConnectTimeout) for each in failed.values()):
+        kind = ConnectTimeout
+    texts = {address: str(error) for address, error in failed.items()}
+    return kind("; ".join(t if at in t else f"{at}: {t}" for at, t in texts.items()))
+
+
 def to_dial(urls: str | Sequence[str]) -> tuple[Address, ...]:
     """Parse an address to dial, or several in the order in which they are tried.
 
@@ -151,10 +218,10 @@ def to_dial(urls: str | Sequence[str]) -> tuple[Address, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialer:
-    """A dialer of one address, or of the first of several that can be reached.
+    """A dialer of one address, or of several in their order.
 
     Args:
-        addresses: Addresses of the other end; each attempt tries them in this order.
+        addresses: Addresses of the other end.
         credentials: Token and TLS.
         limits: Bounds on what the other end may announce.
         keepalive: See :meth:`TCPTransport.connect`.
@@ -183,26 +250,28 @@ class Dialer:
         """True if the addresses are of TCP, so that those of other hosts may be dialled as well."""
         return all(each.scheme == "tcp" for each in self.addresses)
 
-    async def dial(self, timeout: float | None = None, *, is_redial: bool = False) -> TCPTransport:
-        """Make one attempt to reach the other end; see :meth:`TCPTransport.connect`.
+    @property
+    def dials(self) -> dict[str, Dial[TCPTransport]]:
+        """:meth:`dial` for each address, by the address."""
+        return {str(each): functools.partial(self.dial, each) for each in self.addresses}
+
+    async def dial_first(self, *, is_redial: bool = False) -> TCPTransport:
+        """Make one attempt to reach the first address that answers; see :meth:`dial`."""
+        return await _try_each(
+            self.dials, lambda: None, is_redial, patience=self.attempt_timeout / len(self.addresses)
+        )
+
+    async def dial(self, address: Address, left: Left, is_redial: bool) -> TCPTransport:
+        """Make one attempt to reach an address; see :meth:`TCPTransport.connect`.
 
         Args:
-            timeout: Seconds for the attempt, if less than ``attempt_timeout`` at each address.
-            is_redial: True if there was a link before. Unreadable certificate files, and a refusal
-                by the process that answers, then raise ``ConnectError``, because they may be
-                temporary.
+            address: One of the addresses, or one that a server named.
+            left: Returns the seconds for the attempt, if less than ``attempt_timeout``.
+            is_redial: True if there was a link before, or the address was named. Unreadable
+                certificate files, and a refusal by the process that answers, then raise
+                ``ConnectError``, because they may be temporary.
         """
-        clock = asyncio.get_running_loop().time
-        ends = None if timeout is None else clock() + timeout
-        for left in range(len(self.addresses), 1, -1):
-            # An address that does not answer leaves time for the others.
-            rest = None if ends is None else (ends - clock()) / left
-            with contextlib.suppress(ConnectError, ConnectTimeout):
-                return await self._dial(self.addresses[-left], rest, is_redial)
-        rest = None if ends is None else max(0.0, ends - clock())
-        return await self._dial(self.addresses[-1], rest, is_redial)
-
-    async def _dial(self, address: Address, timeout: float | None, is_redial: bool) -> TCPTransport:
+        timeout = left()
         try:
             return await TCPTransport.connect(
                 address,
@@ -220,10 +289,6 @@ class Dialer:
             # The files may be about to be replaced, and the process that refuses this side has not
             # proved its identity.
             raise ConnectError(str(exc)) from exc
-
-    async def dial_named(self, address: Address, timeout: float | None) -> TCPTransport:
-        """Dial an address that a server named; see :meth:`dial`."""
-        return await self._dial(address, timeout, is_redial=True)
 
     def not_reached_text(self, within: str = "") -> str:
         """Return the text of an error that says that the other end was not reached.
@@ -247,8 +312,9 @@ class KeptLink(Generic[_L, _W]):
 
     Args:
         name: Name of the other end in errors.
-        dial: Makes one attempt to reach the other end. It is called with a function that returns
-            the seconds that are left, and with True if there was a link before.
+        dials: For each address a function that makes one attempt to reach the other end there, by
+            the address, or by any name if there is only one. It is called with a function that
+            returns the seconds that are left, and with True if there was a link before.
         greet: Sends the first message on a link, within the seconds that it is given, and returns
             the answer.
         not_reached_text: Returns the text of an error that says that the other end was not reached,
@@ -257,8 +323,8 @@ class KeptLink(Generic[_L, _W]):
             the time of each handshake is bounded.
         on_failure: Called with the error of each attempt that failed.
         pauses: Pauses between two attempts.
-        dial_named: Makes one attempt to reach an address that a server named, within the seconds
-            that it is given. With ``None`` this side is sent on by nobody.
+        dial_named: As ``dials``, for an address that a server named, which it gets first. With
+            ``None`` this side is sent on by nobody.
 
     Attributes:
         state: State of the link.
@@ -271,19 +337,20 @@ class KeptLink(Generic[_L, _W]):
     def __init__(
         self,
         name: str,
-        dial: Callable[[Left, bool], Awaitable[_L]],
+        dials: Mapping[str, Dial[_L]],
         greet: Callable[[_L, float | None], Awaitable[_W]],
         *,
         not_reached_text: Callable[[str], str],
         final: Callable[[AiosyncError], bool] | None = is_final,
         on_failure: Callable[[AiosyncError], None] | None = None,
         pauses: Backoff | None = None,
-        dial_named: Callable[[Address, float | None], Awaitable[_L]] | None = None,
+        dial_named: Callable[[Address, Left, bool], Awaitable[_L]] | None = None,
     ) -> None:
         self.state: LinkState = LinkState.DIALING
         self.follows: bool = dial_named is not None
         self._name = name
-        self._dial = dial
+        self._dials = dials
+        self._patience = _PATIENCE_SECONDS
         self._greet = greet
         self._not_reached_text = not_reached_text
         self._final = final
@@ -298,6 +365,8 @@ class KeptLink(Generic[_L, _W]):
         self._progress: object = None
         self._pauses = pauses or Backoff()
         self._dial_named = dial_named
+        # True if a server sent this side on in the last attempt.
+        self._is_sent_on = False
 
     async def connect(self, timeout: float | None) -> tuple[_L, _W]:
         """Dial until the other end admits this side.
@@ -373,22 +442,28 @@ class KeptLink(Generic[_L, _W]):
             lost: Error of the link before, if there was one: a pause then comes first, and the time
                 of each handshake is bounded.
         """
+        most = None if lost is None and self._final is not None else HANDSHAKE_SECONDS
+        attempts = {
+            address: functools.partial(self._reach_own, dial, most)
+            for address, dial in self._dials.items()
+        }
 
         async def attempt(left: Left) -> tuple[_L, _W]:
-            most = None if lost is None and self._final is not None else HANDSHAKE_SECONDS
+            self._is_sent_on = False
             try:
-                try:
-                    admitted = await self._reach(self._dial(left, lost is not None), left, most)
-                except SentOn as exc:
-                    admitted = await self._reach_named(exc, left)
+                admitted = await _try_each(
+                    attempts, left, lost is not None, patience=self._patience
+                )
             except BaseException as exc:  # raised again
                 self.abort()
-                self.follows = self._dial_named is not None and not isinstance(exc, SentOn)
+                self._patience *= 2
+                self.follows = self._dial_named is not None and not self._is_sent_on
                 self.why = without_frames(exc)
                 if self._on_failure is not None and isinstance(exc, AiosyncError):
                     self._on_failure(exc)
                 raise
             self.why, self.follows = None, self._dial_named is not None
+            self._patience = _PATIENCE_SECONDS
             self.state = LinkState.UP
             self._up_at = asyncio.get_running_loop().time()
             return admitted
@@ -401,6 +476,21 @@ class KeptLink(Generic[_L, _W]):
             backoff=self._pauses,
             after=lost,
         )
+
+    async def _reach_own(
+        self,
+        dial: Dial[_L],
+        most: float | None,
+        left: Left,
+        is_redial: bool,
+    ) -> tuple[_L, _W]:
+        """Make an attempt at one address, and at those to which its server sends this side on."""
+        self.abort()
+        try:
+            return await self._reach(dial(left, is_redial), left, most)
+        except SentOn as exc:
+            self._is_sent_on = True
+            return await self._reach_named(exc, left)
 
     async def _reach(
         self, dialling: Awaitable[_L], left: Left, most: float | None
@@ -431,7 +521,8 @@ class KeptLink(Generic[_L, _W]):
             # Some of the time is left for the server that has to admit this side in the end.
             seconds = _NAMED_SECONDS if rest is None else min(_NAMED_SECONDS, rest / 4)
             try:
-                return await self._reach(self._dial_named(address, seconds), left, seconds)
+                dialling = self._dial_named(address, functools.partial(float, seconds), True)
+                return await self._reach(dialling, left, seconds)
             except AiosyncError as exc:
                 failed[address] = without_frames(exc)
                 # Servers that are further from the root have more room.

@@ -273,7 +273,8 @@ class ClusterFabric(StreamFabric[_Scheme]):
             )
             if here is not None:
                 return here
-        return self._linked(scheme, await dialer.dial(left(), is_redial=is_redial), listened=False)
+        link = await dialer.dial(dialer.addresses[0], left, is_redial)
+        return self._linked(scheme, link, listened=False)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """See :meth:`Fabric.not_reached_text`."""

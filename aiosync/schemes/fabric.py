@@ -7,10 +7,12 @@ of fabric. Must not import a concrete scheme.
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiosync.errors import AiosyncError, ConfigError, ConnectError
-from aiosync.rendezvous.dialer import Left
+from aiosync.rendezvous.dialer import Dial, Left
 from aiosync.rendezvous.same_host import new_address
 from aiosync.schemes.lifecycle import ConnectArguments, Life
 from aiosync.schemes.sources import Sources
@@ -139,8 +141,12 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         name = type(scheme).__name__
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
 
+    def dials(self, scheme: _Scheme) -> Mapping[str, Dial[Transport]]:
+        """Return :meth:`dial`; of several addresses, the function of each by the address."""
+        return {"": functools.partial(self.dial, scheme)}
+
     async def dial_named(
-        self, scheme: _Scheme, address: Address, timeout: float | None
+        self, scheme: _Scheme, address: Address, left: Left, is_redial: bool
     ) -> Transport:
         """Make one attempt to reach a server that another server named."""
         raise ConnectError(f"{type(scheme).__name__} is sent on to no other address")

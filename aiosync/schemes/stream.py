@@ -8,12 +8,12 @@ from __future__ import annotations
 import abc
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from aiosync._version import __version__
 from aiosync.errors import AiosyncError, ConfigError, LocalProtocolError
-from aiosync.rendezvous.dialer import Dialer, Left, is_final
+from aiosync.rendezvous.dialer import Dial, Dialer, Left, is_final
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.fabric import Fabric
@@ -195,7 +195,12 @@ class StreamFabric(Fabric[_Scheme]):
 
     async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
         """See :meth:`Fabric.dial`."""
-        return await self.dialer(scheme).dial(left(), is_redial=is_redial)
+        dialer = self.dialer(scheme)
+        return await dialer.dial(dialer.addresses[0], left, is_redial)
+
+    def dials(self, scheme: _Scheme) -> Mapping[str, Dial[Transport]]:
+        """See :meth:`Fabric.dials`."""
+        return self.dialer(scheme).dials if self.others else super().dials(scheme)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """See :meth:`Fabric.not_reached_text`."""

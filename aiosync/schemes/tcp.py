@@ -50,7 +50,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
     Args:
         address: ``tcp://host:port`` or ``unix:///path``. Port 0 lets the system choose: pickle this
             object, or read :attr:`address`, after ``init_on_sender()``. With ``dial="both"``
-            several may be given, and each attempt takes the first one that it reaches.
+            several may be given, and each attempt takes the first one that admits this side.
         strategy: As for :class:`WeightSyncScheme`, like all options up to ``timeout``.
         sync: As for :class:`aiosync.WeightSyncScheme`.
         per_worker_weights: ``send({0: ..., 1: ...})`` gives each worker its own weights.
@@ -263,7 +263,10 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         server_has_joined = False
         kept = KeptLink(
             f"{dialer.name} at {dialer.where}",
-            functools.partial(self._dial_server, workers, dialer),
+            {
+                str(each): functools.partial(self._dial_server, workers, dialer, each)
+                for each in dialer.addresses
+            },
             functools.partial(self._introduce, scheme, workers),
             not_reached_text=dialer.not_reached_text,
         )
@@ -299,20 +302,25 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 workers.not_reached(idx, exc)
 
     async def _dial_server(
-        self, workers: WorkerRegistry, dialer: Dialer, left: Left, is_redial: bool
+        self,
+        workers: WorkerRegistry,
+        dialer: Dialer,
+        address: Address,
+        left: Left,
+        is_redial: bool,
     ) -> TCPTransport:
         """Dial the weight server, unless it ended the link before with a final error."""
         error = workers.record(_SERVER_IDX).error
         if is_redial and isinstance(error, AuthError | ConfigError):
             # connect() and send() report this error.
             raise error
-        return await dialer.dial(left(), is_redial=is_redial)
+        return await dialer.dial(address, left, is_redial)
 
     async def dial_named(
-        self, scheme: TCPWeightSyncScheme, address: Address, timeout: float | None
+        self, scheme: TCPWeightSyncScheme, address: Address, left: Left, is_redial: bool
     ) -> TCPTransport:
         """See :meth:`Fabric.dial_named`."""
-        return await self.dialer(scheme).dial_named(address, timeout)
+        return await self.dialer(scheme).dial(address, left, is_redial)
 
     async def _introduce(
         self,

@@ -314,10 +314,11 @@ class Worker:
     ) -> KeptLink[Transport, Welcome]:
         terms = self.terms
 
-        async def reach(left: Left, is_redial: bool) -> Transport:
-            if self.pipe is not None:
-                return fabric.wrap(scheme, self.pipe)
-            return await fabric.dial(scheme, left, is_redial)
+        pipe = self.pipe
+
+        async def wrap(left: Left, is_redial: bool) -> Transport:
+            assert pipe is not None
+            return fabric.wrap(scheme, pipe)
 
         logged = ""
 
@@ -334,7 +335,7 @@ class Worker:
 
         return KeptLink(
             "the trainer",
-            reach,
+            fabric.dials(scheme) if pipe is None else {"": wrap},
             functools.partial(self._greet, scheme, life, fabric),
             not_reached_text=functools.partial(fabric.not_reached_text, scheme),
             final=final if terms.gives_up else None,

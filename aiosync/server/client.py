@@ -205,7 +205,7 @@ class WeightClient:
         where = self._dialer.where
         try:
             async with asyncio.timeout(timeout):
-                link = await self._dialer.dial()
+                link = await self._dialer.dial_first()
                 link.channel.allow_payloads()  # the answer carries values, as updates do
                 try:
                     await link.send(hello)
@@ -329,7 +329,7 @@ class _Pull:
         self._moved = False
         self._partial = self._updates.partial
         try:
-            link = self._link = await self._dialer.dial(is_redial=self._welcome is not None)
+            link = self._link = await self._dialer.dial_first(is_redial=self._welcome is not None)
             self._welcome = await greet(link, self._hello(), timeout=HANDSHAKE_SECONDS)
             self._updates.use_link(link)
             await link.send(Fetch(self._least))

@@ -78,7 +78,7 @@ class WeightServer:
             room; only with ``tcp://``. ``None``: as fast as it goes.
         upstream: Address of a weight server, or of a trainer that listens. This server follows it
             for each of ``model_ids``, passes on what comes, and lets nobody push. Of several
-            addresses it uses the first one that it reaches.
+            addresses it uses the first one that admits it.
         fanout: Number of workers of a model from which on others are sent on to servers that follow
             this one, as soon as there are any; and number of such servers from which on other ones
             are. ``None``: as many as ``max_connections``.

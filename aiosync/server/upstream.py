@@ -13,7 +13,7 @@ from typing import Protocol
 
 from aiosync._log import log
 from aiosync.errors import AiosyncError
-from aiosync.rendezvous.dialer import Dialer, KeptLink, Left, to_dial
+from aiosync.rendezvous.dialer import Dialer, KeptLink, to_dial
 from aiosync.rendezvous.handshake import greet
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -89,9 +89,6 @@ class Upstream:
                 text = f"{self.where} is not followed, and dialled again: {logged}"
                 log(logging.WARNING, "waiting", text, model=model_id)
 
-        async def dial(left: Left, is_redial: bool) -> TCPTransport:
-            return await self._dialer.dial(left(), is_redial=is_redial)
-
         async def introduce(link: TCPTransport, timeout: float | None) -> Welcome:
             hello = await model.hello(is_upstream=True)
             hello = replace(hello, serves=serves, follows=kept.follows)
@@ -99,13 +96,13 @@ class Upstream:
 
         kept: KeptLink[TCPTransport, Welcome] = KeptLink(
             "the upstream",
-            dial,
+            self._dialer.dials,
             introduce,
             not_reached_text=self._dialer.not_reached_text,
             # No error ends the attempts.
             final=lambda error: False,
             on_failure=log_once,
-            dial_named=self._dialer.dial_named if self._dialer.is_remote else None,
+            dial_named=self._dialer.dial if self._dialer.is_remote else None,
         )
         link, _ = await kept.connect(None)
         while True:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import pytest
 import aiosync
 import aiosync.sync
 from aiosync.errors import AuthError, ConfigError, ConnectTimeout
-from aiosync.server import WeightServer
+from aiosync.server import WeightClient, WeightServer
+from aiosync.testing import FaultProxy, Faults, Plan
+from tests._certificates import certificates
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import holds, linear
 from tests.server._tools import URL, described, send, trainer, worker
@@ -67,6 +72,137 @@ async def test_a_silent_address_leaves_time_for_the_next_one() -> None:
         with silent:
             async with worker(urls, timeout=3.0) as below:
                 assert holds(below, 1.0)
+
+
+@contextlib.asynccontextmanager
+async def _program_that_answers(data: bytes) -> AsyncIterator[str]:
+    """A server of something else, which says ``data`` to everybody."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def _other_models() -> AsyncIterator[str]:
+    async with WeightServer(URL, model_ids=["value"]) as server:
+        yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _secured() -> AsyncIterator[str]:
+    async with WeightServer(URL, tls=certificates().listening) as server:
+        yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _no_place_left() -> AsyncIterator[str]:
+    """A trainer whose only worker is there already."""
+    scheme = aiosync.TCPWeightSyncScheme(URL)
+    scheme.init_on_sender("policy", model=linear(), num_workers=1)
+    taken = copy.copy(scheme)
+    taken.init_on_receiver("policy", model=linear())
+    async with scheme, taken:
+        await asyncio.gather(scheme.connect(), taken.connect())
+        yield scheme.address
+
+
+@contextlib.asynccontextmanager
+async def _silent() -> AsyncIterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+WRONG: dict[str, Any] = {
+    "another program": lambda: _program_that_answers(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "another wire version": lambda: _program_that_answers(b"AIOSYNC" + bytes(64)),
+    "other models": _other_models,
+    "TLS": _secured,
+    "no place": _no_place_left,
+    "silent": _silent,
+}
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+async def test_a_wrong_address_leaves_a_worker_the_next_one(make: Any) -> None:
+    async with make() as wrong, WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        urls: Any = [wrong, server.url]
+        async with worker(urls, timeout=10.0) as below:
+            assert holds(below, 1.0)
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+async def test_a_wrong_address_leaves_a_server_the_next_one(make: Any) -> None:
+    async with make() as wrong, WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        urls: Any = [wrong, server.url]
+        async with WeightServer(URL, model_ids=["policy"], upstream=urls) as below:
+            await until(lambda: described(below)["version"] == 1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 50, 100, 150, 200, 250])
+async def test_a_server_that_freezes_during_the_handshake_leaves_the_next_one(nbytes: int) -> None:
+    options: Any = {"token": "a" * 32}
+    async with WeightServer(URL, **options) as near, WeightServer(URL, **options) as server:
+        async with FaultProxy(near.url) as proxy, trainer(server, **options) as source:
+            await send(source, 1.0)
+            proxy.plan = lambda _: Plan(back=Faults(stall_at=nbytes))
+            async with worker([proxy.url, server.url], timeout=10.0, **options) as below:
+                assert holds(below, 1.0)
+
+
+ANSWERS_NO_TRAINER = ["another program", "another wire version", "TLS", "silent"]
+
+
+@pytest.mark.parametrize("name", ANSWERS_NO_TRAINER)
+async def test_a_wrong_address_leaves_a_trainer_the_next_one(name: str) -> None:
+    async with WRONG[name]() as wrong, WeightServer(URL) as server:
+        urls: Any = [wrong, server.url]
+        async with trainer(urls, timeout=10.0) as source:
+            assert (await send(source, 1.0)).version == 1
+
+
+@pytest.mark.parametrize("name", ANSWERS_NO_TRAINER)
+async def test_a_wrong_address_leaves_a_client_the_next_one(name: str) -> None:
+    async with WRONG[name]() as wrong, WeightServer(URL) as server, trainer(server) as source:
+        await send(source, 1.0)
+        client = WeightClient([wrong, server.url])
+        assert (await client.pull("policy", timeout=PATIENCE)).version == 1
+
+
+async def test_a_worker_goes_on_although_another_program_has_the_port() -> None:
+    port = free_port()
+    near = WeightServer(f"tcp://127.0.0.1:{port}")
+    async with near, WeightServer(URL) as far, trainer(near) as one, trainer(far) as two:
+        await send(one, 1.0)
+        await send(two, 2.0)
+        urls: Any = [near.url, far.url]
+        async with worker(urls, reconnect=None) as below:
+            assert holds(below, 1.0)
+            await near.aclose()
+            with socket.create_server(("127.0.0.1", port)) as other:
+                other.settimeout(PATIENCE)
+                stranger, _ = await asyncio.to_thread(other.accept)
+                with stranger:
+                    stranger.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    await until(lambda: holds(below, 2.0))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_a_wrong_token_is_told_although_another_address_is_dead(order: int) -> None:
+    async with WeightServer(URL, token="a" * 32) as server:
+        urls = [server.url, nowhere()][::order]
+        scheme = aiosync.TCPWeightSyncScheme(urls, dial="both", token="b" * 32)
+        scheme.init_on_receiver("policy", model=linear())
+        async with scheme:
+            with pytest.raises(AuthError) as info:
+                await scheme.connect(timeout=PATIENCE)
+        assert all(url in str(info.value) for url in urls)
 
 
 async def test_a_full_server_sends_workers_to_the_next_one() -> None:
