@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import inspect
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Set
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -252,7 +253,13 @@ def has_no_forward(module: nn.Module) -> bool:
     if forward is _NO_FORWARD:
         return True
     code = getattr(forward, "__code__", None)
-    return code is not None and not any(
+    return code is not None and _only_raises(code)
+
+
+@functools.lru_cache(maxsize=256)
+def _only_raises(code: CodeType) -> bool:
+    """Return True if a function can neither return nor yield."""
+    return not any(
         each.opname.startswith(("RETURN_V", "RETURN_C", "YIELD"))
         for each in dis.get_instructions(code)
     )
