@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import os
 import shutil
 import subprocess
@@ -37,8 +39,12 @@ class Mutant(NamedTuple):
     seed: int
 
     def fits(self) -> bool:
-        """Return True if the fault can be put in."""
-        return (ROOT / "aiosync" / self.file).read_text().count(self.old) == 1
+        """Return True if the fault can be put in, and leaves Python that can be read."""
+        text = (ROOT / "aiosync" / self.file).read_text()
+        with contextlib.suppress(SyntaxError):
+            ast.parse(text.replace(self.old, self.new))
+            return text.count(self.old) == 1
+        return False
 
 
 MUTANTS = [
@@ -73,8 +79,8 @@ MUTANTS = [
     Mutant(
         "an update that waits is forgotten when the one before is answered",
         "sender/worker_link.py",
-        "            if self.outbox.queue.groups:\n                self._pump()",
-        "            pass",
+        "            if self.outbox.queue.groups:\n                self._pump()\n",
+        "            if self.outbox.queue.groups:\n                pass\n",
         288,
     ),
 ]
