@@ -58,6 +58,13 @@ class Worker:
         self.model = model
         self.newest = (0, 0)
         self.seen = (0, 0)
+        # The elements that its model had when it was last found to be right.
+        self.right: list[torch.Tensor] = []
+
+    def is_unchanged(self) -> bool:
+        """Return True if every element is as it was when the model was last found to be right."""
+        model = self.model
+        return bool(self.right) and all(map(torch.equal, self.right, (model.a, model.b, model.c)))
 
 
 class Bed:
@@ -68,7 +75,7 @@ class Bed:
         self.plan = plan
         self.random = Random(f"programs {plan.seed}")
         self.processes: dict[str, Process] = {}
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[str, Worker] = {}
         self.runs = 0
         self.epochs: dict[int, int] = {}
         # The values of the parameters at each version, by run and version.
@@ -87,17 +94,17 @@ class Bed:
     # -- invariants --------------------------------------------------------------------------------
 
     def check(self, process: Process) -> None:
-        if not process.name.startswith("worker"):
-            return
-        worker = self.workers.get(int(process.name[7:]))
+        worker = self.workers.get(process.name)
         if worker is None:
             return
         version = worker.scheme.version
         if not version:
             return
         seen = (worker.scheme.epoch, version)
-        if seen != worker.seen or self.world.steps % 8 == 0:
+        if seen != worker.seen:
             worker.seen = seen
+            self.look(worker, version)
+        elif self.world.steps % 8 == 0 and not worker.is_unchanged():
             self.look(worker, version)
 
     def look(self, worker: Worker, version: int) -> None:
@@ -116,6 +123,7 @@ class Bed:
         if epoch != worker.scheme.epoch:
             raise SimulationError(f"{name} takes run {run} for another epoch")
         worker.newest = (run, version)
+        worker.right = [tensor.detach().clone() for tensor in worker.model.parameters()]
         self.reached[worker.idx] = max(self.reached.get(worker.idx, (0, 0)), (run, version))
 
     async def bounded(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
@@ -371,7 +379,7 @@ class Bed:
                 worker_idx=idx if plan.named else None,
                 hooks=aiosync.SchemeHooks(applied=self.hook) if plan.hooks else None,
             )
-            self.workers[idx] = Worker(idx, scheme, model)
+            self.workers[name] = Worker(idx, scheme, model)
             try:
                 try:
                     call = scheme.connect(timeout=10.0)
@@ -380,11 +388,11 @@ class Bed:
                         if self.random.random() < 0.05:
                             self.world.note(f"{name} has another model")
                             model = Net(plan.floats, -1.0)
-                            self.workers[idx].model = scheme.model = model
+                            self.workers[name].model = scheme.model = model
                         await self.act(name, scheme, model)
                 finally:
                     await self.close(name, scheme)
-                    self.workers.pop(idx, None)
+                    self.workers.pop(name, None)
             except aiosync.AiosyncError as exc:
                 self.world.note(f"{name}: {type(exc).__name__}: {exc}")
             await self.pause(name)
@@ -453,8 +461,7 @@ class Bed:
             if event.what in ("kill", "lose"):
                 world.kill(process, silently=event.what == "lose")
                 self.down.add(name)
-                if name.startswith("worker"):
-                    self.workers.pop(int(name[7:]), None)
+                self.workers.pop(name, None)
                 restarts.append(asyncio.ensure_future(self.restart(name, event.seconds)))
             elif event.what == "stop":
                 self.stopped[name] = self.stopped.get(name, 0.0) + event.seconds
@@ -502,8 +509,8 @@ class Bed:
 
     def is_settled(self) -> bool:
         return self.is_known and all(
-            idx in self.workers and self.workers[idx].newest >= self.newest
-            for idx in range(self.plan.workers)
+            name in self.workers and self.workers[name].newest >= self.newest
+            for name in (f"worker {idx}" for idx in range(self.plan.workers))
         )
 
 

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar
 from random import Random
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -59,7 +59,7 @@ class Process:
         number: As given.
         is_alive: False once its program has ended, or after :meth:`World.kill`.
         stopped_until: Virtual time before which it makes no step.
-        tasks: The tasks that it has started.
+        tasks: The tasks that it has started; some of those that have ended are missing.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -68,6 +68,8 @@ class Process:
         self.is_alive: bool = True
         self.stopped_until: float = 0.0
         self.tasks: list[asyncio.Task[Any]] = []
+        # Number of tasks at which those that have ended are dropped.
+        self._full: int = 16
         # Calls that wait for its end.
         self.waiters: list[asyncio.Future[None]] = []
         self.ready: deque[asyncio.Handle] = deque()
@@ -77,6 +79,13 @@ class Process:
         self.is_due: bool = False
         self.readers: dict[int, asyncio.Handle] = {}
         self.writers: dict[int, asyncio.Handle] = {}
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Add a task, and drop those that have ended where there are many."""
+        self.tasks.append(task)
+        if len(self.tasks) > self._full and self.is_alive:
+            self.tasks = self.unfinished
+            self._full = 16 + 2 * len(self.tasks)
 
     @property
     def unfinished(self) -> list[asyncio.Task[Any]]:
@@ -99,49 +108,28 @@ def current_process() -> Process:
     return process
 
 
-# A set has its members in the order of their hashes. Those of tasks and futures are their addresses
-# in memory, which differ from run to run.
+class _Numbered:
+    """A task or future whose hash is a number that the loop counts.
 
-
-class _Task(asyncio.Task[_T]):
-    _numbers = itertools.count()
-
-    def __init__(self, coro: Generator[Any, Any, _T], **options: Any) -> None:
-        self._number = next(self._numbers)
-        super().__init__(coro, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class _Future(asyncio.Future[_T]):
-    _numbers = itertools.count()
-
-    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
-        self._number = next(self._numbers)
-        super().__init__(loop=loop)
-
-    def __hash__(self) -> int:
-        return self._number
-
-
-class _Ready:
-    """The queue of the loop, which puts each callback into the queue of its process.
-
-    Args:
-        outside: Process of the callbacks that no simulated process has made.
+    A set has its members in the order of their hashes. Those of tasks and futures are their
+    addresses in memory, which differ from run to run.
     """
 
-    def __init__(self, outside: Process) -> None:
-        self._outside = outside
+    _loop: SimLoop
+    _number: int = 0
 
-    def append(self, handle: Any) -> None:
-        process = handle._context.get(_process, self._outside)
-        if process.is_alive:
-            process.ready.append(handle)
+    def __hash__(self) -> int:
+        # Most futures are never in a set, and need no number.
+        self._number = self._number or next(self._loop.numbers)
+        return self._number
 
-    def clear(self) -> None:
-        """Do nothing: the queues end with their processes."""
+
+class _Task(_Numbered, asyncio.Task[_T]):
+    """A task that may be in a set."""
+
+
+class _Future(_Numbered, asyncio.Future[_T]):
+    """A future that may be in a set."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
@@ -150,52 +138,80 @@ class SimLoop(asyncio.BaseEventLoop):
     Args:
         random: Decides the order of the steps.
         horizon: Virtual time at which a simulation that has not ended counts as stuck.
-        after_step: Called with the process after each of its steps.
 
     Attributes:
         now: Virtual time in seconds.
         processes: The live processes.
         running: The process that makes the present step, or made the last one.
         descriptors: The open simulated files, by number.
+        checks: Called with the process after each of its steps.
+        error: Ends the simulation after the present step.
         steps: Number of steps so far.
         digest: A number that stands for all steps and their times so far.
+        numbers: Numbers in the order in which things were made.
     """
 
-    _ready: Any
-    _scheduled: list[Any]
+    _stopping: bool
 
-    def __init__(
-        self, random: Random, horizon: float, after_step: Callable[[Process], None]
-    ) -> None:
+    def __init__(self, random: Random, horizon: float) -> None:
         super().__init__()
         self.now: float = 1000.0
         self.processes: list[Process] = []
         self.descriptors: dict[int, Descriptor] = {}
+        self.checks: list[Callable[[Process], None]] = []
+        self.error: BaseException | None = None
         self.steps: int = 0
         self.digest: int = 0
+        self.numbers: Iterator[int] = itertools.count(1)
         self._random = random
         self._horizon = self.now + horizon
-        self._after_step = after_step
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        outside = Process("outside", 0)
-        self.running: Process = outside
-        self.processes.append(outside)
-        self._ready = _Ready(outside)
+        # Calls outside of all processes, and timers of processes.
+        self._events: list[tuple[float, int, Callable[[], None] | asyncio.Handle]] = []
+        # Process of the callbacks that no simulated process has made.
+        self.running: Process = Process("outside", 0)
+        self.processes.append(self.running)
+        self._outside = self.running
         self.set_task_factory(self._make_task)
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
     ) -> asyncio.Task[Any]:
         process = _process.get(None) if context is None else context.get(_process)
-        task = _Task[Any](coro, loop=self, context=context)
+        task = _Task(coro, loop=self, context=context)
         if process is not None:
-            process.tasks.append(task)
+            process.keep(task)
         return task
+
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See :meth:`asyncio.loop.call_soon`: each process has a queue of its own."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._enqueue(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def _enqueue(self, handle: Any) -> None:
+        process = handle._context.get(_process, self._outside)
+        if process.is_alive:
+            process.ready.append(handle)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """See :meth:`asyncio.loop.call_at`."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._events, (when, next(self.numbers), timer))
+        return timer
 
     def create_future(self) -> asyncio.Future[Any]:
         """See :meth:`asyncio.loop.create_future`."""
-        return _Future[Any](loop=self)
+        return _Future(loop=self)
 
     def time(self) -> float:
         """Return the virtual time."""
@@ -221,7 +237,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def at(self, when: float, callback: Callable[[], None]) -> None:
         """Make a call at a virtual time, outside of all processes."""
-        heapq.heappush(self._events, (when, next(self._numbers), callback))
+        heapq.heappush(self._events, (when, next(self.numbers), callback))
 
     def touch(self, fd: int, process: Process) -> None:
         """Have a process look at its descriptors if it watches this one."""
@@ -231,48 +247,53 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- steps ---------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        self.now += self._random.random() * _STEP_SECONDS
-        self._fire()
-        while not (runnable := self._runnable()):
-            self._advance()
-            self._fire()
-        if len(runnable) > 1:
-            self._step(runnable[int(self._random.random() * len(runnable))])
-        else:
-            self._step(runnable[0])
+        """Make steps until the loop is to stop: one call for each of them would take longer."""
+        random = self._random.random
+        while not self._stopping:
+            self.now += random() * _STEP_SECONDS
+            while not (runnable := self._runnable()):
+                self._advance()
+            process = runnable[0]
+            if len(runnable) > 1:
+                process = runnable[int(random() * len(runnable))]
+            if not process.turn:
+                if process.is_due:
+                    self._poll(process)
+                process.turn = len(process.ready)
+                if not process.turn:
+                    continue
+            handle: Any = process.ready.popleft()
+            process.turn -= 1
+            if handle._cancelled:
+                continue
+            self.steps += 1
+            self.running = process
+            self.digest = hash((self.digest, process.number, self.now))
+            handle._run()
+            if self.error is not None:
+                raise self.error
+            for check in self.checks:
+                check(process)
 
     def _runnable(self) -> list[Process]:
-        now = self.now
+        """Let everything happen that is due, and return the processes that can make a step."""
+        now, events = self.now, self._events
+        while events and events[0][0] <= now:
+            event = heapq.heappop(events)[2]
+            if not isinstance(event, asyncio.Handle):
+                event()
+            elif not event.cancelled():
+                self._enqueue(event)
         return [
             each
             for each in self.processes
             if (each.ready or each.is_due) and each.stopped_until <= now
         ]
 
-    def _fire(self) -> None:
-        """Make the calls that are due, and hand timers that are due to their processes."""
-        while self._events and self._events[0][0] <= self.now:
-            heapq.heappop(self._events)[2]()
-        timers = self._scheduled
-        while timers and (timers[0]._when <= self.now or self._is_void(timers[0])):
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            if not self._is_void(timer):
-                self._ready.append(timer)
-
-    @staticmethod
-    def _is_void(handle: Any) -> bool:
-        if handle._cancelled:
-            return True
-        process = handle._context.get(_process)
-        return process is not None and not process.is_alive
-
     def _advance(self) -> None:
         """Let time pass until something happens."""
-        events, timers = self._events, self._scheduled
         when = min(
-            events[0][0] if events else math.inf,
-            timers[0]._when if timers else math.inf,
+            self._events[0][0] if self._events else math.inf,
             *(each.stopped_until for each in self.processes if each.ready or each.is_due),
             math.inf,
         )
@@ -285,22 +306,6 @@ class SimLoop(asyncio.BaseEventLoop):
             what = "nothing can happen any more" if when == math.inf else "the time is up"
             raise SimulationError(f"{what}, and these tasks wait: {', '.join(waiting)}")
         self.now = max(when, self.now)
-
-    def _step(self, process: Process) -> None:
-        if not process.turn:
-            self._poll(process)
-            process.turn = len(process.ready)
-            if not process.turn:
-                return
-        handle: Any = process.ready.popleft()
-        process.turn -= 1
-        if handle._cancelled:
-            return
-        self.steps += 1
-        self.running = process
-        self.digest = hash((self.digest, process.number, self.now))
-        handle._run()
-        self._after_step(process)
 
     def _poll(self, process: Process) -> None:
         found = []
@@ -369,7 +374,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self, executor: Any, func: Callable[[*_Ts], _T], *args: *_Ts
     ) -> asyncio.Future[_T]:
         """Make the call in one step, some time later. No thread is started."""
-        ended: asyncio.Future[_T] = self.create_future()
+        ended = self.create_future()
 
         def run() -> None:
             try:

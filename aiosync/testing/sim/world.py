@@ -52,12 +52,11 @@ class World:
         self.seed: int = seed
         self.random: Random = Random(f"program {seed}")
         self.trace: list[str] = []
-        self.checks: list[Callable[[Process], None]] = []
-        self._loop = SimLoop(Random(f"steps {seed}"), max_seconds, self._check)
+        self._loop = SimLoop(Random(f"steps {seed}"), max_seconds)
+        self.checks: list[Callable[[Process], None]] = self._loop.checks
         self._loop.set_exception_handler(self._note_exception)
         self.network: Network = Network(self._loop, Random(f"network {seed}"), self.note)
         self.network.weather = weather
-        self._error: BaseException | None = None
         self._began = self._loop.now
         self._numbers = 0
         self._dead: list[Process] = []
@@ -165,14 +164,8 @@ class World:
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _check(self, process: Process) -> None:
-        if self._error is not None:
-            raise self._error
-        for check in self.checks:
-            check(process)
-
     def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
+        self._loop.error = self._loop.error or error
 
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = SimulationError(f"only the event loop saw an error: {context.get('message')}")
