@@ -360,9 +360,6 @@ class SimSocket(socket.socket):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        """Do nothing: an open socket of an ended process is no leak of this one."""
-
     def __repr__(self) -> str:
         return f"<SimSocket {self.fd} of {self.owner.name}>"
 
@@ -458,12 +455,17 @@ class Network:
                 end.inward.end(_reset())
 
     def calm(self) -> None:
-        """Cancel all faults that have not happened yet, and make no more; connections may end."""
+        """Cancel all faults that have not happened yet, and make no more; connections may end.
+
+        Keep-alive then takes seconds, not minutes, to end the connections that are lost.
+        """
         self.weather = Weather(latency=self.weather.latency, capacity=self.weather.capacity)
         for sock in self._sockets.values():
             if sock.peer is not None:
                 sock.inward.faults.clear()
                 sock.peer.inward.faults.clear()
+                if socket.TCP_KEEPIDLE in sock.options:
+                    self.expire(sock, self.random.uniform(1, 10))
         self.heal()
 
     def lose(self, sock: SimSocket) -> None:
