@@ -24,15 +24,18 @@ class Event:
 
     Attributes:
         at: Virtual time in seconds.
-        what: ``"kill"``, ``"lose"``, ``"stop"``, ``"part"``, ``"reset"`` or ``"leave"``.
+        what: ``"kill"``, ``"lose"``, ``"stop"``, ``"part"``, ``"reset"``, ``"leave"`` or
+            ``"cancel"``.
         who: Name of the process.
         seconds: How long it lasts.
+        awaits: Number of awaits in calls of the process after which the call is cancelled.
     """
 
     at: float
     what: str
     who: str
     seconds: float
+    awaits: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,11 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
     for _ in range(extra.choice([0, 1, 3]) if relays else 0):
         what, who = extra.choice(WHATS), f"relay {extra.randint(1, relays)}"
         events.append(Event(extra.uniform(0, 20), what, who, 10 ** extra.uniform(-3, 1.5)))
+    extra = Random(f"cancels {seed}")
+    for _ in range(extra.choice([0, 2, 8])):
+        at, who = extra.uniform(-5, 20), names[extra.randrange(1 + workers)]
+        awaits = extra.randint(1, extra.choice([2, 8, 40]))
+        events.append(Event(max(at, 0.0), "cancel", who, 0.0, awaits))
     # Smaller updates never travel as deltas.
     floats = 12_000 if kind == "deltas" else random.choice([8, 200, 3000])
     chunk_nbytes = max(64, -(-6 * floats // random.choice([1, 2, 5, 12]) // 64) * 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import aiosync
 from aiosync.server import WeightServer
 from aiosync.testing.sim import Process, SimulationError, World, simulate
+from tests.sim.cancelling import Cancelled, CancelledAt
 from tests.sim.plans import Plan
 
 URL = "tcp://127.0.0.1:7000"
@@ -89,6 +91,8 @@ class Bed:
         self.stopped: dict[str, float] = {}
         self.leaving: dict[str, asyncio.Event] = {}
         self.down: set[str] = set()
+        # The awaits in calls of a process after which the call is cancelled, by name.
+        self.cancels: dict[str, int] = {}
         world.checks.append(self.check)
 
     # -- invariants --------------------------------------------------------------------------------
@@ -127,13 +131,17 @@ class Bed:
         self.reached[worker.idx] = max(self.reached.get(worker.idx, (0, 0)), (run, version))
 
     async def bounded(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
-        """Await a call that has to end within so many seconds, however it ends."""
+        """Await a call that has to end within so many seconds, however it ends.
+
+        Raises:
+            Cancelled: An event of the plan cancelled the call.
+        """
         world, name = self.world, what.partition(":")[0]
         began, stopped = world.now, self.stopped.get(name, 0.0)
         world.note(f"{what} begins")
         text = "ends"
         try:
-            return await call
+            return await CancelledAt(call, partial(self.is_cancelled, name))
         except BaseException as exc:
             text = f"raises {type(exc).__name__}: {exc}"
             raise
@@ -144,13 +152,20 @@ class Bed:
             if took > seconds + stopped + _SLACK_SECONDS:
                 world.fail(f"{what} took {took:.3f} s, not {seconds:g}")
 
+    def is_cancelled(self, name: str) -> bool:
+        """Return True if a call of a process is cancelled at this await."""
+        left = self.cancels.pop(name, 0)
+        if left > 1 and not self.calm.is_set():
+            self.cancels[name] = left - 1
+        return left == 1 and not self.calm.is_set()
+
     async def disturbed(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
         """Await a call as :meth:`bounded` does, and sometimes cancel it. None if it was."""
-        if self.calm.is_set() or self.random.random() >= self.plan.cancels:
-            return await self.bounded(what, call, seconds)
-        patience = self.random.random() * self.random.choice([0.001, 0.05, 1])
+        if not self.calm.is_set() and self.random.random() < self.plan.cancels:
+            patience = self.random.random() * self.random.choice([0.001, 0.05, 1])
+            call = asyncio.wait_for(call, patience)
         try:
-            return await self.bounded(what, asyncio.wait_for(call, patience), seconds)
+            return await self.bounded(what, call, seconds)
         except TimeoutError as exc:
             if isinstance(exc, aiosync.AiosyncError):
                 raise
@@ -159,7 +174,10 @@ class Bed:
     async def close(self, name: str, scheme: aiosync.TCPWeightSyncScheme) -> None:
         """Close a scheme. Where that is cancelled, it is done again."""
         await self.disturbed(f"{name}: aclose", scheme.aclose(), _CLOSE_SECONDS)
-        await self.bounded(f"{name}: aclose again", scheme.aclose(), _CLOSE_SECONDS)
+        with contextlib.suppress(Cancelled):
+            await self.bounded(f"{name}: aclose again", scheme.aclose(), _CLOSE_SECONDS)
+            return
+        await self.bounded(f"{name}: aclose a third time", scheme.aclose(), _CLOSE_SECONDS)
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -463,6 +481,8 @@ class Bed:
                 self.down.add(name)
                 self.workers.pop(name, None)
                 restarts.append(asyncio.ensure_future(self.restart(name, event.seconds)))
+            elif event.what == "cancel":
+                self.cancels[name] = event.awaits
             elif event.what == "stop":
                 self.stopped[name] = self.stopped.get(name, 0.0) + event.seconds
                 world.stop(process, event.seconds)
