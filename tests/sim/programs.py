@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 import aiosync
 from aiosync.server import WeightServer
 from aiosync.testing.sim import Process, SimulationError, World, simulate
-from tests.sim.cancelling import Cancelled, CancelledAt
+from tests.sim.cancelling import CancelledAt
 from tests.sim.plans import Plan
 
 URL = "tcp://127.0.0.1:7000"
@@ -131,17 +130,13 @@ class Bed:
         self.reached[worker.idx] = max(self.reached.get(worker.idx, (0, 0)), (run, version))
 
     async def bounded(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
-        """Await a call that has to end within so many seconds, however it ends.
-
-        Raises:
-            Cancelled: An event of the plan cancelled the call.
-        """
+        """Await a call that has to end within so many seconds, however it ends."""
         world, name = self.world, what.partition(":")[0]
         began, stopped = world.now, self.stopped.get(name, 0.0)
         world.note(f"{what} begins")
         text = "ends"
         try:
-            return await CancelledAt(call, partial(self.is_cancelled, name))
+            return await call
         except BaseException as exc:
             text = f"raises {type(exc).__name__}: {exc}"
             raise
@@ -152,15 +147,22 @@ class Bed:
             if took > seconds + stopped + _SLACK_SECONDS:
                 world.fail(f"{what} took {took:.3f} s, not {seconds:g}")
 
-    def is_cancelled(self, name: str) -> bool:
-        """Return True if a call of a process is cancelled at this await."""
-        left = self.cancels.pop(name, 0)
-        if left > 1 and not self.calm.is_set():
-            self.cancels[name] = left - 1
-        return left == 1 and not self.calm.is_set()
+    def cancelled(self, what: str, call: Awaitable[Any]) -> Awaitable[Any]:
+        """Return a call that an event of the plan may cancel."""
+        name = what.partition(":")[0]
+
+        def is_due() -> bool:
+            left = 0 if self.calm.is_set() else self.cancels.pop(name, 0)
+            if left > 1:
+                self.cancels[name] = left - 1
+            return left == 1
+
+        return CancelledAt(call, is_due)
 
     async def disturbed(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
         """Await a call as :meth:`bounded` does, and sometimes cancel it. None if it was."""
+        # Inside of wait_for(), which may lose a cancellation from outside.
+        call = self.cancelled(what, call)
         if not self.calm.is_set() and self.random.random() < self.plan.cancels:
             patience = self.random.random() * self.random.choice([0.001, 0.05, 1])
             call = asyncio.wait_for(call, patience)
@@ -174,10 +176,7 @@ class Bed:
     async def close(self, name: str, scheme: aiosync.TCPWeightSyncScheme) -> None:
         """Close a scheme. Where that is cancelled, it is done again."""
         await self.disturbed(f"{name}: aclose", scheme.aclose(), _CLOSE_SECONDS)
-        with contextlib.suppress(Cancelled):
-            await self.bounded(f"{name}: aclose again", scheme.aclose(), _CLOSE_SECONDS)
-            return
-        await self.bounded(f"{name}: aclose a third time", scheme.aclose(), _CLOSE_SECONDS)
+        await self.bounded(f"{name}: aclose again", scheme.aclose(), _CLOSE_SECONDS)
 
     # -- programs ----------------------------------------------------------------------------------
 
@@ -346,14 +345,11 @@ class Bed:
         what = f"trainer: send of version {version}"
         how = random.random()
         try:
-            call: Awaitable[Any]
-            if not last and how < 0.2:
-                call = scheme.send_nowait(weights, ids, timeout=timeout)
-            elif not last and how < 0.4:
+            send = scheme.send_nowait if not last and how < 0.2 else scheme.send
+            call = self.cancelled(what, send(weights, ids, timeout=timeout))
+            if not last and 0.2 <= how < 0.4:
                 patience = random.random() * random.choice([0.001, 0.05, 1])
-                call = asyncio.wait_for(scheme.send(weights, ids, timeout=timeout), patience)
-            else:
-                call = scheme.send(weights, ids, timeout=timeout)
+                call = asyncio.wait_for(call, patience)
             report = await self.bounded(what, call, timeout)
         except TimeoutError as exc:
             if isinstance(exc, aiosync.AiosyncError):
@@ -462,7 +458,11 @@ class Bed:
             program = self.serve(int(name[6:]))
         else:
             program = self.work(int(name[7:]))
-        self.processes[name] = self.world.start(name, program)
+        process = self.processes[name] = self.world.start(name, program)
+        # Links that are lost without a sign stay until keep-alive ends them, at whoever listens.
+        is_worker, workers = name.startswith("worker"), self.plan.workers
+        process.most_sockets = 3 if is_worker else 10 + 10 * workers
+        process.most_tasks = 8 if is_worker else 10 + 10 * workers
         self.down.discard(name)
 
     async def restart(self, name: str, seconds: float) -> None:

@@ -104,6 +104,25 @@ def test_a_task_that_a_process_leaves_is_an_error() -> None:
         simulate(main, seed=1)
 
 
+@pytest.mark.parametrize(("what", "count"), [("tasks", 10), ("sockets", 3)])
+def test_a_process_has_a_bounded_number_of(what: str, count: int) -> None:
+    async def program() -> None:
+        kept: list[object] = []
+        while True:
+            await asyncio.sleep(1.0)
+            kept.append(asyncio.create_task(asyncio.sleep(0 if what == "sockets" else 1e6)))
+            if what == "sockets":
+                kept.append(socket.socket())
+
+    async def main(world: World) -> None:
+        process = world.start("one", program())
+        process.most_tasks, process.most_sockets = 10, 3
+        await world.ended(process)
+
+    with pytest.raises(SimulationError, match=f"one has [0-9]+ {what}: more than {count}"):
+        simulate(main, seed=1)
+
+
 def test_a_failed_check_ends_the_simulation() -> None:
     async def main(world: World) -> None:
         def check(process: object) -> None:

@@ -59,7 +59,10 @@ class Process:
         number: As given.
         is_alive: False once its program has ended, or after :meth:`World.kill`.
         stopped_until: Virtual time before which it makes no step.
-        tasks: The tasks that it has started; some of those that have ended are missing.
+        most_tasks: Number of tasks that it may have at a time.
+        most_sockets: Number of sockets that it may have open at a time.
+        num_sockets: Number of its open sockets.
+        tasks: The tasks that it has started, without some of those that have ended.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -67,9 +70,10 @@ class Process:
         self.number = number
         self.is_alive: bool = True
         self.stopped_until: float = 0.0
+        self.most_tasks: int = 200
+        self.most_sockets: int = 200
+        self.num_sockets: int = 0
         self.tasks: list[asyncio.Task[Any]] = []
-        # Number of tasks at which those that have ended are dropped.
-        self._full: int = 16
         # Calls that wait for its end.
         self.waiters: list[asyncio.Future[None]] = []
         self.ready: deque[asyncio.Handle] = deque()
@@ -79,13 +83,6 @@ class Process:
         self.is_due: bool = False
         self.readers: dict[int, asyncio.Handle] = {}
         self.writers: dict[int, asyncio.Handle] = {}
-
-    def keep(self, task: asyncio.Task[Any]) -> None:
-        """Add a task, and drop those that have ended where there are many."""
-        self.tasks.append(task)
-        if len(self.tasks) > self._full and self.is_alive:
-            self.tasks = self.unfinished
-            self._full = 16 + 2 * len(self.tasks)
 
     @property
     def unfinished(self) -> list[asyncio.Task[Any]]:
@@ -179,8 +176,19 @@ class SimLoop(asyncio.BaseEventLoop):
         process = _process.get(None) if context is None else context.get(_process)
         task = _Task(coro, loop=self, context=context)
         if process is not None:
-            process.keep(task)
+            process.tasks.append(task)
+            if len(process.tasks) > 2 * process.most_tasks and process.is_alive:
+                process.tasks = process.unfinished
+                self.limit(process, "tasks", len(process.tasks), process.most_tasks)
         return task
+
+    def limit(self, process: Process, what: str, count: int, most: int) -> None:
+        """End the simulation if a process has too many things at a time."""
+        if count > most:
+            error = SimulationError(
+                f"{process.name} has {count} {what}: more than {most} at a time"
+            )
+            self.error = self.error or error
 
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None

@@ -506,6 +506,9 @@ class Network:
         """Return a descriptor for a new socket."""
         fd = next(self._fds)
         self._sockets[fd] = self.loop.descriptors[fd] = sock
+        owner = sock.owner
+        owner.num_sockets += 1
+        self.loop.limit(owner, "sockets", owner.num_sockets, owner.most_sockets)
         return fd
 
     def find(self, fd: int) -> SimSocket | None:
@@ -514,6 +517,7 @@ class Network:
 
     def close(self, sock: SimSocket) -> None:
         """Forget a socket."""
+        sock.owner.num_sockets -= 1
         del self._sockets[sock.fd], self.loop.descriptors[sock.fd]
         for handles in (sock.owner.readers, sock.owner.writers):
             handles.pop(sock.fd, None)
