@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import Context, ContextVar
 from random import Random
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
-__all__ = ["Descriptor", "Process", "SimLoop", "SimulationError", "current_process"]
+__all__ = ["Process", "SimLoop", "SimulationError", "current_process"]
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -31,20 +31,6 @@ _process: ContextVar[Process] = ContextVar("aiosync_simulated_process")
 
 class SimulationError(AssertionError):
     """Error of a simulation: a check failed, a program failed, or nothing can happen any more."""
-
-
-class Descriptor(Protocol):
-    """A simulated file that the loop watches."""
-
-    owner: Process
-
-    @property
-    def is_readable(self) -> bool:
-        """True if reading would not wait."""
-
-    @property
-    def is_writable(self) -> bool:
-        """True if writing would not wait."""
 
 
 class Process:
@@ -61,7 +47,6 @@ class Process:
         stopped_until: Virtual time before which it makes no step.
         most_tasks: Number of tasks that it may have at a time.
         most_sockets: Number of sockets that it may have open at a time.
-        num_sockets: Number of its open sockets.
         tasks: The tasks that it has started, without some of those that have ended.
     """
 
@@ -72,7 +57,6 @@ class Process:
         self.stopped_until: float = 0.0
         self.most_tasks: int = 200
         self.most_sockets: int = 200
-        self.num_sockets: int = 0
         self.tasks: list[asyncio.Task[Any]] = []
         # Calls that wait for its end.
         self.waiters: list[asyncio.Future[None]] = []
@@ -140,7 +124,8 @@ class SimLoop(asyncio.BaseEventLoop):
         now: Virtual time in seconds.
         processes: The live processes.
         running: The process that makes the present step, or made the last one.
-        descriptors: The open simulated files, by number.
+        descriptors: The open simulated files, by number; each has an ``owner``, which is a process,
+            ``is_readable`` and ``is_writable``.
         checks: Called with the process after each of its steps.
         error: Ends the simulation after the present step.
         steps: Number of steps so far.
@@ -154,7 +139,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now: float = 1000.0
         self.processes: list[Process] = []
-        self.descriptors: dict[int, Descriptor] = {}
+        self.descriptors: dict[int, Any] = {}
         self.checks: list[Callable[[Process], None]] = []
         self.error: BaseException | None = None
         self.steps: int = 0
@@ -185,10 +170,12 @@ class SimLoop(asyncio.BaseEventLoop):
     def limit(self, process: Process, what: str, count: int, most: int) -> None:
         """End the simulation if a process has too many things at a time."""
         if count > most:
-            error = SimulationError(
-                f"{process.name} has {count} {what}: more than {most} at a time"
-            )
-            self.error = self.error or error
+            text = f"{process.name} has {count} {what}: more than {most} at a time"
+            self.fail(SimulationError(text))
+
+    def fail(self, error: BaseException) -> None:
+        """End the simulation after this step, unless an earlier error does."""
+        self.error = self.error or error
 
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
@@ -246,11 +233,6 @@ class SimLoop(asyncio.BaseEventLoop):
     def at(self, when: float, callback: Callable[[], None]) -> None:
         """Make a call at a virtual time, outside of all processes."""
         heapq.heappush(self._events, (when, next(self.numbers), callback))
-
-    def touch(self, fd: int, process: Process) -> None:
-        """Have a process look at its descriptors if it watches this one."""
-        if fd in process.readers or fd in process.writers:
-            process.is_due = True
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -316,13 +298,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self.now = max(when, self.now)
 
     def _poll(self, process: Process) -> None:
-        found = []
-        for fd, handle in process.readers.items():
-            if self.descriptors[fd].is_readable:
-                found.append(handle)
-        for fd, handle in process.writers.items():
-            if self.descriptors[fd].is_writable:
-                found.append(handle)
+        files = self.descriptors
+        found = [each for fd, each in process.readers.items() if files[fd].is_readable]
+        found += [each for fd, each in process.writers.items() if files[fd].is_writable]
         if len(found) > 1:
             self._random.shuffle(found)
         process.ready.extend(found)
@@ -331,10 +309,10 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- descriptors ---------------------------------------------------------------------------
 
     def _owner(self, fd: Any) -> Process:
-        descriptor = self.descriptors.get(fd)
-        if descriptor is None:
+        if fd not in self.descriptors:
             raise SimulationError(f"descriptor {fd} is not simulated")
-        return descriptor.owner
+        owner: Process = self.descriptors[fd].owner
+        return owner
 
     def _watch(
         self,
@@ -343,9 +321,7 @@ class SimLoop(asyncio.BaseEventLoop):
         callback: Callable[..., object],
         args: tuple[Any, ...],
     ) -> None:
-        old = handles.get(fd)
-        if old is not None:
-            old.cancel()
+        self._unwatch(handles, fd)
         handles[fd] = asyncio.Handle(callback, args, self)
         self.descriptors[fd].owner.is_due = True
 
@@ -385,14 +361,13 @@ class SimLoop(asyncio.BaseEventLoop):
         ended = self.create_future()
 
         def run() -> None:
+            end: Callable[[Any], None] = ended.set_result
             try:
-                result = func(*args)
+                result: Any = func(*args)
             except Exception as exc:  # noqa: BLE001 - raised where the caller awaits the future
-                if not ended.done():
-                    ended.set_exception(exc)
-            else:
-                if not ended.done():
-                    ended.set_result(result)
+                end, result = ended.set_exception, exc
+            if not ended.done():
+                end(result)
 
         self.call_later(self._random.random() * _THREAD_SECONDS, run)
         return ended

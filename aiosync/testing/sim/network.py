@@ -24,7 +24,7 @@ __all__ = ["Network", "SimPoll", "SimSocket", "Weather"]
 
 _FIRST_FD = 2**20
 _FIRST_PORT = 20_000
-# A connection is tried anew after this time while a partition holds it up.
+# Bytes and connections are tried anew after this time while a partition holds them up.
 _RETRY_SECONDS = 1.0
 # Event that the peer will write no more. Linux only.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
@@ -64,18 +64,21 @@ class _Direction:
 
     Args:
         network: The network.
+        source: The socket that sends.
         target: The socket at which bytes arrive.
         latency: Seconds that a byte takes.
 
     Attributes:
-        target: As given.
         in_flight: Number of bytes on their way.
         is_lost: True if nothing arrives any more.
     """
 
-    def __init__(self, network: Network, target: SimSocket, latency: float) -> None:
+    def __init__(
+        self, network: Network, source: SimSocket, target: SimSocket, latency: float
+    ) -> None:
         self._network = network
-        self.target = target
+        self._source = source
+        self._target = target
         self._latency = latency
         weather, random = network.weather, network.random
         self._capacity = random.randint(*weather.capacity)
@@ -89,20 +92,19 @@ class _Direction:
             if random.random() < getattr(weather, kind):
                 self.faults.append((random.randrange(weather.within), kind))
         self.faults.sort(reverse=True)
-        # Calls that a partition holds up.
-        self._held: list[Callable[[], None]] = []
 
     @property
     def room(self) -> int:
         """Number of bytes that the direction takes now."""
-        return self._capacity - self.in_flight - len(self.target.inbox)
+        return self._capacity - self.in_flight - len(self._target.inbox)
 
     def write(self, data: bytes) -> None:
         """Send bytes on their way, up to the next fault."""
         while self.faults and self.faults[-1][0] < self._sent + len(data):
             at, kind = self.faults.pop()
             at -= self._sent
-            self._network.note(f"{self._network.label(self)}: {kind} after {self._sent + at} bytes")
+            link = f"{self._source.owner.name} -> {self._target.owner.name}"
+            self._network.note(f"{link}: {kind} after {self._sent + at} bytes")
             if kind == "corrupts":
                 bit = 1 << self._network.random.randrange(8)
                 data = data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
@@ -111,9 +113,9 @@ class _Direction:
             data = data[at:]
             self._sent += at
             if kind == "cuts":
-                self._network.reset(self.target)
+                self._network.reset(self._target)
             elif kind == "loses":
-                self._network.lose(self.target)
+                self._network.lose(self._target)
             else:
                 self._push(None)
         self._push(data)
@@ -127,9 +129,8 @@ class _Direction:
             self.in_flight += len(item)
         network = self._network
         if self.is_lost:
-            peer = self.target.peer
-            assert peer is not None
-            network.expire(peer, peer.options.get(socket.TCP_USER_TIMEOUT, 0) / 1000)
+            patience = self._source.options.get(socket.TCP_USER_TIMEOUT, 0)
+            network.expire(self._source, patience / 1000)
             return
         self._queue.append(item)
         arrival = network.loop.now + self._latency * network.random.uniform(1, 2)
@@ -141,13 +142,15 @@ class _Direction:
         self._push(error)
 
     def _arrive(self) -> None:
-        if self._network.is_parted(self.target):
-            self._held.append(self._arrive)
+        if self._network.is_parted(self._target):
+            # Calls that are late take from the queue in its order all the same.
+            loop = self._network.loop
+            loop.at(loop.now + _RETRY_SECONDS, self._arrive)
             return
         if self.is_lost or not self._queue:
             return
         item = self._queue.popleft()
-        target, network = self.target, self._network
+        target, network = self._target, self._network
         if isinstance(item, bytes):
             if len(item) > 1 and network.random.random() < network.weather.fragments:
                 at = network.random.randrange(1, len(item))
@@ -157,9 +160,8 @@ class _Direction:
             self.in_flight -= len(item)
             if target.fd < 0:
                 # The kernel of a process that has closed the connection resets it.
-                peer = target.peer
-                if peer is not None and peer.fd >= 0:
-                    peer.inward.end(_reset())
+                if self._source.fd >= 0:
+                    self._source.inward.end(_reset())
                 return
             if not target.is_ended:
                 target.inbox += item
@@ -168,12 +170,6 @@ class _Direction:
         else:
             target.fail(item)
         target.touch()
-
-    def go_on(self) -> None:
-        """Have everything arrive that a partition has held up."""
-        held, self._held = self._held, []
-        for call in held:
-            self._network.loop.at(self._network.loop.now + self._latency, call)
 
 
 def _reset() -> OSError:
@@ -184,6 +180,8 @@ class SimSocket(socket.socket):
     """A simulated TCP socket, which takes the place of ``socket.socket`` during a simulation."""
 
     network: Network
+    # The base class looks at this at the end of a "with" block.
+    _closed = False
 
     def __init__(
         self,
@@ -213,19 +211,20 @@ class SimSocket(socket.socket):
 
     @property
     def is_readable(self) -> bool:
-        """See :class:`Descriptor`."""
+        """True if reading would not wait."""
         return bool(self.inbox or self.is_ended or self.error or self.backlog)
 
     @property
     def is_writable(self) -> bool:
-        """See :class:`Descriptor`."""
+        """True if writing would not wait."""
         if self.error is not None:
             return True
         return self.peer is not None and self.peer.inward.room > 0
 
     def touch(self) -> None:
         """Have the owner look at this socket."""
-        self.network.loop.touch(self.fd, self.owner)
+        owner = self.owner
+        owner.is_due |= self.fd in owner.readers or self.fd in owner.writers
 
     def fail(self, error: OSError) -> None:
         """End the connection at this side."""
@@ -278,11 +277,6 @@ class SimSocket(socket.socket):
         """See :meth:`socket.socket.send`."""
         return self.write([memoryview(data).cast("B")])
 
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """See :meth:`socket.socket.recv_into`."""
-        view = memoryview(buffer).cast("B")
-        return self.read([view[: nbytes or len(view)]])
-
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """See :meth:`socket.socket.recv`."""
         data = bytearray(bufsize)
@@ -308,11 +302,6 @@ class SimSocket(socket.socket):
     async def connect_to(self, address: Any) -> None:
         """Connect, as :meth:`asyncio.loop.sock_connect` does."""
         await self.network.connect(self, address)
-
-    def shutdown(self, how: int) -> None:
-        """See :meth:`socket.socket.shutdown`; only the writing direction can be shut."""
-        if self.peer is not None and how != socket.SHUT_RD:
-            self.peer.inward.end()
 
     def close(self) -> None:
         """See :meth:`socket.socket.close`. What was written still arrives."""
@@ -353,12 +342,6 @@ class SimSocket(socket.socket):
         """Note an option; those of keep-alive have an effect."""
         if isinstance(value, int) and level != socket.SOL_SOCKET:
             self.options[option] = value
-
-    def __enter__(self) -> SimSocket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<SimSocket {self.fd} of {self.owner.name}>"
@@ -413,9 +396,8 @@ class Network:
         self.loop = loop
         self.random = random
         self.note = note
-        self._fds = itertools.count(_FIRST_FD)
         self._ports = itertools.count(_FIRST_PORT)
-        self._sockets: dict[int, SimSocket] = {}
+        self._sockets: dict[int, SimSocket] = loop.descriptors
         self._bound: dict[tuple[str, int], SimSocket] = {}
         self._parted: set[frozenset[str]] = set()
 
@@ -435,10 +417,6 @@ class Network:
         if self._parted:
             self.note("partitions end")
         self._parted.clear()
-        for sock in list(self._sockets.values()):
-            if sock.peer is not None:
-                sock.inward.go_on()
-                sock.peer.inward.go_on()
 
     def connections(self) -> list[SimSocket]:
         """Return one end of each open connection."""
@@ -463,7 +441,6 @@ class Network:
         for sock in self._sockets.values():
             if sock.peer is not None:
                 sock.inward.faults.clear()
-                sock.peer.inward.faults.clear()
                 if socket.TCP_KEEPIDLE in sock.options:
                     self.expire(sock, self.random.uniform(1, 10))
         self.heal()
@@ -494,21 +471,14 @@ class Network:
         if seconds:
             self.loop.at(self.loop.now + seconds, check)
 
-    def label(self, direction: _Direction) -> str:
-        """Return the names of the processes at the ends of a direction."""
-        peer = direction.target.peer
-        assert peer is not None
-        return f"{peer.owner.name} -> {direction.target.owner.name}"
-
     # -- sockets ---------------------------------------------------------------------------------
 
     def open(self, sock: SimSocket) -> int:
         """Return a descriptor for a new socket."""
-        fd = next(self._fds)
-        self._sockets[fd] = self.loop.descriptors[fd] = sock
-        owner = sock.owner
-        owner.num_sockets += 1
-        self.loop.limit(owner, "sockets", owner.num_sockets, owner.most_sockets)
+        fd = _FIRST_FD + next(self.loop.numbers)
+        self._sockets[fd] = sock
+        count = len(self.sockets_of(sock.owner))
+        self.loop.limit(sock.owner, "sockets", count, sock.owner.most_sockets)
         return fd
 
     def find(self, fd: int) -> SimSocket | None:
@@ -517,8 +487,7 @@ class Network:
 
     def close(self, sock: SimSocket) -> None:
         """Forget a socket."""
-        sock.owner.num_sockets -= 1
-        del self._sockets[sock.fd], self.loop.descriptors[sock.fd]
+        del self._sockets[sock.fd]
         for handles in (sock.owner.readers, sock.owner.writers):
             handles.pop(sock.fd, None)
         if self._bound.get(sock.address) is sock:
@@ -554,8 +523,7 @@ class Network:
             return
         listening = self._bound.get(to) or self._bound.get(("0.0.0.0", to[1]))
         if listening is None or listening.backlog is None:
-            refused = ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
-            ended.set_exception(refused)
+            ended.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there"))
             return
         if frozenset((sock.owner.name, listening.owner.name)) in self._parted:
             when = self.loop.now + _RETRY_SECONDS
@@ -565,8 +533,8 @@ class Network:
         there.address = listening.address
         sock.address = (sock.address[0], sock.address[1] or next(self._ports))
         sock.peer, there.peer = there, sock
-        sock.inward = _Direction(self, sock, latency)
-        there.inward = _Direction(self, there, latency)
+        sock.inward = _Direction(self, there, sock, latency)
+        there.inward = _Direction(self, sock, there, latency)
         self.note(f"{sock.owner.name} connects to {listening.owner.name}")
         listening.backlog.append(there)
         listening.touch()

@@ -58,7 +58,6 @@ class World:
         self.network: Network = Network(self._loop, Random(f"network {seed}"), self.note)
         self.network.weather = weather
         self._began = self._loop.now
-        self._numbers = 0
         self._dead: list[Process] = []
 
     # -- for programs ------------------------------------------------------------------------------
@@ -127,19 +126,18 @@ class World:
 
     def fail(self, text: str) -> None:
         """End the simulation with an error, from any process."""
-        self._fail(SimulationError(text))
+        self._loop.fail(SimulationError(text))
 
     # -- processes ---------------------------------------------------------------------------------
 
     def _new(self, name: str) -> Process:
-        self._numbers += 1
-        return Process(name, _FIRST_PID + self._numbers)
+        return Process(name, _FIRST_PID + next(self._loop.numbers))
 
     async def _live(self, process: Process, program: Coroutine[Any, Any, Any]) -> None:
         try:
             await program
         except Exception as exc:  # noqa: BLE001 - raised by simulate()
-            self._fail(exc)
+            self._loop.fail(exc)
             return
         own = asyncio.current_task()
         for _ in range(_TURNS):
@@ -147,7 +145,7 @@ class World:
         left = [*(task.get_name() for task in process.unfinished if task is not own)]
         left += [repr(sock) for sock in self.network.sockets_of(process)]
         if left:
-            self._fail(SimulationError(f"{process.name} has ended, and left {', '.join(left)}"))
+            self.fail(f"{process.name} has ended, and left {', '.join(left)}")
         self.note(f"{process.name} has ended")
         self._end(process)
 
@@ -164,13 +162,10 @@ class World:
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
-        self._loop.error = self._loop.error or error
-
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = SimulationError(f"only the event loop saw an error: {context.get('message')}")
         error.__cause__ = context.get("exception")
-        self._fail(error)
+        self._loop.fail(error)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -213,7 +208,6 @@ class World:
         """Put the simulated clock, sockets, threads and randomness in place of the real ones."""
         loop, random = self._loop, Random(f"secrets {self.seed}")
         real_readv, real_writev = os.readv, os.writev
-        started = loop.now
 
         class OwnSocket(SimSocket):
             network = self.network
@@ -240,7 +234,7 @@ class World:
         places: list[tuple[Any, str, Any]] = [
             (time, "monotonic", loop.read_clock),
             (time, "perf_counter", loop.read_clock),
-            (time, "time", lambda: _EPOCH_SECONDS + loop.read_clock() - started),
+            (time, "time", lambda: _EPOCH_SECONDS + loop.read_clock() - self._began),
             (time, "sleep", sleep),
             (os, "getpid", lambda: loop.running.number),
             (os, "readv", readv),
