@@ -92,6 +92,7 @@ class Bed:
         self.down: set[str] = set()
         # The awaits in calls of a process after which the call is cancelled, by name.
         self.cancels: dict[str, int] = {}
+        self.may_cancel = any(event.what == "cancel" for event in plan.events)
         world.checks.append(self.check)
 
     # -- invariants --------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Bed:
                 self.cancels[name] = left - 1
             return left == 1
 
-        return CancelledAt(call, is_due)
+        return CancelledAt(call, is_due) if self.may_cancel else call
 
     async def disturbed(self, what: str, call: Awaitable[Any], seconds: float) -> Any:
         """Await a call as :meth:`bounded` does, and sometimes cancel it. None if it was."""

@@ -154,6 +154,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.processes.append(self.running)
         self._outside = self.running
         self.set_task_factory(self._make_task)
+        # Every handle asks for this, and a class is called faster than a method: bool() is False.
+        self.get_debug = bool  # type: ignore[method-assign]
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
@@ -162,6 +164,7 @@ class SimLoop(asyncio.BaseEventLoop):
         task = _Task(coro, loop=self, context=context)
         if process is not None:
             process.tasks.append(task)
+            # Rarely, as this looks at all of them.
             if len(process.tasks) > 2 * process.most_tasks and process.is_alive:
                 process.tasks = process.unfinished
                 self.limit(process, "tasks", len(process.tasks), process.most_tasks)
