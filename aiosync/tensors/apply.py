@@ -189,8 +189,7 @@ class Target:
             _check_equal(plan, layout, sources)
             # A copy may write to memory that a later one reads, but none writes to a flat buffer.
             if mode != "flip" and flat is None:
-                written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
-                sources = [s.clone() if _storage_of(s) in written else s for s in sources]
+                sources = _clone_overwritten(plan, sources)
             try:
                 self._change(plan, layout, sources, values, undo, flat)
             except BaseException:  # The caller gets the error after the undo.
@@ -271,15 +270,19 @@ class Target:
         self._plan = None
         plan = Plan(self.target, layout, values, mode, strict=self.strict, buffers=self.buffers)
         if plan.stateless and plan.stateless != self._stateless:
-            self._stateless = plan.stateless
-            warnings.warn(
-                f"the weights lack extra state of the {type(self.target).__name__}, which keeps "
-                f"what it has: {', '.join(plan.stateless)}; send the module itself to send it",
-                stacklevel=2,
-            )
+            self._warn_of_missing_state(plan.stateless)
         if not plan.is_single_use:
             self._plan, self._key = plan, key
         return plan
+
+    def _warn_of_missing_state(self, names: list[str]) -> None:
+        """Warn that the target keeps its extra state of these names."""
+        self._stateless = names
+        warnings.warn(
+            f"the weights lack extra state of the {type(self.target).__name__}, which keeps "
+            f"what it has: {', '.join(names)}; send the module itself to send it",
+            stacklevel=3,
+        )
 
     def _change(
         self,
@@ -296,12 +299,7 @@ class Target:
         new = _replacements(plan, sources)
         # They are found before a backup views the tensors, too.
         viewed = plan.copies.find_viewed()
-        memory = [
-            sources[leaf]
-            if is_view
-            else torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
-            for tensor, leaf, is_view in plan.moves
-        ]
+        memory = _memory_of_moved(plan, sources)
         if plan.values:
             _back_up(plan, undo)
         for place, tensor in new:
@@ -362,6 +360,16 @@ def _back_up(plan: Plan, undo: Undo) -> None:
         undo.append(partial(_set_data, tensor, tensor.data))
 
 
+def _memory_of_moved(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors whose memory the moved ones get: their sources, or copies of these."""
+    return [
+        sources[leaf]
+        if is_view
+        else torch.empty_like(tensor, requires_grad=False).copy_(sources[leaf])
+        for tensor, leaf, is_view in plan.moves
+    ]
+
+
 def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
     """Return the tensors that replace others, each with its place.
 
@@ -375,14 +383,24 @@ def _replacements(plan: Plan, sources: Sequence[torch.Tensor]) -> list[tuple[Pla
         key = (leaf, type(old), old.dtype, old.requires_grad) if old.is_meta else (id(spot),)
         tensor = first.get(key)
         if tensor is None:
-            device = source.device if old.is_meta else old.device
-            if not is_view:
-                source = torch.empty(old.shape, dtype=old.dtype, device=device).copy_(source)
-            is_param = type(old) is nn.Parameter
-            tensor = nn.Parameter(source, requires_grad=False) if is_param else source
-            first[key] = tensor.requires_grad_(old.requires_grad)
+            tensor = first[key] = _replacement(old, source, is_view=is_view)
         new += [(place, tensor) for place in spot.places]
     return new
+
+
+def _replacement(old: Any, source: torch.Tensor, *, is_view: bool) -> torch.Tensor:
+    """Return a tensor like the old one that is a view of the source, or else has a copy of it."""
+    if not is_view:
+        device = source.device if old.is_meta else old.device
+        source = torch.empty(old.shape, dtype=old.dtype, device=device).copy_(source)
+    new = nn.Parameter(source, requires_grad=False) if type(old) is nn.Parameter else source
+    return new.requires_grad_(old.requires_grad)
+
+
+def _clone_overwritten(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sources, with clones of those in memory that the plan writes to."""
+    written = {_storage_of(spot.tensor) for spot in plan.assigned} - {0}
+    return [each.clone() if _storage_of(each) in written else each for each in sources]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -110,6 +110,19 @@ class Layout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
+def _allocate(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate memory that starts on a multiple of 64 bytes.
+
+    Raises:
+        MemoryError: There is no memory.
+    """
+    if nbytes >= _MAPPED_NBYTES:
+        return np.frombuffer(_map_pages(nbytes), np.uint8)
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
 def _map_pages(nbytes: int) -> mmap.mmap:
     """Allocate pages that go back to the system with their last view.
 
@@ -174,13 +187,8 @@ class FlatBuffer:
             ConfigError: The memory is not aligned.
             MemoryError: There is no memory.
         """
-        array: NDArray[np.uint8]
-        if isinstance(memory, int) and memory >= _MAPPED_NBYTES:
-            array = np.frombuffer(_map_pages(memory), np.uint8)
-        elif isinstance(memory, int):
-            raw = np.empty(memory + ALIGNMENT, np.uint8)
-            start = -raw.ctypes.data % ALIGNMENT
-            array = raw[start : start + memory]
+        if isinstance(memory, int):
+            array = _allocate(memory)
         else:
             array = np.frombuffer(memoryview(memory).cast("B"), np.uint8)
         self.array: NDArray[np.uint8] = array

@@ -175,32 +175,18 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
 
 
 def _copy(pairs: list[TensorPair], pool: CopyPool | None) -> None:
-    blocks: list[_Pair] = []
-    batches: list[_Batch] = []
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    filled = 0
+    """Copy tensors into others on this thread, or on those of the pool."""
+    blocks, batches, small = list[_Pair](), list[_Batch](), list[TensorPair]()
     for target, source in pairs:
-        count = target.numel()
-        if count <= _PIECE:
-            targets.append(target)
-            sources.append(source)
-            filled += count
-            if filled > _PIECES * _PIECE:
-                batches.append((targets, sources))
-                targets, sources, filled = [], [], 0
+        if target.numel() <= _PIECE:
+            small.append((target, source))
         elif not is_plain_cpu(target) or not is_plain_cpu(source):
             target.copy_(source)
         elif target.dtype is source.dtype:
             blocks.append((as_bytes(target), as_bytes(source)))
         else:
-            # unsafe_split() tells autograd nothing, and takes a third of the time of split().
-            to = torch.unsafe_split(target.view(-1), _PIECE)
-            of = torch.unsafe_split(source.view(-1), _PIECE)
-            starts = range(0, len(to), _PIECES)
-            batches += [(to[at : at + _PIECES], of[at : at + _PIECES]) for at in starts]
-    if targets:
-        batches.append((targets, sources))
+            batches += _batches_of_large(target, source)
+    batches += _batches_of_small(small)
     if pool is not None:
         pool.copy(blocks)
         pool.run(_copy_batch, batches)
@@ -209,23 +195,52 @@ def _copy(pairs: list[TensorPair], pool: CopyPool | None) -> None:
         _take(_copy_batch, iter(batches))
 
 
+def _batches_of_large(target: torch.Tensor, source: torch.Tensor) -> Iterator[_Batch]:
+    """Cut a large tensor, and the source that is cast into it, into batches of pieces."""
+    # unsafe_split() tells autograd nothing, and takes a third of the time of split().
+    to = torch.unsafe_split(target.view(-1), _PIECE)
+    of = torch.unsafe_split(source.view(-1), _PIECE)
+    for at in range(0, len(to), _PIECES):
+        yield to[at : at + _PIECES], of[at : at + _PIECES]
+
+
+def _batches_of_small(pairs: Iterable[TensorPair]) -> Iterator[_Batch]:
+    """Put small tensors together into batches of about the same number of elements."""
+    targets, sources, filled = list[torch.Tensor](), list[torch.Tensor](), 0
+    for target, source in pairs:
+        targets.append(target)
+        sources.append(source)
+        filled += target.numel()
+        if filled > _PIECES * _PIECE:
+            yield targets, sources
+            targets, sources, filled = [], [], 0
+    if targets:
+        yield targets, sources
+
+
 def _copy_there(pairs: list[TensorPair]) -> list[TensorPair]:
     """Begin the copies from an accelerator to itself, all in one call; return the other pairs."""
     api, rest = accelerator(), list[TensorPair]()
     there: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for pair in pairs:
         target, source = pair
-        if not (api.has(target) and api.has(source) and target.device == source.device):
-            rest.append(pair)
-        elif source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
-            rest.append(pair)
-        else:
+        if _are_on_one_accelerator(target, source):
             targets, sources = there.setdefault(target.device, ([], []))
             targets.append(target)
             sources.append(source)
+        else:
+            rest.append(pair)
     for targets, sources in there.values():
         api.copy(targets, sources)
     return rest
+
+
+def _are_on_one_accelerator(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return True if one accelerator has both tensors, with their values as they are in memory."""
+    has = accelerator().has
+    if not (has(target) and has(source) and target.device == source.device):
+        return False
+    return not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg())
 
 
 @torch.no_grad()

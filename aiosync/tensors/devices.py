@@ -92,27 +92,32 @@ class DeviceCopies:
         self._layout = layout
         self._ring: _Ring | None = None
         self._blocks: list[_Block] = []
-        specs, small = layout.manifest.leaves, list[int]()
+        specs = layout.manifest.leaves
+        runs = _runs(specs, self._add_large_blocks(tensors))
+        nbytes = max((_end(specs[run[-1]]) - specs[run[0]].offset for run in runs), default=0)
+        self._memory: torch.Tensor = api.empty(nbytes, device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._blocks += map(self._make_block, runs)
+        self._largest = max((block.stop - block.start for block in self._blocks), default=0)
+
+    def _add_large_blocks(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
+        """Make the blocks of large leaves, note those that torch copies; return the small ones."""
+        small: list[int] = []
         for leaf in self.leaves:
-            spec, tensor = specs[leaf], tensors[leaf]
+            spec, tensor = self._layout.manifest.leaves[leaf], tensors[leaf]
             if not spec.nbytes:
                 continue
             if tensor.is_conj() or tensor.is_neg():
                 self.rest.append(leaf)
             elif spec.nbytes <= BLOCK_NBYTES:
                 small.append(leaf)
-            elif tensor.is_contiguous() and tensor.dtype is layout.dtypes[leaf]:
+            elif tensor.is_contiguous() and tensor.dtype is self._layout.dtypes[leaf]:
                 for at in range(0, spec.nbytes, BLOCK_NBYTES):
                     stop = spec.offset + min(at + BLOCK_NBYTES, spec.nbytes)
                     self._blocks.append(_Block(spec.offset + at, stop, [leaf], [], at))
             else:
                 self.rest.append(leaf)
-        runs = _runs(specs, small)
-        nbytes = max((_end(specs[run[-1]]) - specs[run[0]].offset for run in runs), default=0)
-        self._memory: torch.Tensor = api.empty(nbytes, device)
-        with torch.inference_mode(False), torch.no_grad():
-            self._blocks += map(self._make_block, runs)
-        self._largest = max((block.stop - block.start for block in self._blocks), default=0)
+        return small
 
     def _make_block(self, run: list[int]) -> _Block:
         """Make the block of a run of small leaves, with their places in the device's memory."""
@@ -159,15 +164,10 @@ class DeviceCopies:
             flat: The flat buffer.
             tensors: The tensors of the leaves.
         """
-        api, nbytes = self._api, self._largest
-        seen, ring = self._seen(flat), None
-        if not (seen.pinnable or flat.is_shareable) and nbytes >= PINNED_NBYTES:
-            # Without memory to pin, the copy is only slower.
-            with contextlib.suppress(RuntimeError):
-                self._ring = self._ring or _Ring(api, self.device, nbytes, len(self._blocks))
-            ring = self._ring
+        api, seen = self._api, self._seen(flat)
+        ring = None if seen.pinnable or flat.is_shareable else self._pinned_ring()
         host = seen.tensor()
-        threads = min(len(os.sched_getaffinity(0)), nbytes // _SHARE_NBYTES, _MAX_THREADS)
+        threads = min(len(os.sched_getaffinity(0)), self._largest // _SHARE_NBYTES, _MAX_THREADS)
         api.synchronize(self.device)
         with contextlib.closing(CopyPool(max(1, threads))) as pool:
             for block in self._blocks:
@@ -194,6 +194,17 @@ class DeviceCopies:
             return self._memory[: block.stop - block.start]
         large = tensors[block.leaves[0]].detach().view(-1).view(torch.uint8)
         return large[block.at : block.at + block.stop - block.start]
+
+    def _pinned_ring(self) -> _Ring | None:
+        """Return the pinned blocks for large transfers; ``None`` for small ones, or no memory."""
+        if self._largest < PINNED_NBYTES:
+            return None
+        # Without memory to pin, the copy is only slower.
+        with contextlib.suppress(RuntimeError):
+            self._ring = self._ring or _Ring(
+                self._api, self.device, self._largest, len(self._blocks)
+            )
+        return self._ring
 
     def _seen(self, flat: FlatBuffer) -> FlatBuffer:
         """Return the memory of a flat buffer; from its second transfer on pinned, if that works."""

@@ -191,16 +191,26 @@ class Prepared:
             return
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if program is None or program.addresses != addresses:
-            # Preparing a program pays only for tensors that stay where they are.
-            is_new = program is not None and plan.addresses != addresses
-            plan.addresses = addresses
-            if is_new or self.signature is None:
-                # The tensors may never be seen again, or are cast on the way.
-                views = flat.views(layout)
-                copy_tensors(((views[at], self.tensors[at]) for at in plan.on_host), pool)
-                return
-            program = plan.program = _Program(self, addresses)
+            program = self._prepare_program(addresses)
+        if program is None:
+            views = flat.views(layout)
+            copy_tensors(((views[at], self.tensors[at]) for at in plan.on_host), pool)
+            return
         program.run(self.tensors, flat, pool)
+
+    def _prepare_program(self, addresses: list[int]) -> _Program | None:
+        """Prepare the copies of tensors at these addresses; ``None`` if they are not yet steady.
+
+        Preparing a program pays only for tensors that stay where they are.
+        """
+        plan = self.plan
+        is_new = plan.program is not None and plan.addresses != addresses
+        plan.addresses = addresses
+        if is_new or self.signature is None:
+            # The tensors may never be seen again, or are cast on the way.
+            return None
+        plan.program = _Program(self, addresses)
+        return plan.program
 
 
 class _Plan:
@@ -395,13 +405,17 @@ class Flattener:
                     dtype = max(now, dtype, key=attrgetter("itemsize"))
             dtypes.append(dtype)
         if exact and exact != self._told:
-            self._told = exact
-            text = (
-                f"these float64 buffers are sent as they are: {', '.join(exact)}; "
-                'to cast them, too, pass wire_dtype={"*": dtype}'
-            )
-            log(logging.INFO, "planned", text, model=None)
+            self._log_exact(exact)
         return dtypes
+
+    def _log_exact(self, names: list[str]) -> None:
+        """Log the float64 buffers that a single dtype does not round."""
+        self._told = names
+        text = (
+            f"these float64 buffers are sent as they are: {', '.join(names)}; "
+            'to cast them, too, pass wire_dtype={"*": dtype}'
+        )
+        log(logging.INFO, "planned", text, model=None)
 
 
 class _Program:

@@ -81,15 +81,21 @@ def _names_by_source(sources: Mapping[str, _Source]) -> dict[int, list[str]]:
     return names
 
 
-def _gather(sources: Mapping[str, _Source], limits: Limits) -> tuple[Layout, FlatBuffer]:
-    """Copy each tensor from its source into one new buffer."""
-    names = _names_by_source(sources)
-    tensors = {id(source): source for source in sources.values()}
+def _joined_layout(
+    tensors: Mapping[int, _Source], names: Mapping[int, Sequence[str]], limits: Limits
+) -> Layout:
+    """Lay out the tensors one after the other, each under all names that its source has."""
     entries = (
         (names[key][0], spec.dtype, spec.shape, spec.kind, names[key][1:])
         for key, (_, spec) in tensors.items()
     )
-    layout = Layout(plan_manifest(entries, limits))
+    return Layout(plan_manifest(entries, limits))
+
+
+def _gather(sources: Mapping[str, _Source], limits: Limits) -> tuple[Layout, FlatBuffer]:
+    """Copy each tensor from its source into one new buffer."""
+    tensors = {id(source): source for source in sources.values()}
+    layout = _joined_layout(tensors, _names_by_source(sources), limits)
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
     for start, stop in layout.padding():

@@ -22,6 +22,12 @@ __all__ = ["DtypeRule", "Dtypes", "Pattern", "WeightMap", "check_dtypes"]
 
 _Items: TypeAlias = "Iterator[tuple[str, torch.Tensor]]"
 
+_Renames: TypeAlias = "dict[str, tuple[Pattern, list[Pattern]]]"
+"""Patterns of ``rename``, each with the patterns of the new names, by their texts."""
+
+_Collected: TypeAlias = "tuple[tuple[str, ...], dict[int, Any]]"
+"""Text of the stars of a merge, and the names and tensors of its parts so far, by their index."""
+
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """A floating-point dtype for all such tensors, or name patterns to dtypes; the first that fits."""
 
@@ -85,16 +91,18 @@ def check_dtypes(value: object, option: str) -> Dtypes | None:
     if value is None:
         return None
     listed: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"*": value}
-    if not _all_names(listed) or not all(
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in DTYPES
-        for dtype in listed.values()
-    ):
+    if not (_all_names(listed) and all(map(_can_be_cast_to, listed.values()))):
         raise ConfigError(
             f"{option} must be a floating-point torch.dtype, or a mapping of name patterns to such "
             f"dtypes, got {value!r}: other tensors are not cast"
         )
     checked: Dtypes = dict(listed) if isinstance(value, Mapping) else listed["*"]
     return checked
+
+
+def _can_be_cast_to(dtype: object) -> bool:
+    """Return True for a dtype of floating point that can travel."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in DTYPES
 
 
 class DtypeRule:
@@ -176,11 +184,7 @@ class WeightMap:
         strict: bool = True,
     ) -> None:
         self._function = rename if callable(rename) else None
-        self._renames: dict[str, tuple[Pattern, list[Pattern]]] = {}
-        for text, value in _mapping({} if callable(rename) else rename, "rename"):
-            pattern = Pattern(text, "rename")
-            names = _names(value, f"rename of {text!r}")
-            self._renames[text] = pattern, [Pattern(name, "rename", pattern) for name in names]
+        self._renames = _parse_renames({} if callable(rename) else rename)
         self._splits = [_Fused("split", *item) for item in _mapping(split, "split")]
         self._merges = [_Fused("merge", *item) for item in _mapping(merge, "merge")]
         self._drops = [Pattern(text, "drop") for text in _names(drop, "drop")]
@@ -216,11 +220,16 @@ class WeightMap:
             dtype = self._dtypes.find((name,), parts[0].dtype, used)
             as_it_is = len(parts) == 1 and dtype is parts[0].dtype
             yield name, parts[0] if as_it_is else _joined(parts, dim, dtype)
+        if self.strict and used:
+            self._refuse_unused(used)
+
+    def _refuse_unused(self, used: set[Pattern]) -> None:
+        """Raise if a pattern matched no name, with all such patterns."""
         renames = [pattern for pattern, _ in self._renames.values()]
         fused = [each.fused for each in (*self._splits, *self._merges)]
         patterns = [*renames, *fused, *self._drops, *self._dtypes.patterns]
         spare = [f"{each.text!r} of {each.option}" for each in patterns if each not in used]
-        if spare and self.strict and used:
+        if spare:
             raise ConfigError(
                 f"these patterns of the WeightMap match no name: {', '.join(spare)}. Correct or "
                 "remove them, or pass strict=False"
@@ -241,12 +250,7 @@ class WeightMap:
                 names = _names(self._function(name), f"rename({name!r})")
             else:
                 exact = [self._renames[name]] if name in self._renames else []
-                found = [
-                    [target.fill(captured) for target in targets]
-                    for pattern, targets in (*exact, *starred)
-                    if (captured := pattern.match(name, used)) is not None
-                ]
-                names = found[0] if found else [name]
+                names = _rename(name, [*exact, *starred], used)
             yield from ((each, tensor) for each in names)
 
     def _split(self, weights: _Items, used: set[Pattern]) -> _Items:
@@ -264,20 +268,13 @@ class WeightMap:
         self, weights: _Items, used: set[Pattern], made: Container[str]
     ) -> Iterator[tuple[str, list[torch.Tensor], int]]:
         """Yield names, the tensors of which each is made, and the dimension that joins several."""
-        waiting: dict[tuple[_Fused, str], tuple[tuple[str, ...], dict[int, Any]]] = {}
+        waiting: dict[tuple[_Fused, str], _Collected] = {}
         for name, tensor in weights:
-            spec, index, captured = next(
-                (
-                    (spec, index, captured)
-                    for spec in self._merges
-                    for index, part in enumerate(spec.parts)
-                    if (captured := part.match(name, used)) is not None
-                ),
-                (None, 0, ()),
-            )
-            if spec is None:
+            found = self._find_part(name, used)
+            if found is None:
                 yield name, [tensor], 0
                 continue
+            spec, index, captured = found
             used.add(spec.fused)
             fused = spec.fused.fill(captured)
             parts = waiting.setdefault((spec, fused), (captured, {}))[1]
@@ -290,18 +287,56 @@ class WeightMap:
                 yield fused, list(ordered.values()), spec.check(fused, ordered)
                 # The parts of a merged tensor are not kept any longer.
                 del parts, ordered
-        missing = [
-            part.fill(captured)
-            for (spec, _), (captured, parts) in waiting.items()
-            for index, part in enumerate(spec.parts)
-            if index not in parts
-        ]
-        if missing:
-            raise ManifestMismatch(
-                missing=missing,
-                hint=f"They are parts of {', '.join(fused for _, fused in waiting)}. "
-                "Have the trainer send them, or correct merge.",
-            )
+        if waiting:
+            raise _incomplete(waiting)
+
+    def _find_part(
+        self, name: str, used: set[Pattern]
+    ) -> tuple[_Fused, int, tuple[str, ...]] | None:
+        """Return the merge that takes a tensor, the index of its part, and the stars' text."""
+        for spec in self._merges:
+            for index, part in enumerate(spec.parts):
+                captured = part.match(name, used)
+                if captured is not None:
+                    return spec, index, captured
+        return None
+
+
+def _parse_renames(renames: Any) -> _Renames:
+    """Check the user's mapping, and turn its names into patterns."""
+    parsed: _Renames = {}
+    for text, value in _mapping(renames, "rename"):
+        pattern = Pattern(text, "rename")
+        names = _names(value, f"rename of {text!r}")
+        parsed[text] = pattern, [Pattern(name, "rename", pattern) for name in names]
+    return parsed
+
+
+def _rename(
+    name: str, renames: Iterable[tuple[Pattern, list[Pattern]]], used: set[Pattern]
+) -> list[str]:
+    """Return the new names by the first pattern that matches; the name itself if none does."""
+    found = [
+        [target.fill(captured) for target in targets]
+        for pattern, targets in renames
+        if (captured := pattern.match(name, used)) is not None
+    ]
+    return found[0] if found else [name]
+
+
+def _incomplete(waiting: Mapping[tuple[_Fused, str], _Collected]) -> ManifestMismatch:
+    """Return the error for merges that lack parts, with the names of these parts."""
+    missing = [
+        part.fill(captured)
+        for (spec, _), (captured, parts) in waiting.items()
+        for index, part in enumerate(spec.parts)
+        if index not in parts
+    ]
+    return ManifestMismatch(
+        missing=missing,
+        hint=f"They are parts of {', '.join(fused for _, fused in waiting)}. "
+        "Have the trainer send them, or correct merge.",
+    )
 
 
 def _twice(name: str) -> ConfigError:
@@ -330,9 +365,7 @@ class _Fused:
 
     def __init__(self, option: str, text: str, spec: Any) -> None:
         """Check one entry of the user's ``split`` or ``merge``."""
-        has_dim = isinstance(spec, tuple) and len(spec) == 2 and type(spec[1]) is int
-        parts, dim = spec if has_dim else (spec, 0)
-        self.dim: int = dim
+        parts, self.dim = _parts_and_dim(spec)
         self.sizes: list[Any] = list(parts.values()) if isinstance(parts, Mapping) else []
         is_right = isinstance(parts, Mapping if option == "split" else Sequence)
         if not (is_right and _are_parts(parts) and _are_sizes(self.sizes)):
@@ -375,6 +408,13 @@ class _Fused:
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Correct merge.")
         return dim
+
+
+def _parts_and_dim(spec: Any) -> tuple[Any, int]:
+    """Return the parts of a user's entry, and the dimension; 0 if the entry has none."""
+    if isinstance(spec, tuple) and len(spec) == 2 and type(spec[1]) is int:
+        return spec
+    return spec, 0
 
 
 def _are_parts(names: Any) -> bool:

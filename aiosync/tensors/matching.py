@@ -127,11 +127,15 @@ class Matching:
         self._taken.update(names)
         if spot.is_optional and not spot.tensor.is_meta and self._stays(spot, sent):
             return
+        self._note_differences(spot, sent)
+        spot.leaves = sorted(sent)
+
+    def _note_differences(self, spot: Spot, sent: Mapping[int, str]) -> None:
+        """Note the leaves, by the names that were sent, that do not fit their tensor."""
         for leaf, name in sent.items():
             shape, dtype = self._layout.manifest.leaves[leaf].shape, self._layout.dtypes[leaf]
             if why := _difference(spot, shape, dtype, self._strict):
                 self._mismatched[name] = why
-        spot.leaves = sorted(sent)
 
     def _note_absence(self, spot: Spot, names: Iterable[str]) -> None:
         """Note that no tensor was sent under the names of a spot; perhaps values were."""
@@ -252,12 +256,17 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
     # A single wire_dtype does not round all buffers, but a model in less precision does.
     exact = strict and not (spot.is_buffer and tensor.dtype.itemsize <= dtype.itemsize)
-    castable = (tensor.dtype.is_floating_point and dtype.is_floating_point) or (
-        tensor.dtype.is_complex and dtype.is_complex
-    )
+    castable = _are_alike(tensor.dtype, dtype)
     if tensor.dtype is not dtype and (exact or not castable):
         parts.append(f"expected dtype {tensor.dtype}, got {dtype}".replace("torch.", ""))
     return "; ".join(parts)
+
+
+def _are_alike(one: torch.dtype, other: torch.dtype) -> bool:
+    """Return True if both dtypes are of floating point, or both are complex."""
+    return (one.is_floating_point and other.is_floating_point) or (
+        one.is_complex and other.is_complex
+    )
 
 
 def _takes_weights(tensor: torch.Tensor) -> bool:

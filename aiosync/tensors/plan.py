@@ -34,6 +34,9 @@ the places of the old ones.
 """
 
 
+_Pick: TypeAlias = "Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]"
+
+
 class Plan:
     """The steps by which weights get into a target as it is now; ints are leaf indices.
 
@@ -115,11 +118,15 @@ class Plan:
         all_views = all(is_view for _, _, is_view in self.moves)
         self.is_single_use: bool = bool(self.puts) or not all_views
         self.digest: bytes = layout.digest
-        self.pick_flipped: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-        if self.moves and not (self.is_single_use or self.values or self.equal or copies):
-            leaves = [leaf for _, leaf, _ in self.moves]
-            # For a single index, itemgetter() would return no sequence.
-            self.pick_flipped = itemgetter(*leaves, leaves[-1])
+        self.pick_flipped: _Pick | None = None
+        if not (self.is_single_use or self.values or self.equal or copies):
+            self.pick_flipped = self._picker()
+
+    def _picker(self) -> _Pick | None:
+        """Return the function that picks the leaves of the moves; ``None`` if nothing moves."""
+        leaves = [leaf for _, leaf, _ in self.moves]
+        # For a single index, itemgetter() would return no sequence.
+        return itemgetter(*leaves, leaves[-1]) if leaves else None
 
     def _sort(
         self, layout: Layout, mode: Mode, *, in_module: bool
@@ -131,12 +138,11 @@ class Plan:
         for spot in self.assigned:
             tensor, leaf = spot.tensor, spot.leaves[0]
             memory, is_shared = memory_key(tensor), mode == "flip" and _is_shared(tensor)
-            is_replaced = tensor.is_meta or mode == "replace" or _is_split(spot)
+            is_replaced = mode == "replace" or _is_replaced(spot)
             is_flipped = (
                 mode == "flip"
-                and type(tensor) is nn.Parameter
-                and tensor.dtype is layout.dtypes[leaf]
-                and (is_replaced or (is_plain_cpu(tensor) and (in_module or not is_shared)))
+                and (is_replaced or in_module or not is_shared)
+                and _can_be_view(spot, layout.dtypes[leaf])
             )
             # If a leaf goes to two tensors that are not tied here, the second one copies.
             is_view = is_flipped and views.setdefault(leaf, memory) == memory
@@ -163,6 +169,19 @@ class Plan:
                 f"the weights are on {device}, and this worker's model is on {where}: use "
                 "memory='host'"
             )
+
+
+def _is_replaced(spot: Spot) -> bool:
+    """Return True if a new tensor takes the place of this one, whatever the mode."""
+    return spot.tensor.is_meta or _is_split(spot)
+
+
+def _can_be_view(spot: Spot, dtype: torch.dtype) -> bool:
+    """Return True if a parameter, or the one in its place, can be a view of received memory."""
+    tensor = spot.tensor
+    if type(tensor) is not nn.Parameter or tensor.dtype is not dtype:
+        return False
+    return _is_replaced(spot) or is_plain_cpu(tensor)
 
 
 def _is_split(spot: Spot) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,17 +66,24 @@ def gather_weights(
     sharded = [place for place in found.places if _is_sharded(place.tensor)]
     if sharded:
         _meet(sharded, timeout)
-    result: dict[str, Any] = {}
-    # Each tied tensor once, also on ranks that keep none.
+    # Ranks that keep nothing take part, too: gathering is collective.
+    whole = _gather_each(found.places, device, keep=keep)
+    result: dict[str, Any] = {place.name: whole[id(place.tensor)] for place in found.places}
+    result.update((name, place.read()) for name, place in found.values.items())
+    return result if keep else {}
+
+
+def _gather_each(
+    places: Iterable[Place], device: torch.device | str | None, *, keep: bool
+) -> dict[int, torch.Tensor]:
+    """Return the whole tensors, each tied one once, by the ids of those in the places."""
     whole: dict[int, torch.Tensor] = {}
-    for place in found.places:
+    for place in places:
         tensor = place.tensor
         if id(tensor) not in whole:
             full = _gather(place) if _is_sharded(tensor) else tensor.detach()
             whole[id(tensor)] = _as_result(full, place, device) if keep else full.new_empty(0)
-        result[place.name] = whole[id(tensor)]
-    result.update((name, place.read()) for name, place in found.values.items())
-    return result if keep else {}
+    return whole
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@ Looking at a target changes nothing. This module must never import asyncio or a 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -22,6 +23,25 @@ from aiosync.tensors.values import (
 from aiosync.tensors.walk import PLAIN, Found, ModuleTree, find_nested, memory_key, walk
 
 __all__ = ["TargetTensors", "is_ordinary"]
+
+
+class _Extent(NamedTuple):
+    """The memory of a tensor, from its first element to the last one."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    content: tuple[object, object]
+
+    @classmethod
+    def of(cls, spot: Spot) -> _Extent:
+        """Find the memory of a tensor that has elements, and the leaf that it gets."""
+        tensor = spot.tensor
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+        start, content = tensor.data_ptr(), (spot.leaves[:1], memory_key(tensor))
+        return cls(str(tensor.device), start, start + nbytes, spot.name, content)
 
 
 class TargetTensors:
@@ -85,22 +105,16 @@ class TargetTensors:
         Raises:
             ManifestMismatch: Some do; all names are listed.
         """
-        extents = []
-        for spot in self.spots:
-            tensor = spot.tensor
-            if is_ordinary(tensor) and tensor.numel():
-                steps = zip(tensor.shape, tensor.stride(), strict=True)
-                nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
-                start = (str(tensor.device), tensor.data_ptr())
-                content = (spot.leaves[:1], memory_key(tensor))
-                extents.append((start, start[1] + nbytes, spot.name, content))
-        extents.sort(key=lambda extent: extent[0])
+        extents = [
+            _Extent.of(spot)
+            for spot in self.spots
+            if is_ordinary(spot.tensor) and spot.tensor.numel()
+        ]
+        extents.sort(key=attrgetter("device", "start"))
         mismatched = {
-            name: f"has memory in common with {before}: give each its own"
-            for ((device, _), end, before, one), ((other_device, at), _, name, other) in pairwise(
-                extents
-            )
-            if device == other_device and at < end and one != other
+            other.name: f"has memory in common with {one.name}: give each its own"
+            for one, other in pairwise(extents)
+            if one.device == other.device and other.start < one.end and one.content != other.content
         }
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")

@@ -114,8 +114,11 @@ def _pack_container(value: Any, pack: Callable[[Any, Any, int], Any]) -> Any:
     if is_plain_tensordict(value):
         inner = {key: pack(key, item, 2) for key, item in value.items()}
         return {_MARK: "tensordict", "batch_size": list(value.batch_size), "items": inner}
-    if kind is not dict:
-        return None
+    return _pack_dict(value, pack) if kind is dict else None
+
+
+def _pack_dict(value: dict[Any, Any], pack: Callable[[Any, Any, int], Any]) -> Any:
+    """Return a dict with its items packed; ``None`` if a key is not of a plain type."""
     kinds = set(map(type, value))
     if kinds <= {str} and _MARK not in value:
         return {key: pack(key, item, 1) for key, item in value.items()}
@@ -163,19 +166,31 @@ def _unpack_marked(value: Mapping[Any, Any], tensor: Callable[[str], torch.Tenso
         ):
             return {key: unpack_value(item, tensor) for key, item in pairs}
         case {"__aiosync__": "tensordict", "batch_size": [*size], "items": dict(mapping)}:
-            from tensordict import TensorDict
-
-            inner = TensorDict({}, batch_size=size)
-            for key, item in mapping.items():
-                set_item(inner, key, unpack_value(item, tensor))
-            return inner
+            return _unpack_tensordict(size, mapping, tensor)
         case {"__aiosync__": str(special), "items": content} if special in _SPECIAL:
-            cls, *first = _SPECIAL[special]
-            try:
-                return cls(*first, unpack_value(content, tensor))
-            except (TypeError, ValueError) as exc:
-                raise ConfigError(f"a packed {special} has other items: {exc}") from exc
+            return _unpack_special(special, content, tensor)
     raise ConfigError(f"a packed value is no {value[_MARK]!r} that a trainer packs")
+
+
+def _unpack_tensordict(
+    batch_size: list[Any], items: Mapping[Any, Any], tensor: Callable[[str], torch.Tensor]
+) -> TensorDict:
+    """Rebuild a TensorDict from its packed items."""
+    from tensordict import TensorDict
+
+    inner = TensorDict({}, batch_size=batch_size)
+    for key, item in items.items():
+        set_item(inner, key, unpack_value(item, tensor))
+    return inner
+
+
+def _unpack_special(kind: str, items: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuild a value of one of the special types from its packed items."""
+    cls, *first = _SPECIAL[kind]
+    try:
+        return cls(*first, unpack_value(items, tensor))
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"a packed {kind} has other items: {exc}") from exc
 
 
 def set_item(td: Any, key: Any, value: Any) -> None:

@@ -233,33 +233,51 @@ class ModuleTree:
         self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []
         self._visit(source, "", "")
         self._dicts = [module.__dict__ for module, _ in self.modules]
-        self._plain = all(
+        self._plain = self._has_plain_tables()
+        if self._plain:
+            self._save_tables()
+
+    def _has_plain_tables(self) -> bool:
+        """Return True if the tables of each module are dicts in the module itself."""
+        return all(
             type(owner.get(name)) is dict and not hasattr(type(module), name)
             for (module, _), owner in zip(self.modules, self._dicts, strict=True)
             for name in _TABLES
         )
-        if self._plain:
-            # Comparing whole dicts is by far the quickest way, because identical objects are not
-            # compared any further.
-            self._saved = [tuple(map(copy, _facts(each))) for each in self._dicts]
-            # In these tables the objects themselves are compared, as `==` may mislead or take long.
-            self._exact = [
-                table
-                for each in self._dicts
-                for table in _tables(each)
-                if not all(map(_differs_soon, table.values()))
-            ]
-            self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
+
+    def _save_tables(self) -> None:
+        """Keep the tables of all modules, for :meth:`unchanged`."""
+        # Comparing whole dicts is by far the quickest way, because identical objects are not
+        # compared any further.
+        self._saved = [tuple(map(copy, _facts(each))) for each in self._dicts]
+        # In these tables the objects themselves are compared, as `==` may mislead or take long.
+        self._exact = [
+            table
+            for each in self._dicts
+            for table in _tables(each)
+            if not all(map(_differs_soon, table.values()))
+        ]
+        self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
     def _visit(self, module: nn.Module, prefix: str, path: str) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.modules.append((module, prefix))
-        params, buffers = module._parameters, module._buffers
-        if is_tensordict_params(module):
-            inner = _inner_tensors(module)
-            self._params.append((module, inner))
-            params, buffers = _in_use(params, inner), _in_use(buffers, inner)
+        self._add_tensors(module, prefix, path)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = prefix + EXTRA_STATE
+            self.found.add(
+                Place(name, module, EXTRA_STATE, None, "buffer", path=path + EXTRA_STATE)
+            )
+        wrapped = _wrapped(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                below = prefix if key == wrapped else f"{prefix}{key}."
+                self._visit(child, below, f"{path}{key}.")
+
+    def _add_tensors(self, module: nn.Module, prefix: str, path: str) -> None:
+        """Add the parameters and buffers of one module, without its children."""
+        params, buffers = self._tables_in_use(module)
         for key, param in params.items():
             if param is not None:
                 name = prefix + key
@@ -272,15 +290,15 @@ class ModuleTree:
                 persistent = key not in hidden and wrapped is None
                 name = prefix + key
                 self.found.add(Place(name, module, key, buffer, "buffer", persistent, path + key))
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = prefix + EXTRA_STATE
-            self.found.add(
-                Place(name, module, EXTRA_STATE, None, "buffer", path=path + EXTRA_STATE)
-            )
-        for key, child in module._modules.items():
-            if child is not None:
-                below = prefix if key == wrapped else f"{prefix}{key}."
-                self._visit(child, below, f"{path}{key}.")
+
+    def _tables_in_use(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tables with which a module computes; note the module if they are copies."""
+        params, buffers = module._parameters, module._buffers
+        if not is_tensordict_params(module):
+            return params, buffers
+        inner = _inner_tensors(module)
+        self._params.append((module, inner))
+        return _in_use(params, inner), _in_use(buffers, inner)
 
     def unchanged(self) -> bool:
         """Return True if a new walk would find the same objects under the same names. Cheap."""
@@ -289,17 +307,18 @@ class ModuleTree:
                 self._plain
                 and all(map(is_, chain.from_iterable(map(dict.values, self._exact)), self._objects))
                 and all(map(eq, map(_facts, self._dicts), self._saved))
-                and (
-                    not self._params
-                    or all(
-                        (now := _inner_tensors(module)).keys() == then.keys()
-                        and all(map(is_, now.values(), then.values()))
-                        for module, then in self._params
-                    )
-                )
+                and (not self._params or self._have_same_tensors())
             )
         except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
             return False
+
+    def _have_same_tensors(self) -> bool:
+        """Return True if each ``TensorDictParams`` still has the tensors that were found in it."""
+        return all(
+            (now := _inner_tensors(module)).keys() == then.keys()
+            and all(map(is_, now.values(), then.values()))
+            for module, then in self._params
+        )
 
     def standard_state_dict(self) -> bool:
         """Return True if ``state_dict()`` has only the persistent tensors and extra states."""
@@ -317,21 +336,25 @@ class ModuleTree:
             ConfigError: For ``"tensordict"``, see :meth:`refuse_hidden`.
         """
         if extract_as == "state_dict" and not self.standard_state_dict():
-            known = {
-                plain_name(place.path.removeprefix(self._root_path)): place
-                for place in (*self.found.places, *self.found.values.values())
-            }
-            state = find_nested(self.root.state_dict())
-            return Found(
-                place._replace(name=like.name, kind=like.kind)
-                if (like := known.get(place.name)) is not None
-                else place
-                for place in (*state.places, *state.values.values())
-            )
+            return self._found_in_state_dict()
         if extract_as == "tensordict":
             self.refuse_hidden()
         everything = [*self.found.places, *self.found.values.values()]
         return Found(each for each in everything if each.persistent or extract_as == "tensordict")
+
+    def _found_in_state_dict(self) -> Found:
+        """Return the content of the root's ``state_dict()``, under the names of this module."""
+        known = {
+            plain_name(place.path.removeprefix(self._root_path)): place
+            for place in (*self.found.places, *self.found.values.values())
+        }
+        state = find_nested(self.root.state_dict())
+        return Found(
+            place._replace(name=like.name, kind=like.kind)
+            if (like := known.get(place.name)) is not None
+            else place
+            for place in (*state.places, *state.values.values())
+        )
 
     def refuse_hidden(self) -> None:
         """Raise if a module's ``_save_to_state_dict()`` saves more than the tensors that are sent.
@@ -552,18 +575,7 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     Raises:
         ConfigError: Something cannot travel; all such tensors are named.
     """
-    bad = [
-        f"{place.name!r} is a {type(tensor).__name__} on the {tensor.device} device"
-        f" ({'nested' if tensor.is_nested else tensor.layout}, {tensor.dtype})"
-        for place in found.places
-        if not has_values(tensor := place.tensor)
-    ]
-    if bad:
-        raise ConfigError(
-            f"these weights cannot be sent: {'; '.join(bad)}; only strided tensors that are "
-            "initialised and in memory of their own can, not quantised: run a lazy module once, "
-            "call aiosync.gather_weights() for sharded ones on every rank, unwrap others"
-        )
+    _refuse_valueless(found.places)
     names = Counter([*values, *(place.name for place in found.places)])
     wrong = [name for name, count in names.items() if count > 1 or not name]
     if wrong:
@@ -576,6 +588,22 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
         kind = place.kind if persistent else "transient"
         leaves.append(Leaf(place.name, place.tensor, kind, aliases))
     return Leaves(tuple(leaves), values)
+
+
+def _refuse_valueless(places: Iterable[Place]) -> None:
+    """Raise if tensors cannot travel, with the names of all of them."""
+    bad = [
+        f"{place.name!r} is a {type(tensor).__name__} on the {tensor.device} device"
+        f" ({'nested' if tensor.is_nested else tensor.layout}, {tensor.dtype})"
+        for place in places
+        if not has_values(tensor := place.tensor)
+    ]
+    if bad:
+        raise ConfigError(
+            f"these weights cannot be sent: {'; '.join(bad)}; only strided tensors that are "
+            "initialised and in memory of their own can, not quantised: run a lazy module once, "
+            "call aiosync.gather_weights() for sharded ones on every rank, unwrap others"
+        )
 
 
 def has_values(tensor: torch.Tensor) -> bool:
