@@ -426,10 +426,7 @@ class Applier:
             return True
         if not staged.taken:
             slots.refuse(slot)
-            if next_read_raises and staged.error is not None:
-                self._refused_word = slot.want, staged.error
-            else:
-                guard.seen, self._refused_word = slot.want, None
+            self._note_refused_word(slot.want, staged.error if next_read_raises else None)
             staged.give_back()
             return True
         slots.hold(slot)
@@ -443,6 +440,13 @@ class Applier:
             slots.leave_others()
         ledger = self._ledger
         return self._promise.digest != staged.layout.digest or ledger.owed > 0 or ledger.is_asked
+
+    def _note_refused_word(self, word: int, error: BaseException | None) -> None:
+        """Have the next read raise the error of this word; without an error, pass over the word."""
+        if error is not None:
+            self._refused_word = word, error
+        else:
+            self._guard.seen, self._refused_word = word, None
 
     def open_named_update(self) -> Staged | None:
         """Return the update that the word names, locked; ``None`` if it is not new.

@@ -53,14 +53,20 @@ class Copies:
         compiled = getattr(model, "_orig_mod", None)
         for module in (model, compiled) if isinstance(compiled, nn.Module) else (model,):
             for name, kind in _KINDS.items():
-                door = vars(module).get(name)
-                if not isinstance(door, _Door) or door.module() is not module:
-                    # The attributes may be copied from another module, with the doors of that
-                    # module.
-                    before = None if isinstance(door, _Door) else door
-                    door = vars(module)[name] = kind(module, name, before)
+                door = _door_of(module, name, kind)
                 door.guards = *door.guards, self._guard
                 self._doors.append(door)
+
+
+def _door_of(module: nn.Module, name: str, kind: type[_Door]) -> _Door:
+    """Return the door in front of a method of a module; make it if the module has none."""
+    door = vars(module).get(name)
+    if isinstance(door, _Door) and door.module() is module:
+        return door
+    # The attributes may be copied from another module, with the doors of that module.
+    before = None if isinstance(door, _Door) else door
+    made = vars(module)[name] = kind(module, name, before)
+    return made
 
 
 class _Door:

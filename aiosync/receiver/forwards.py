@@ -198,15 +198,19 @@ class _Watch:
         if outside or not self._left:
             self.end()
         if outside:
-            named = f"{method!r}" if method else "..."
-            early = ", before you take that method from the model" if self._in_parts else ""
-            warnings.warn(
-                f"a {type(module).__name__} of the {type(model).__name__} computed outside of its "
-                "forward pass, where an update may come in between: name the method that calls it "
-                f"in init_on_receiver(methods=[{named}]){early}, or use scheme.guarded(function) "
-                "or `with scheme.reading():`",
-                stacklevel=2,
-            )
+            self._warn(module, model, method)
+
+    def _warn(self, module: nn.Module, model: nn.Module | None, method: str | None) -> None:
+        """Warn that an inner module of the model computed outside every read."""
+        named = f"{method!r}" if method else "..."
+        early = ", before you take that method from the model" if self._in_parts else ""
+        warnings.warn(
+            f"a {type(module).__name__} of the {type(model).__name__} computed outside of its "
+            "forward pass, where an update may come in between: name the method that calls it "
+            f"in init_on_receiver(methods=[{named}]){early}, or use scheme.guarded(function) "
+            "or `with scheme.reading():`",
+            stacklevel=3,
+        )
 
     def end(self) -> None:
         """Stop watching; remove the hooks unless torch has compiled something."""

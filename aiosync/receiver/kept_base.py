@@ -77,21 +77,11 @@ class KeptBase:
                 is no memory for the base.
         """
         start, stop = place
-        memory = landing.memoryview()
-        if self._flat is None or self._flat.nbytes != layout.nbytes:
-            self._base_id = self._flat = None
-            try:
-                self._flat = FlatBuffer(layout.nbytes)
-            except MemoryError as exc:
-                raise TransportBroken(
-                    f"this process has no memory for a base of {layout.nbytes} bytes"
-                ) from exc
-        base = self._flat.memoryview()
+        memory, base = landing.memoryview(), self._base_for(layout.nbytes)
         if encoded is not None:
-            if self._layout is None or self._layout[0] != layout.digest:
-                self._layout = layout.digest, DeltaLayout(layout.manifest)
+            delta_layout = self._delta_layout(layout)
             try:
-                self._layout[1].apply(start, stop, encoded, base, memory)
+                delta_layout.apply(start, stop, encoded, base, memory)
             except AiosyncError as exc:
                 self._base_id = None
                 raise TransportBroken(f"version {update.version} cannot be decoded: {exc}") from exc
@@ -105,6 +95,24 @@ class KeptBase:
             self._base_id = None
         self._replacing_id = now
         copy_bytes(base[start:stop], memory[start:stop])
+
+    def _base_for(self, nbytes: int) -> memoryview:
+        """Return the memory of the base; new memory, and no base, if the size is another one."""
+        if self._flat is None or self._flat.nbytes != nbytes:
+            self._base_id = self._flat = None
+            try:
+                self._flat = FlatBuffer(nbytes)
+            except MemoryError as exc:
+                raise TransportBroken(
+                    f"this process has no memory for a base of {nbytes} bytes"
+                ) from exc
+        return self._flat.memoryview()
+
+    def _delta_layout(self, layout: Layout) -> DeltaLayout:
+        """Return the places of the deltas of a layout, the same object for the same layout."""
+        if self._layout is None or self._layout[0] != layout.digest:
+            self._layout = layout.digest, DeltaLayout(layout.manifest)
+        return self._layout[1]
 
     def complete(self, update: Update) -> None:
         """Register that all chunks of an update were taken."""

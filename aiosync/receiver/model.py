@@ -212,28 +212,29 @@ class WorkerModel:
         if self._dropped:
             self._let_go()
         self._check_fits(model, waiting)
-        target, current = self._target_for(model), self.current
-        try:
-            if current is None or isinstance(target, LoadTarget):
-                # There is no version yet, or the target is a load function, which no model
-                # replaces.
-                pass
-            elif self.copy or not self.strict:
-                # Without strict names the last update may have held only a part of what the old
-                # model has.
-                assert isinstance(self.target, Target)
-                self.detach()
-                leaves = collect(self.target.target)
-                tensors = [leaf.tensor for leaf in leaves.leaves]
-                layout = Layout.plan(leaves.leaves, NO_LIMITS)
-                target.apply_tensors(layout, tensors, leaves.values)
-            else:
-                # Detach the old model first, as the two may have parameters in common.
-                self.detach()
-                target.apply_(current.layout, current.flat, current.values, copy=False)
-        except Exception as exc:  # The caller, who gave the model, sees it.
-            raise _misfit(self._inbox.version, exc) from exc
+        target = self._target_for(model)
+        # There may be no version yet, and a load function is replaced by no model.
+        if self.current is not None and isinstance(target, Target):
+            try:
+                self._move_version(self.current, target)
+            except Exception as exc:  # The caller, who gave the model, sees it.
+                raise _misfit(self._inbox.version, exc) from exc
         self._use(model, chosen)
+
+    def _move_version(self, current: Staged, target: Target) -> None:
+        """Put the version of the old model into the target that takes its place."""
+        if self.strict and not self.copy:
+            # Detach the old model first, as the two may have parameters in common.
+            self.detach()
+            target.apply_(current.layout, current.flat, current.values, copy=False)
+            return
+        # Without strict names the last update may have held only a part of what the old model has.
+        assert isinstance(self.target, Target)
+        self.detach()
+        leaves = collect(self.target.target)
+        tensors = [leaf.tensor for leaf in leaves.leaves]
+        layout = Layout.plan(leaves.leaves, NO_LIMITS)
+        target.apply_tensors(layout, tensors, leaves.values)
 
     def _check_fits(self, model: Any, waiting: Staged | None) -> None:
         newest = self.current or waiting

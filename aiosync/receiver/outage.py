@@ -112,18 +112,22 @@ class Outage:
         """
         self.lost_link = error
         self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), error)
-        held = f"; the model keeps version {version}" if is_last else ""
-        if self.farewell:
-            self._log("left", f"the trainer has closed its link{held}", version)
-        else:
-            level = logging.WARNING if is_last else logging.INFO
-            self._log("lost", f"the link to the trainer was lost: {error}{held}", version, level)
+        self._log_end(error, version, is_last)
         if self._timer is not None:
             self._timer.cancel()
         if self._max_staleness is not None:
             pause = max(0.0, self.cut_off[0] + self._max_staleness - time.monotonic())
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(pause + _EARLY_SECONDS, self._note_stale, version, wake)
+
+    def _log_end(self, error: AiosyncError, version: int, is_last: bool) -> None:
+        """Log that the trainer has closed its link, or that the link was lost."""
+        held = f"; the model keeps version {version}" if is_last else ""
+        if self.farewell:
+            self._log("left", f"the trainer has closed its link{held}", version)
+        else:
+            level = logging.WARNING if is_last else logging.INFO
+            self._log("lost", f"the link to the trainer was lost: {error}{held}", version, level)
 
     def _note_stale(self, version: int, wake: Callable[[], object]) -> None:
         """Log that the model has become stale, if it has, and wake the calls that wait."""

@@ -256,15 +256,20 @@ def _automatic_names(model: nn.Module) -> list[str]:
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0]
         if package != "torch" and (package == own or not _is_installed(kind)):
-            names |= {
-                name: None
-                for name, value in vars(kind).items()
-                if inspect.isfunction(value)
-                and not name.startswith("_")
-                and not hasattr(nn.Module, name)
-                and getattr(model, name, None) is not None
-            }
+            names |= dict.fromkeys(_public_methods(model, kind))
     return list(names)
+
+
+def _public_methods(model: nn.Module, kind: type) -> list[str]:
+    """Return the public methods that a class of a model adds to those of every module."""
+    return [
+        name
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value)
+        and not name.startswith("_")
+        and not hasattr(nn.Module, name)
+        and getattr(model, name, None) is not None
+    ]
 
 
 def _is_installed(kind: type) -> bool:

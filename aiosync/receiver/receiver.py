@@ -298,17 +298,21 @@ class WeightReceiver:
             if self._promise.digest is None:
                 self.guard.ignore_word()
         elif isinstance(message, Current):
-            self.outage.progress += 1
-            if self.guard.words is not None:
-                self.applier.apply_soon()
-            if not self.ledger.announce(message.epoch, message.version):
-                # The newest version is here, so that the link is of use.
-                self.outage.cut_off = None
-                self._has_come(message.epoch, message.version)
+            self._on_current(message)
         elif isinstance(message, Leave):
             self.outage.farewell = True
         else:
             self.updates.refuse(message)
+
+    def _on_current(self, message: Current) -> None:
+        """Handle the trainer's word on its newest version."""
+        self.outage.progress += 1
+        if self.guard.words is not None:
+            self.applier.apply_soon()
+        if not self.ledger.announce(message.epoch, message.version):
+            # The newest version is here, so that the link is of use.
+            self.outage.cut_off = None
+            self._has_come(message.epoch, message.version)
 
     def _on_take(self, message: Take) -> None:
         """Handle a slot that the trainer named, for which it waits for an answer; or its ring."""

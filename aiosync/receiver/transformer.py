@@ -118,14 +118,7 @@ class Transformer:
     def _result_of(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
         if self._transform is None:
             # The copy waits for the model in the update's place, so that the link's memory is free.
-            nbytes = staged.layout.nbytes
-            flat = self._buffers.take(nbytes)
-            if isinstance(staged.flat, DeviceBuffer):
-                views = flat.views(staged.layout), staged.flat.views(staged.layout)
-                copy_tensors(zip(*views, strict=True))
-            else:
-                copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
-            return staged.layout, flat
+            return staged.layout, self._copy_of(staged)
         # The transform does not get the tensors inside extra states and other values.
         inside = inner_names(staged.values) if staged.values else frozenset[str]()
         outer: list[tuple[str, torch.Tensor]] = []
@@ -136,18 +129,22 @@ class Transformer:
         with torch.inference_mode(False), torch.no_grad():
             return self._place(chain(self._transform(iter(outer)), inner))
 
+    def _copy_of(self, staged: Staged) -> FlatBuffer:
+        """Copy an update into memory of this process."""
+        nbytes = staged.layout.nbytes
+        flat = self._buffers.take(nbytes)
+        if isinstance(staged.flat, DeviceBuffer):
+            views = flat.views(staged.layout), staged.flat.views(staged.layout)
+            copy_tensors(zip(*views, strict=True))
+        else:
+            copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
+        return flat
+
     def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
         """Copy the tensors that a transform gave into a flat buffer."""
         found: dict[str, torch.Tensor] = {}
         for each in given:
-            try:
-                name, tensor = each
-            except (TypeError, ValueError):
-                name = tensor = None
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise TypeError(
-                    f"a transform must give pairs of a name and a tensor, not {type(each).__name__}"
-                )
+            name, tensor = _as_pair(each)
             if name in found:
                 raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
             found[name] = tensor.detach()
@@ -156,3 +153,16 @@ class Transformer:
         flat = self._buffers.take(layout.nbytes)
         copy_tensors(zip(flat.views(layout), found.values(), strict=True))
         return layout, flat
+
+
+def _as_pair(given: Any) -> tuple[str, torch.Tensor]:
+    """Return the name and the tensor of a pair, or raise :class:`TypeError` if it is none."""
+    try:
+        name, tensor = given
+    except (TypeError, ValueError):
+        name = tensor = None
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"a transform must give pairs of a name and a tensor, not {type(given).__name__}"
+        )
+    return name, tensor

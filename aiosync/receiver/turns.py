@@ -67,13 +67,7 @@ class Turns:
             # A read that begins before the thread does applies the updates.
             self._guard.offer(self.take)
             if self._in_thread is None:
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(1, "aiosync-apply")
-                had = self._inbox.epoch, self._inbox.version
-                self._in_thread = self._threads.submit(self._apply_offered)
-                self._in_thread.add_done_callback(
-                    lambda _: call_soon(self._loop, self._end_thread, pause, had)
-                )
+                self._apply_in_thread(pause)
             return
         try:
             done = self._guard.submit(self.take)
@@ -81,6 +75,16 @@ class Turns:
             self.interrupt_loop(exc)
             done = False
         self._end_turn(done, pause, changed=False)
+
+    def _apply_in_thread(self, pause: float) -> None:
+        """Begin to apply the noted updates in the thread, which is started if need be."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "aiosync-apply")
+        had = self._inbox.epoch, self._inbox.version
+        self._in_thread = self._threads.submit(self._apply_offered)
+        self._in_thread.add_done_callback(
+            lambda _: call_soon(self._loop, self._end_thread, pause, had)
+        )
 
     def _apply_offered(self) -> bool:
         self._thread = threading.get_ident()

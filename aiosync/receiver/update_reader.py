@@ -247,11 +247,7 @@ class UpdateReader:
         if isinstance(message, Leave):
             raise PeerClosed("the other end said farewell, and closed the link")
         if isinstance(message, ManifestMessage):
-            layout = Layout(message.manifest)
-            self._layouts.pop(layout.digest, None)
-            self._layouts[layout.digest] = layout
-            while len(self._layouts) > _KNOWN_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
+            self._keep_layout(Layout(message.manifest))
             return None
         update, layout = self._layout_of(message, received.nbytes)
         epoch, version, values = update.epoch, update.version, update.values
@@ -272,6 +268,13 @@ class UpdateReader:
         give_back = functools.partial(self._buffers.put_back, landing)
         began, self._began = self._began, 0.0
         return Staged(epoch, version, layout, landing, values, give_back, *more, began=began)
+
+    def _keep_layout(self, layout: Layout) -> None:
+        """Keep the layout of a manifest as the newest one, and forget the oldest ones."""
+        self._layouts.pop(layout.digest, None)
+        self._layouts[layout.digest] = layout
+        while len(self._layouts) > _KNOWN_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
         if not isinstance(message, Update):

@@ -107,12 +107,7 @@ class VersionWaits:
         applier = self._applier
 
         def set_bell_and_check() -> bool:
-            slots = self._updates.slots
-            if slots is not None and self._guard.words is not None:
-                # From now on the trainer tells of a new version at once.
-                slots.ring_me(True)
-                # It may have named one just before, when neither side saw the other's change.
-                self._loop.call_later(_BELL_SECONDS, applier.apply_soon)
+            self._set_bell()
             applier.apply_soon()
             return condition()
 
@@ -142,12 +137,24 @@ class VersionWaits:
                     cut_off = self._outage.cut_off
                     raise late from (exc if cut_off is None else cut_off[1])
             finally:
-                self._ledger.num_waiting -= 1
-                slots = self._updates.slots
-                if slots is not None and not self._ledger.num_waiting:
-                    slots.ring_me(False)
+                self._end_wait()
         finally:
             applier.askers -= applied
+
+    def _set_bell(self) -> None:
+        """Have the trainer tell of new versions at once, if it only names them in memory."""
+        slots = self._updates.slots
+        if slots is not None and self._guard.words is not None:
+            slots.ring_me(True)
+            # It may have named one just before, when neither side saw the other's change.
+            self._loop.call_later(_BELL_SECONDS, self._applier.apply_soon)
+
+    def _end_wait(self) -> None:
+        """Count one wait less; after the last one the trainer need not ring any more."""
+        self._ledger.num_waiting -= 1
+        slots = self._updates.slots
+        if slots is not None and not self._ledger.num_waiting:
+            slots.ring_me(False)
 
     def _check_not_inside(
         self, method: str, timeout: float | None, unless: Callable[[], bool] = lambda: False
