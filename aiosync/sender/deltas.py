@@ -105,21 +105,24 @@ class Delta:
             index: Index of the chunk.
             ahead: Number of the following chunks to begin as well.
         """
-        nbytes = self._new.nbytes
-        for each in range(index, min(index + 1 + ahead, -(-nbytes // self._size))):
+        for each in range(index, min(index + 1 + ahead, -(-self._new.nbytes // self._size))):
             if each not in self._chunks:
-                found = self._chunks[each] = asyncio.get_running_loop().create_future()
-                self._tasks.start(self._encode(each, found), "aiosync delta")
+                future = self._chunks[each] = asyncio.get_running_loop().create_future()
+                self._tasks.start(self._encode(each, future), "aiosync delta")
         found = self._chunks[index]
+        self._drop_oldest()
+        return found
+
+    def _drop_oldest(self) -> None:
+        """Drop encoded chunks, oldest first, until only a share of the update's size is kept."""
         done = {each: future for each, future in self._chunks.items() if future.done()}
         kept = sum(len(future.result() or b"") for future in done.values())
         for each, future in done.items():
-            if kept * _KEPT_SHARE <= nbytes:
+            if kept * _KEPT_SHARE <= self._new.nbytes:
                 break
             # Links that are still to carry this chunk have it encoded anew.
             kept -= len(future.result() or b"")
             del self._chunks[each]
-        return found
 
     async def _encode(self, index: int, found: asyncio.Future[bytes | None]) -> None:
         start = index * self._size

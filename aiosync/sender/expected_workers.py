@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aiosync._tasks import Notifier
@@ -171,8 +171,7 @@ class ExpectedWorkers:
         waited = [
             idx for idx in missing.absent if not records[idx].has_left and idx not in arriving
         ]
-        joined = {link.hello.pid for link in registry.links.values()}
-        joined |= {records[idx].pid for idx in missing.absent if records[idx].has_left}
+        joined = self._joined_pids(missing.absent)
         coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
         unknown = max(0, len(self.indices) - len(processes))
         short = max(0, len(waited) - coming - unknown)
@@ -186,6 +185,12 @@ class ExpectedWorkers:
             free.remove(idx)
             missing.failed[idx] = self._ended_early(each, processes[each], watch)
         return short
+
+    def _joined_pids(self, absent: Iterable[int]) -> set[int]:
+        """Return the processes that became workers, also those of absent workers that left."""
+        records = self._registry.records
+        joined = {link.hello.pid for link in self._registry.links.values()}
+        return joined | {records[idx].pid for idx in absent if records[idx].has_left}
 
     def _ended_early(self, number: int, pid: int, watch: ProcessWatch) -> ConnectError:
         cause = self._causes.get(pid)

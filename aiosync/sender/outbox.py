@@ -177,11 +177,7 @@ class Outbox:
         if status != AckStatus.NACK:
             self.received = max(self.received, version)
         if status == AckStatus.SKIPPED:
-            # No newer version is in flight that could have replaced this one.
-            if version == flying[-1]:
-                return []
-            self.in_flight = flying[:at] + flying[at + 1 :]
-            return [Outcome(version, flying[at + 1])]
+            return self._on_skipped(version, at)
         if self.unreceived is not None and version >= self.unreceived:
             self.unreceived = None
         if status == AckStatus.RECEIVED:
@@ -202,6 +198,15 @@ class Outbox:
                 self.named_version = 0
                 return [self._refused(ack)]
         return []
+
+    def _on_skipped(self, version: int, at: int) -> list[Outcome]:
+        """Register that the next version in flight has replaced the one at this position."""
+        flying = self.in_flight
+        # No newer version is in flight that could have replaced this one.
+        if version == flying[-1]:
+            return []
+        self.in_flight = flying[:at] + flying[at + 1 :]
+        return [Outcome(version, flying[at + 1])]
 
     def close(self, error: AiosyncError) -> list[Outcome]:
         """Close with an error: fail every unresolved version, and release the queued updates.
@@ -341,6 +346,10 @@ class Send:
         # With "all" and no failure every target is on this version or a newer one.
         if (self.require == "all" and not self.failed) or self.satisfied:
             return "ok" if self.acked or not self.skipped else "skipped", None
+        return self._failure()
+
+    def _failure(self) -> tuple[SyncOutcome, PartialSyncError]:
+        """Return the outcome of a send that too few workers have, and its error."""
         # With fewer targets than needed, the workers lost before the send are a part of the reason.
         before = self.lost if len(self.workers) < self.needed else {}
         error = PartialSyncError(
@@ -348,10 +357,8 @@ class Send:
             failed={**before, **self.failed},
             version=self.version,
         )
-        outcome: SyncOutcome = "error"
-        for each in self.failed.values():
-            if isinstance(each, ApplyError):
-                return "refused", error
-            if isinstance(each, AckTimeout):
-                outcome = "timeout"
-        return outcome, error
+        errors = self.failed.values()
+        if any(isinstance(each, ApplyError) for each in errors):
+            return "refused", error
+        is_late = any(isinstance(each, AckTimeout) for each in errors)
+        return "timeout" if is_late else "error", error

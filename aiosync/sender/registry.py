@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from aiosync._log import log
@@ -132,12 +132,13 @@ class WorkerRegistry:
         coming = () if self.closed else (*self.expected.indices, *arriving)
         found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
         for idx, record in self.records.copy().items():
-            link, error, version = self.links.get(idx), record.error, record.had
-            state: WorkerState = "left" if record.has_left else "lost"
+            link, version = self.links.get(idx), record.had
             if link is not None:
                 version = link.applied
-                state = "joining" if not version else "lagging" if newest - version > 1 else "ready"
-            elif error is None:
+                state = _state_at(version, newest)
+            elif record.error is not None:
+                state = "left" if record.has_left else "lost"
+            else:
                 # The worker comes back, or everything is closed.
                 continue
             lag = max(0, newest - version)
@@ -178,11 +179,7 @@ class WorkerRegistry:
     def join(self, transport: Transport, idx: int, hello: Hello) -> None:
         """Connect a worker that was admitted."""
         record, old = self.record(idx), self.links.get(idx)
-        newest = max(self.version, self.history.for_worker(idx).version)
-        if hello.epoch == self.epoch and (hello.version or 0) > newest:
-            # No worker can have that version. If it were believed, send() would find it newer than
-            # its own.
-            hello = dataclasses.replace(hello, epoch=None, version=None)
+        hello = self._believed(hello, idx)
         gone, is_untold = record.error, not (record.reported or record.has_left)
         # The old link has ended, though the loop has not noticed.
         if old is not None:
@@ -218,6 +215,14 @@ class WorkerRegistry:
 
     # -- targets of a send ---------------------------------------------------------------------
 
+    def _believed(self, hello: Hello, idx: int) -> Hello:
+        """Return the greeting of a worker, without a version that it cannot have."""
+        newest = max(self.version, self.history.for_worker(idx).version)
+        if hello.epoch == self.epoch and (hello.version or 0) > newest:
+            # If the version were believed, send() would find it newer than its own.
+            return dataclasses.replace(hello, epoch=None, version=None)
+        return hello
+
     def find_targets(
         self, planned: Collection[int | None], worker_ids: set[int] | None
     ) -> tuple[set[int], dict[int, AiosyncError]]:
@@ -248,9 +253,7 @@ class WorkerRegistry:
             elif link is None and error is not None and not record.has_left:
                 lost[idx] = error
         if worker_ids is not None and worker_ids != targets:
-            listed = ", ".join(map(str, sorted(known))) or "none"
-            idx = min(worker_ids - targets)
-            raise ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")
+            raise _not_registered(min(worker_ids - targets), known)
         return targets, lost
 
     # -- updates for a worker ------------------------------------------------------------------
@@ -301,12 +304,13 @@ class WorkerRegistry:
                 self._note_refusal(link, error, outcome.version)
             if record is None or isinstance(error, WorkerLeft):
                 continue
-            if error is not None and self.links.get(link.idx) is link:
-                record.fail(error, outcome.version, reported=counted)
-            elif error is not None and link.idx not in self.links:
-                # The worker went while this version was on its way.
-                record.failed_version = outcome.version
-            elif record.error is not None and error is None and by is None:
+            if error is not None:
+                if self.links.get(link.idx) is link:
+                    record.fail(error, outcome.version, reported=counted)
+                elif link.idx not in self.links:
+                    # The worker went while this version was on its way.
+                    record.failed_version = outcome.version
+            elif record.error is not None and by is None:
                 if outcome.version > record.failed_version:
                     record.recover()
         self.changed.notify()
@@ -324,23 +328,27 @@ class WorkerRegistry:
         self.expected.keep_cause(link.hello.pid, error)
         if self.links.get(link.idx) is link:
             self.links = {idx: each for idx, each in self.links.items() if each is not link}
-            record = self.records[link.idx]
-            record.had = link.applied
+            self.records[link.idx].had = link.applied
             if not self.closed:
-                phase = "left" if isinstance(error, WorkerLeft) else "lost"
-                self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
-                # A refusal before the end is still to be reported, so it stays the error. No send
-                # misses a worker that only asks for versions; connect() may.
-                if record.reported:
-                    told = not link.hello.subscribe or self._on_outcome is None
-                    record.fail(error, reported=told)
-                # Move the record to the end, as the last worker that went.
-                self.records[link.idx] = self.records.pop(link.idx)
-                self._forget()
+                self._record_loss(link, error)
         link.transport.abort()
         self.changed.notify()
         if not self.closed and not self.links:
             self.on_empty()
+
+    def _record_loss(self, link: WorkerLink, error: AiosyncError) -> None:
+        """Record why a worker went, and that it is the last one that did."""
+        record = self.records[link.idx]
+        phase = "left" if isinstance(error, WorkerLeft) else "lost"
+        self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
+        # A refusal before the end is still to be reported, so it stays the error. No send
+        # misses a worker that only asks for versions; connect() may.
+        if record.reported:
+            told = not link.hello.subscribe or self._on_outcome is None
+            record.fail(error, reported=told)
+        # The last record is that of the last worker that went.
+        self.records[link.idx] = self.records.pop(link.idx)
+        self._forget()
 
     def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
         """Note that a report lists these workers as lost."""
@@ -371,3 +379,16 @@ class WorkerRegistry:
                 link.transport.send_nowait(Leave())
             link.lose(error)
         self.admission.abort()
+
+
+def _state_at(version: int, newest: int) -> WorkerState:
+    """Return the state of a connected worker that has this version."""
+    if not version:
+        return "joining"
+    return "lagging" if newest - version > 1 else "ready"
+
+
+def _not_registered(idx: int, known: Iterable[int]) -> ConfigError:
+    """Return the error for a worker that the user named and that has not connected."""
+    listed = ", ".join(map(str, sorted(known))) or "none"
+    return ConfigError(f"Worker {idx} not registered; workers that connected: {listed}")

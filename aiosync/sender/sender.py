@@ -209,11 +209,7 @@ class WeightSender:
         if self.workers.polls.readers is not None and (
             not quiet or (self._turn_asked_at and started - self._turn_asked_at > _TURN_SECONDS)
         ):
-            # Workers join and leave on this loop, also if sends leave it no time: it finds the
-            # messages that arrived in its first turn, reads them in the second, and acts on them in
-            # the third.
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await _give_loop_turns()
         sent = self.start(planned, worker_ids, timeout, started)
         if isinstance(sent, SendReport):
             self.tell()
@@ -334,12 +330,9 @@ class WeightSender:
     async def _take(
         self, planned: Mapping[int | None, Prepared], timeout: float | None
     ) -> dict[int | None, Snapshot]:
-        snapshots, how, links = {}, self._how, self.workers.links.values()
+        how = self._how if len(planned) == 1 and self._can_send_early() else "copy"
+        snapshots = {}
         patience = STEP_SECONDS if timeout is None else timeout
-        follows = any(link.transport.follows_copies_above is not None for link in links)
-        reads_slots = any(link.publisher for link in links)
-        if len(planned) > 1 or (reads_slots if how == "borrow" else not follows):
-            how = "copy"
         try:
             for key, plan in planned.items():
                 snapshots[key] = await self.copier.take(plan, how, patience)
@@ -347,6 +340,13 @@ class WeightSender:
             _release(snapshots)
             raise
         return snapshots
+
+    def _can_send_early(self) -> bool:
+        """Return True if links can send the bytes before they are copied, or meanwhile."""
+        links = self.workers.links.values()
+        if self._how == "borrow":
+            return not any(link.publisher for link in links)
+        return any(link.transport.follows_copies_above is not None for link in links)
 
     def start(
         self,
@@ -766,6 +766,16 @@ class WeightSender:
         self._end()
         self.workers.tasks.abort()
         self.copier.close()
+
+
+async def _give_loop_turns() -> None:
+    """Let the loop act on the messages of workers, which join and leave on it.
+
+    It finds the messages that arrived in its first turn, reads them in the second, and acts on them
+    in the third.
+    """
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 def _keep_out_of_log(future: asyncio.Future[SendReport]) -> None:

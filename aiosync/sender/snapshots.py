@@ -306,18 +306,7 @@ class SnapshotCopier:
                 if nbytes <= _INLINE_NBYTES:
                     slot = arena.grow(nbytes, driver)
                     break
-                # Until the slot is taken, no other call makes one or gives one's memory back.
-                growing = self._start(functools.partial(arena.grow, nbytes, driver))
-                self._growing = growing
-                try:
-                    slot = await asyncio.shield(growing)
-                    return Snapshot(prepared.layout, slot, slot.release, prepared.values)
-                finally:
-                    if growing.done():
-                        self._growing = None
-                    else:
-                        # This call is cancelled. The next one that grows the arena gets the slot.
-                        growing.add_done_callback(self._grown)
+                return await self._grow_in_thread(arena, prepared, driver)
             if arena.num_slots == MAX_SLOTS or (late and arena.on_device):
                 return self._in_own_memory(prepared)
             if late:
@@ -356,6 +345,23 @@ class SnapshotCopier:
         if snapshot is None:
             raise SendTimeout(STILL_STEPPING.format(timeout))
         return snapshot
+
+    async def _grow_in_thread(
+        self, arena: Arena, prepared: Prepared, driver: Driver | None
+    ) -> Snapshot:
+        """Get memory from a new slot, which a thread allocates."""
+        # Until the slot is taken, no other call makes one or gives one's memory back.
+        growing = self._start(functools.partial(arena.grow, prepared.layout.nbytes, driver))
+        self._growing = growing
+        try:
+            slot = await asyncio.shield(growing)
+            return Snapshot(prepared.layout, slot, slot.release, prepared.values)
+        finally:
+            if growing.done():
+                self._growing = None
+            else:
+                # This call is cancelled. The next one that grows the arena gets the slot.
+                growing.add_done_callback(self._grown)
 
     def copy_if_free(
         self,
@@ -442,10 +448,7 @@ class SnapshotCopier:
         if large and how != "copy" and prepared.signature is not None:
             source = LiveBytes.of(prepared.layout, prepared.tensors)
         if source is not None and how == "borrow":
-            snapshot = self._in_own_memory(prepared)
-            snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
-            snapshot.share().steadily = steady
-            return snapshot
+            return self._borrow(prepared, source, steady)
         snapshot = await self._acquire(prepared)
         try:
             if source is not None:
@@ -464,14 +467,30 @@ class SnapshotCopier:
                 await asyncio.shield(snapshot.filling)
                 snapshot.filling = None
             else:
-                progress = snapshot.share().progress = Progress()
-                copy = functools.partial(_copy_in_order, source, snapshot, progress)
-                snapshot.filling = self._start(copy)
+                self._copy_ahead(snapshot, source)
         except BaseException:  # The error goes on to the caller of send().
             STEPS.end(snapshot)
             snapshot.release()
             raise
         return snapshot
+
+    def _borrow(
+        self,
+        prepared: Prepared,
+        source: LiveBytes,
+        steady: Callable[..., asyncio.Future[Any]],
+    ) -> Snapshot:
+        """Return a snapshot whose bytes are those of the tensors, until it is settled."""
+        snapshot = self._in_own_memory(prepared)
+        snapshot.live, snapshot.filling = source, asyncio.get_running_loop().create_future()
+        snapshot.share().steadily = steady
+        return snapshot
+
+    def _copy_ahead(self, snapshot: Snapshot, source: LiveBytes) -> None:
+        """Begin to copy in order, so that links can send bytes that were copied already."""
+        progress = snapshot.share().progress = Progress()
+        copy = functools.partial(_copy_in_order, source, snapshot, progress)
+        snapshot.filling = self._start(copy)
 
     async def settle(self, snapshot: Snapshot) -> None:
         """Bring the bytes to where they stay; the tensors may change afterwards.
@@ -484,20 +503,7 @@ class SnapshotCopier:
         if live is None:
             cancelled = await outlast(filling)
         else:
-            state = snapshot.share()
-            snapshot.live, snapshot.kept = None, state.bring_back
-            assert state.steadily is not None
-            try:
-                if snapshot.kept is None and not self._closed:
-                    copy = functools.partial(_copy_in_order, live, snapshot, Progress())
-                    copying = state.steadily(self._start, copy)
-                    cancelled = await outlast(copying)
-                    copying.result()
-            except BaseException as exc:  # noqa: BLE001 - raised below
-                filling.set_exception(exc)
-            else:
-                filling.set_result(None)
-            state.steadily = None
+            cancelled = await self._copy_live(snapshot, live, filling)
         if cancelled is not None:
             # Retrieve the exception, so that asyncio does not log it: the cancellation is raised
             # instead.
@@ -509,6 +515,26 @@ class SnapshotCopier:
             # The send fails; the copy made now is for workers that join later.
             changed, snapshot.state.unusable = snapshot.state.unusable, None
             raise changed
+
+    async def _copy_live(
+        self, snapshot: Snapshot, live: LiveBytes, filling: asyncio.Future[None]
+    ) -> asyncio.CancelledError | None:
+        """Copy borrowed bytes into the snapshot's memory; return a cancellation that came then."""
+        state, cancelled = snapshot.share(), None
+        snapshot.live, snapshot.kept = None, state.bring_back
+        assert state.steadily is not None
+        try:
+            if snapshot.kept is None and not self._closed:
+                copy = functools.partial(_copy_in_order, live, snapshot, Progress())
+                copying = state.steadily(self._start, copy)
+                cancelled = await outlast(copying)
+                copying.result()
+        except BaseException as exc:  # noqa: BLE001 - settle() raises it
+            filling.set_exception(exc)
+        else:
+            filling.set_result(None)
+        state.steadily = None
+        return cancelled
 
     # -- threads -------------------------------------------------------------------------------
 

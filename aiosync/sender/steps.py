@@ -92,12 +92,16 @@ class _OptimizerSteps:
             # The frame of torch's wrapper, which ends with the step.
             self.begin_or_resume(sys._getframe(1))
             if self.unsettled:
-                groups = (each["params"] for each in optimizer.param_groups)
-                stepped = {each.data_ptr() for params in groups for each in params}
-                for each in [*self.unsettled]:
-                    noted = each()
-                    if noted is not None:
-                        noted |= stepped
+                self._note_stepped(optimizer)
+
+    def _note_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the checks of copies that ended which tensors a step writes to."""
+        groups = (each["params"] for each in optimizer.param_groups)
+        stepped = {each.data_ptr() for params in groups for each in params}
+        for each in [*self.unsettled]:
+            noted = each()
+            if noted is not None:
+                noted |= stepped
 
     def _after(self, *_of_step: object) -> None:
         if not torch.compiler.is_dynamo_compiling():

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from aiosync.errors import ConfigError
 from aiosync.protocol import as_chunk_nbytes, validate_seconds
 from aiosync.sender.deltas import Delta, Deltas, Pace
-from aiosync.sender.incoming import Abandoned
+from aiosync.sender.incoming import Abandoned, Incoming
 from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.delta import check_delta
 from aiosync.wire import Hello, Message, Update, checksum, state_checksum
@@ -135,13 +135,13 @@ class UpdateChunks:
         for index in range(count):
             start, stop = index * size, min(index * size + size, nbytes)
             is_last = index == count - 1
-            try:
-                while incoming and (waiting := incoming.until(stop, is_last=is_last)):
-                    yield waiting
-            except Abandoned:
-                # The same version may come again, and then goes on from here.
-                self._partial = (epoch, snapshot.version, start)
-                raise
+            if incoming is not None:
+                try:
+                    yield from _arrivals(incoming, stop, is_last=is_last)
+                except Abandoned:
+                    # The same version may come again, and then goes on from here.
+                    self._partial = (epoch, snapshot.version, start)
+                    raise
             views = snapshot.views(start, stop)
             # A checksum is computed once for all workers.
             if index == len(sums):
@@ -153,10 +153,7 @@ class UpdateChunks:
             payload: _Payload = views
             sent, codec, base = stop - start, "dense", None
             if delta is not None:
-                chunk = delta.chunk(index)
-                if not chunk.done():
-                    yield chunk
-                encoded = chunk.result()
+                encoded = yield from _encoded_chunk(delta, index)
                 # A worker refuses a delta that is no smaller than its result.
                 if encoded is not None and len(encoded) < stop - start:
                     payload, sent = [encoded], len(encoded)
@@ -178,3 +175,17 @@ class UpdateChunks:
             )
             self.sent_nbytes += sent
             self._counts["wire_nbytes"] += sent
+
+
+def _arrivals(incoming: Incoming, stop: int, *, is_last: bool) -> Iterator[PendingBytes]:
+    """Yield futures to wait for until the bytes up to ``stop`` are here, and may be sent."""
+    while waiting := incoming.until(stop, is_last=is_last):
+        yield waiting
+
+
+def _encoded_chunk(delta: Delta, index: int) -> Generator[PendingBytes, None, bytes | None]:
+    """Yield the future of an encoded chunk if it has to be waited for; return the chunk."""
+    chunk = delta.chunk(index)
+    if not chunk.done():
+        yield chunk
+    return chunk.result()

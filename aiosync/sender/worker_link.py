@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
@@ -41,6 +41,7 @@ from aiosync.wire import (
     Hello,
     Leave,
     ManifestMessage,
+    Message,
     Promise,
     Refuse,
     Take,
@@ -301,18 +302,22 @@ class WorkerLink:
             delta = await self._chunks.begin(snapshot, self._registry.deltas)
         try:
             with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:
-                for step in steps:
-                    if step is None:
-                        await asyncio.sleep(0)
-                    elif isinstance(step, tuple):
-                        await self.transport.send(*step)
-                    else:
-                        await self._wait_for(step)
+                await self._write_steps(steps)
         finally:
             if delta is not None:
                 delta.base.release()
             if self._chunks is not None and self.outbox.error is not None:
                 self._chunks.rest()
+
+    async def _write_steps(self, steps: Steps) -> None:
+        """Write the messages of an update, and wait where bytes are still to come."""
+        for step in steps:
+            if step is None:
+                await asyncio.sleep(0)
+            elif isinstance(step, tuple):
+                await self.transport.send(*step)
+            else:
+                await self._wait_for(step)
 
     async def _wait_until_usable(self, snapshot: Snapshot) -> None:
         """Wait until all bytes of an update are here, unless the link may follow their copy."""
@@ -512,13 +517,17 @@ class WorkerLink:
             self._on_promise(message)
         elif isinstance(message, Leave):
             self.lose(WorkerLeft(f"{self.name} left"))
-        elif isinstance(message, Refuse):
-            raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
         else:
-            raise RemoteProtocolError(
-                f"worker {self.idx} sent {type(message).__name__} where only acknowledgements are "
-                "expected"
-            )
+            self._refuse(message)
+
+    def _refuse(self, message: Message) -> NoReturn:
+        """Raise the error for a message with which a link cannot go on."""
+        if isinstance(message, Refuse):
+            raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
+        raise RemoteProtocolError(
+            f"worker {self.idx} sent {type(message).__name__} where only acknowledgements are "
+            "expected"
+        )
 
     def _on_promise(self, message: Promise) -> None:
         if self.publisher is not None:
