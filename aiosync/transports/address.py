@@ -15,7 +15,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from aiosync.errors import ConfigError
 
@@ -66,18 +66,24 @@ class Address:
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"{shown} is not an address: {exc}") from exc
+        address = cls._from_parts(parts, port)
+        if address is None:
+            raise ConfigError(
+                f"{shown} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
+                f"with a path of at most {_MAX_PATH_NBYTES} bytes"
+            )
+        return address
+
+    @classmethod
+    def _from_parts(cls, parts: SplitResult, port: int | None) -> Address | None:
+        """Return the address that a URL names; ``None`` if it lacks a part, or has more."""
         if parts.query or parts.fragment:
-            # An address has neither.
-            pass
-        elif parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
-            if port is not None:
-                return cls("tcp", host=parts.hostname, port=port)
-        elif parts.scheme == "unix" and not parts.netloc and _is_socket_path(parts.path):
+            return None
+        if parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
+            return None if port is None else cls("tcp", host=parts.hostname, port=port)
+        if parts.scheme == "unix" and not parts.netloc and _is_socket_path(parts.path):
             return cls("unix", path=parts.path)
-        raise ConfigError(
-            f"{shown} is not an address: use tcp://host:port, or unix:///path/of/the/socket "
-            f"with a path of at most {_MAX_PATH_NBYTES} bytes"
-        )
+        return None
 
     @property
     def is_local(self) -> bool:

@@ -45,20 +45,7 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
     if path is None:
         text = os.environ.get(TOKEN_VARIABLE)
         return None if text is None else os.fsencode(text)
-    try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-                raise ConfigError(f"{option}: {path}: it is a device, not a file")
-            token = _read_pipe(file) if stat.S_ISFIFO(mode) else file.read(_MAX_TOKEN_NBYTES + 1)
-    except TimeoutError as exc:
-        raise ConfigError(
-            f"{option}: {path} is a pipe, and nobody has written a token to it within "
-            f"{_PIPE_SECONDS:g} s"
-        ) from exc
-    except OSError as exc:
-        raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
-    token = token.removesuffix(b"\n").removesuffix(b"\r")
+    token = _read_file(path, option).removesuffix(b"\n").removesuffix(b"\r")
     if not token:
         raise ConfigError(
             f"{option}: {path} is empty: remove it, and make one with `aiosync token {path}`"
@@ -66,6 +53,23 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
     if len(token) > _MAX_TOKEN_NBYTES:
         raise ConfigError(f"{option}: {path} is too large for a token")
     return token
+
+
+def _read_file(path: str | os.PathLike[str], option: str) -> bytes:
+    """Return the bytes of a file or a pipe, of a large one at least one more than a token has."""
+    try:
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise ConfigError(f"{option}: {path}: it is a device, not a file")
+            return _read_pipe(file) if stat.S_ISFIFO(mode) else file.read(_MAX_TOKEN_NBYTES + 1)
+    except TimeoutError as exc:
+        raise ConfigError(
+            f"{option}: {path} is a pipe, and nobody has written a token to it within "
+            f"{_PIPE_SECONDS:g} s"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"{option}: {path}: cannot be read: {exc.strerror}") from exc
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -375,20 +375,24 @@ class DataPlaneTransport(Transport):
         self._handler = handler
         return True
 
+    def _on_setup(self, message: Setup) -> None:
+        """Wake the call that waits for this message of the peer's back-end, or hand it over."""
+        if message.kind != self._kind:
+            raise RemoteProtocolError(
+                f"the peer moves payloads by {message.kind[:40]!a}, this side by "
+                f"{self._kind!r}: construct both schemes with the same back-end"
+            )
+        waiter = self._awaited.pop((message.key, message.value), None)
+        if waiter is None:
+            self._hear(message)
+        elif not waiter.done():
+            # A future that is done was cancelled: this side gave up.
+            waiter.set_result(None)
+
     def _deliver(self, received: Received) -> bool:
         message = received.message
         if isinstance(message, Setup):
-            if message.kind != self._kind:
-                raise RemoteProtocolError(
-                    f"the peer moves payloads by {message.kind[:40]!a}, this side by "
-                    f"{self._kind!r}: construct both schemes with the same back-end"
-                )
-            waiter = self._awaited.pop((message.key, message.value), None)
-            if waiter is None:
-                self._hear(message)
-            elif not waiter.done():
-                # A future that is done was cancelled: this side gave up.
-                waiter.set_result(None)
+            self._on_setup(message)
             return True
         if self._handler is None or (received.ext and _NBYTES in received.ext):
             # recv() fetches the payload of this message.

@@ -18,6 +18,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Hashable,
+    Iterable,
     Mapping,
     Sequence,
 )
@@ -353,12 +354,7 @@ class DistributedTransport(DataPlaneTransport):
             patience = _CLOSED
             raise
         finally:
-            # Gloo uses the memory of the chunks until their waits have ended.
-            for each in waits:
-                try:
-                    each(patience)
-                except RuntimeError:
-                    patience = _CLOSED
+            _end_all(waits, patience)
         if self._stop:
             raise TransportBroken("the link has ended")
 
@@ -414,3 +410,12 @@ class DistributedTransport(DataPlaneTransport):
         finally:
             self.abort()
         await self._threads.aclose(_CLOSE_SECONDS)
+
+
+def _end_all(waits: Iterable[_Wait], patience: timedelta) -> None:
+    """End the waits of chunks: Gloo uses the memory of each until its wait has ended."""
+    for each in waits:
+        try:
+            each(patience)
+        except RuntimeError:
+            patience = _CLOSED

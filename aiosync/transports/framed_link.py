@@ -213,13 +213,16 @@ class FramedTransport(Transport):
             self._on_end.pop(0)()
         self._close_descriptors(farewell=True)
 
-    def _take_leave(self, error: LinkError | None) -> None:
-        # Unread bytes would turn this orderly end of the stream into a reset at the peer.
+    def _read_rest(self) -> None:
+        """Drop unread bytes, which would turn an orderly end of the stream into a reset."""
         scratch = memoryview(bytearray(65536))
         with contextlib.suppress(OSError):
             for _ in range(64):
                 if not self.io.readv([scratch]):
                     break
+
+    def _take_leave(self, error: LinkError | None) -> None:
+        self._read_rest()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
         if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
             # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
@@ -310,24 +313,12 @@ class FramedTransport(Transport):
                 # This is a checkpoint: the message goes on to wait if this call is cancelled here.
                 await asyncio.sleep(0)
             async with asyncio.timeout(timeout) as deadline:
-                while reader.event is None or self.closed:
-                    self.check()
-                    await reader.arrival.wait()
-                start, reader.event = reader.event, None
-                assert isinstance(start, FrameStart)
-                received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
-                if start.payload_nbytes:
-                    received.payload = await self._recv_payload(start, into)
-                # The next message is decoded only after the caller got this one. Otherwise a
-                # handler could get the next one first.
-                self._loop.call_soon(reader.resume)
-                return received
+                return await self._next_message(into)
         except TimeoutError as exc:
             if not deadline.expired():
                 raise
-            broken = "" if self.error is None else "; the link is broken, open a new one"
             raise RecvTimeout(
-                f"no whole message from {self.name} within {seconds_text(timeout)}{broken}"
+                f"no whole message from {self.name} within {seconds_text(timeout)}{self._advice()}"
             ) from exc
         finally:
             reader.in_recv, reader.deliver_whole = False, None
@@ -340,6 +331,26 @@ class FramedTransport(Transport):
         # This event is the end of the payload.
         decoder.next_event()
         arrived(Received(start.message, payload, nbytes, ext=start.ext))
+
+    async def _next_message(self, into: Lender | None) -> Received:
+        """Wait for the next message, and read its payload."""
+        reader = self._reader
+        while reader.event is None or self.closed:
+            self.check()
+            await reader.arrival.wait()
+        start, reader.event = reader.event, None
+        assert isinstance(start, FrameStart)
+        received = Received(start.message, (), start.payload_nbytes, ext=start.ext)
+        if start.payload_nbytes:
+            received.payload = await self._recv_payload(start, into)
+        # The next message is decoded only after the caller got this one. Otherwise a handler could
+        # get the next one first.
+        self._loop.call_soon(reader.resume)
+        return received
+
+    def _advice(self) -> str:
+        """Return the end of the text of a timeout; empty if the link can go on."""
+        return "" if self.error is None else "; the link is broken, open a new one"
 
     async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[memoryview]:
         reader, nbytes = self._reader, start.payload_nbytes
@@ -466,10 +477,7 @@ class FramedTransport(Transport):
                 self.check()
                 self._out, self._started = [memoryview(frame), *views], False
                 try:
-                    self._write()
-                    while self._out or self.io.has_unsent:
-                        self._watch()
-                        await self._wait_for_room()
+                    await self._write_all()
                 except BaseException:
                     # The error goes on to the caller of send().
                     # A message that the stream has taken as a whole counts as sent after a timeout.
@@ -480,9 +488,9 @@ class FramedTransport(Transport):
             if not deadline.expired():
                 raise
             if not taken:
-                broken = "" if self.error is None else "; the link is broken, open a new one"
                 raise SendTimeout(
-                    f"{self.name} did not take the message within {seconds_text(timeout)}{broken}"
+                    f"{self.name} did not take the message within {seconds_text(timeout)}"
+                    f"{self._advice()}"
                 ) from exc
         finally:
             self._sending = False
@@ -511,6 +519,13 @@ class FramedTransport(Transport):
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self.io.fd)
+
+    async def _write_all(self) -> None:
+        """Write until the stream has taken all of the message."""
+        self._write()
+        while self._out or self.io.has_unsent:
+            self._watch()
+            await self._wait_for_room()
 
     def _on_writable(self) -> None:
         self._write()

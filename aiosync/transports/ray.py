@@ -452,11 +452,7 @@ class RayTransport(DataPlaneTransport):
 
         Without lent buffers this returns the object's memory, mapped read-only, or a copy.
         """
-        ticket, name = ext.get("ref"), ext.get("hub")
-        if type(ticket) is not bytes or len(ticket) != 16:
-            raise RemoteProtocolError("a payload beside the stream has no valid ticket")
-        if type(name) is not str or not _HUB_NAME.fullmatch(name):
-            raise RemoteProtocolError("a payload beside the stream names no valid hub")
+        name, ticket = _place_in_store(ext)
         buffers = None if lend is None else lend()
         arrays = await self._take(name, ticket)
         if not _are_arrays(arrays) or sum(each.nbytes for each in arrays) != nbytes:
@@ -604,8 +600,15 @@ class RayActorTransport(Transport):
         entry = await self._objects.put(state, ("ray-actor", manifest.digest), make)
         self._check()
         self._objects.check_cluster()
+        answered = self._call(entry.ref)
+        answered.add_done_callback(
+            functools.partial(self._on_answer, message.epoch, message.version)
+        )
+
+    def _call(self, ref: Any) -> asyncio.Future[Any]:
+        """Call the actor's method with the weights."""
         try:
-            answered = landed(self._method.remote(entry.ref))
+            return landed(self._method.remote(ref))
         except Exception as exc:
             # Ray raises errors of many types; the caller of the scheme's send() sees them.
             # The frames of the error would keep the weights alive.
@@ -613,9 +616,6 @@ class RayActorTransport(Transport):
             raise LocalProtocolError(
                 f"{self._name} could not be called: {type(exc).__name__}: {exc}"
             ) from exc
-        answered.add_done_callback(
-            functools.partial(self._on_answer, message.epoch, message.version)
-        )
 
     def _on_answer(self, epoch: int, version: int, done: asyncio.Future[Any]) -> None:
         if self._closed or done.cancelled():
@@ -678,3 +678,13 @@ class RayActorTransport(Transport):
 
 def _said(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {first_line(exc)}"
+
+
+def _place_in_store(ext: Mapping[str, ExtValue]) -> tuple[str, bytes]:
+    """Return the hub that has the object of a payload, and the ticket of the object."""
+    ticket, name = ext.get("ref"), ext.get("hub")
+    if type(ticket) is not bytes or len(ticket) != 16:
+        raise RemoteProtocolError("a payload beside the stream has no valid ticket")
+    if type(name) is not str or not _HUB_NAME.fullmatch(name):
+        raise RemoteProtocolError("a payload beside the stream names no valid hub")
+    return name, ticket

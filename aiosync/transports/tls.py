@@ -79,15 +79,21 @@ class TLS:
         self._load(context)
         return context
 
+    def _refuse_pipes(self) -> None:
+        """Raise if something is no regular file.
+
+        OpenSSL would wait until a pipe is written to, and later links would read it again.
+        """
+        for file in (self.cert, self.key, self.ca):
+            if file is not None and os.path.exists(file) and not os.path.isfile(file):
+                raise ConfigError(f"{file} cannot be used for TLS: it is no regular file")
+
     def _load(self, context: ssl.SSLContext) -> None:
         """Load the files into a context, without a wait for a terminal or a pipe."""
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # If no password were given, OpenSSL would ask on the terminal, and wait.
         password = self.password.value if isinstance(self.password, Secret) else b""
-        for file in (self.cert, self.key, self.ca):
-            # OpenSSL would wait until a pipe is written to, and later links would read it again.
-            if file is not None and os.path.exists(file) and not os.path.isfile(file):
-                raise ConfigError(f"{file} cannot be used for TLS: it is no regular file")
+        self._refuse_pipes()
         files = f"certificate file {self.cert} with the key file {self.key or self.cert}"
         try:
             if self.cert is not None:

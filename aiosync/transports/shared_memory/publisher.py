@@ -77,12 +77,7 @@ class SlotPublisher:
             raise TransportClosed("the link has ended")
         link.check()
         if self._words is None:
-            try:
-                self._words, self._page_fd = make_page()
-            except OSError as exc:
-                raise TransportBroken(
-                    f"no page of shared memory for {link.name}: {exc.strerror}"
-                ) from exc
+            self._make_page(link.name)
         try:
             if self._page_fd >= 0:
                 self._attach(self._page_fd)
@@ -100,6 +95,13 @@ class SlotPublisher:
                 self.announced.add(slot.place)
         finally:
             self._attach(None)
+
+    def _make_page(self, name: str) -> None:
+        """Make the page of this link, on which words name slots."""
+        try:
+            self._words, self._page_fd = make_page()
+        except OSError as exc:
+            raise TransportBroken(f"no page of shared memory for {name}: {exc.strerror}") from exc
 
     def _close_page_fd(self) -> None:
         # The descriptor is -1 if the link ended right after it took the message.
