@@ -411,27 +411,44 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
     Raises:
         ConfigError: A value of the update cannot be stored, or the header is too large.
     """
+    metadata = _encode_metadata(model_id, update, checksum)
+    # The header has a checksum of its own: that of the tensors would not reveal a flipped digit of
+    # the version.
+    metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
+    table = {_METADATA: metadata, **_encode_table(update.layout.manifest)}
+    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    if len(header) > _MAX_HEADER_NBYTES:
+        raise ConfigError(
+            f"names and values need {len(header)} bytes; at most {_MAX_HEADER_NBYTES} fit"
+        )
+    return header
+
+
+def _encode_metadata(model_id: str, update: StoredUpdate, checksum: str) -> dict[str, str]:
+    """Return all that a header says of an update but the places of its tensors."""
     try:
         values = pack(encode_values(update.values))
     except InvalidData as exc:
         raise ConfigError(f"the values cannot be stored: {exc}") from exc
-    manifest = update.layout.manifest
     metadata = {
         "aiosync.format": _FORMAT,
         "aiosync.model_id": model_id,
         "aiosync.epoch": str(update.epoch),
         "aiosync.version": str(update.version),
         "aiosync.strategy": update.strategy,
-        "aiosync.manifest": base64.b64encode(manifest.encode()).decode(),
+        "aiosync.manifest": base64.b64encode(update.layout.manifest.encode()).decode(),
         "aiosync.values": base64.b64encode(values).decode(),
         "aiosync.checksum": checksum,
     }
     if update.replaced:
         metadata["aiosync.replaced"] = " ".join(map(str, update.replaced))
-    # The header has a checksum of its own: that of the tensors would not reveal a flipped digit of
-    # the version.
-    metadata["aiosync.header_checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(metadata).encode())
-    table: dict[str, Any] = {_METADATA: metadata}
+    return metadata
+
+
+def _encode_table(manifest: Manifest) -> dict[str, Any]:
+    """Return the dtype, the shape and the place of each tensor, by its key in the file."""
+    table: dict[str, Any] = {}
     reserved = _METADATA
     names = {leaf.name for leaf in manifest.leaves}
     # A tensor whose name is the key of the metadata gets another key in the file.
@@ -446,10 +463,4 @@ def _encode_header(model_id: str, update: StoredUpdate, checksum: str) -> bytes:
             "data_offsets": (position, position + leaf.nbytes),
         }
         position += leaf.nbytes
-    header = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    if len(header) > _MAX_HEADER_NBYTES:
-        raise ConfigError(
-            f"names and values need {len(header)} bytes; at most {_MAX_HEADER_NBYTES} fit"
-        )
-    return header
+    return table
