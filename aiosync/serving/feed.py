@@ -136,16 +136,7 @@ class WeightFeed:
         max_pause: float = 5.0,
         min_version: int | None = None,
     ) -> None:
-        if not isinstance(scheme, WeightSyncScheme) or isinstance(scheme, NoWeightSyncScheme):
-            raise ConfigError(
-                "a feed runs on an event loop and needs an async scheme that receives weights, "
-                "such as aiosync.TCPWeightSyncScheme, not "
-                f"{type(scheme).__module__}.{type(scheme).__name__}"
-            )
-        if scheme.initialized_on_sender or scheme.initialized_on_receiver:
-            raise ConfigError(
-                "a feed initialises its scheme itself: pass a scheme that has not been initialised"
-            )
+        _check_scheme(scheme)
         if sum(each is not None for each in (model, weights, load)) != 1:
             raise ConfigError("a feed needs exactly one of model, weights and load")
         validate_seconds("max_pause", max_pause, endless=True)
@@ -303,9 +294,7 @@ class WeightFeed:
     def _causes(self) -> list[tuple[float, str]]:
         """Return the reasons why the feed does not follow the source, each with its start time."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
-        link = None if self._connected else link_to_trainer(self._scheme)
-        why = None if link is None else link.why
-        last = "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
+        last = self._last_attempt()
         if receiver is None:
             return [(self._started, f"the source was not reached yet{last}"), *found]
         if receiver.outage.cut_off is not None:
@@ -317,6 +306,12 @@ class WeightFeed:
             text = f"version {refusing.version} was refused: {refusing.text}"
             found.append((refusing.since, text))
         return found
+
+    def _last_attempt(self) -> str:
+        """Return the error of the last attempt to reach the source, as the end of a reason."""
+        link = None if self._connected else link_to_trainer(self._scheme)
+        why = None if link is None else link.why
+        return "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -371,15 +366,18 @@ class WeightFeed:
             except ApplyError:
                 self._blocked = None  # the receiver itself reports the refused version
             except SwapTimeout as exc:
-                since = time.monotonic() if self._blocked is None else self._blocked[0]
-                waits = f"version {receiver.applier.staged_version} waits to be switched to"
-                self._blocked = (since, f"{waits}: {exc}")
+                self._note_blocked(receiver.applier.staged_version, exc)
                 # The pause lets requests in for longer than the attempt kept them waiting.
                 pause = min(2 * pause, self.max_pause)
                 await asyncio.sleep(max(pause, 2 * (self.gate.swap_timeout or 0.0)))
             else:
                 self._blocked = None
                 pause = _FIRST_PAUSE_SECONDS
+
+    def _note_blocked(self, version: int, error: SwapTimeout) -> None:
+        """Register why the staged version waits, and since when a version has had to wait."""
+        since = time.monotonic() if self._blocked is None else self._blocked[0]
+        self._blocked = (since, f"version {version} waits to be switched to: {error}")
 
     async def _switch(self, receiver: WeightReceiver) -> None:
         async with self.gate.swap() as self._swap:
@@ -399,14 +397,8 @@ class WeightFeed:
             SwapTimeout: A forward in another thread did not end in time.
         """
         limit = self.gate.swap_timeout or math.inf
-        if not self._in_thread and applier.is_quick:
-            try:
-                applier.apply_pending()
-                return
-            except SyncTimeout:  # a forward in another thread is running: wait in the thread
-                pass
-            except BaseException as exc:  # noqa: BLE001 - interrupt_loop() raises or passes it on
-                applier.turns.interrupt_loop(exc)  # if it returns, the thread applies the rest
+        if not self._in_thread and applier.is_quick and self._apply_on_loop(applier):
+            return
         late = time.monotonic() + limit
 
         def apply() -> None:
@@ -426,6 +418,17 @@ class WeightFeed:
         # An apply that has begun must end: no request may compute on weights half in place.
         await self._thread.run(apply, patience=None)
 
+    def _apply_on_loop(self, applier: Applier) -> bool:
+        """Apply the staged update here; return False if the feed's thread has to go on with it."""
+        try:
+            applier.apply_pending()
+        except SyncTimeout:  # a forward in another thread is running: wait in the thread
+            return False
+        except BaseException as exc:  # noqa: BLE001 - interrupt_loop() raises or passes it on
+            applier.turns.interrupt_loop(exc)  # if it returns, the thread applies the rest
+            return False
+        return True
+
     def _on_flip(self, epoch: int, version: int) -> None:
         """Activate the version that the model now has at the gate. Called on any thread.
 
@@ -443,3 +446,21 @@ class WeightFeed:
             self._catch_up(epoch)
         self._swap.activate(version, epoch)
         self._activated_at = time.monotonic()
+
+
+def _check_scheme(scheme: object) -> None:
+    """Refuse an object that is no scheme for a feed, and a scheme that has a role already.
+
+    Raises:
+        ConfigError: The scheme cannot be used.
+    """
+    if not isinstance(scheme, WeightSyncScheme) or isinstance(scheme, NoWeightSyncScheme):
+        raise ConfigError(
+            "a feed runs on an event loop and needs an async scheme that receives weights, "
+            "such as aiosync.TCPWeightSyncScheme, not "
+            f"{type(scheme).__module__}.{type(scheme).__name__}"
+        )
+    if scheme.initialized_on_sender or scheme.initialized_on_receiver:
+        raise ConfigError(
+            "a feed initialises its scheme itself: pass a scheme that has not been initialised"
+        )

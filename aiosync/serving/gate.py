@@ -480,26 +480,28 @@ class Admission:
 
         ``limit`` is ``None`` for a part of another request, which cannot wait for a version.
         """
+        return AdmissionTimeout(
+            f"{self._why_too_late(limit)}; try again, or another server",
+            version=self._gate._version,
+            min_version=self.min_version,
+            retry_after=_RETRY_SECONDS,
+        )
+
+    def _why_too_late(self, limit: float | None) -> str:
+        """Return the reason why the gate did not admit this request in time."""
         gate, has = self._gate, f"this server has version {self._gate._version}"
         when = "and cannot become newer inside another request"
         if limit is not None:
             when = f"after {limit:g} s"
         if gate._version == 0:
-            text = f"there is no complete version of the weights {when}"
-        elif gate.waits_for:
-            text = f"{has} and answers from version {gate.waits_for} on, which is not here {when}"
-        elif not gate._satisfies(self.min_version, self.wanted_epoch):
+            return f"there is no complete version of the weights {when}"
+        if gate.waits_for:
+            return f"{has} and answers from version {gate.waits_for} on, which is not here {when}"
+        if not gate._satisfies(self.min_version, self.wanted_epoch):
             epoch = "" if self.wanted_epoch is None else f" of epoch {self.wanted_epoch:016x}"
             asked = f"version {self.min_version}" if self.min_version else "a version"
-            text = f"{asked}{epoch} was requested; {has} {when}"
-        else:
-            text = f"a switch of the weights took longer than {limit or 0:g} s"
-        return AdmissionTimeout(
-            f"{text}; try again, or another server",
-            version=gate._version,
-            min_version=self.min_version,
-            retry_after=_RETRY_SECONDS,
-        )
+            return f"{asked}{epoch} was requested; {has} {when}"
+        return f"a switch of the weights took longer than {limit or 0:g} s"
 
     async def __aexit__(self, *exc_info: object) -> None:
         _inside.set(tuple(each for each in _inside.get() if each is not self))
@@ -550,11 +552,7 @@ class Swap:
             async with asyncio.timeout(limit):
                 if limit != 0:
                     await asyncio.sleep(0)  # requests that waited for the last switch go first
-                while gate._swap is not None:
-                    await gate._until(lambda: gate._swap is None)
-                    await asyncio.sleep(0)
-                gate._swap = self
-                await gate._until(lambda: gate._running == 0)
+                await self._close_gate()
         except BaseException as exc:  # raised again, a TimeoutError as SwapTimeout
             requests = f"{gate._running} requests that were running"
             what = requests if gate._swap is self else "another switch"
@@ -564,6 +562,15 @@ class Swap:
             text = f"{what} did not end within {limit or 0:g} s"
             raise SwapTimeout(text, running=gate._running) from exc
         return self
+
+    async def _close_gate(self) -> None:
+        """Wait for other switches to end, admit no more requests, and wait for the running ones."""
+        gate = self._gate
+        while gate._swap is not None:
+            await gate._until(lambda: gate._swap is None)
+            await asyncio.sleep(0)
+        gate._swap = self
+        await gate._until(lambda: gate._running == 0)
 
     def _over(self) -> None:
         if self._gate._swap is self:
