@@ -267,10 +267,8 @@ class BucketSender:
             while True:
                 if isinstance(message, Hello) and message.model_id == _MODEL:
                     peer.is_ready = message.subscribe
-                    if peer.is_ready and session not in self._members:
-                        await self._refuse(peer, "this process is no member of it any more")
-                    elif peer.is_ready and session in self._owed:
-                        await self._refuse(peer, self._owed.pop(session))
+                    if peer.is_ready:
+                        await self._refuse_if_left_out(peer, session)
                 elif isinstance(message, Ack) and message.epoch == self._number:
                     self._take_answer(peer, message)
                 else:
@@ -282,6 +280,13 @@ class BucketSender:
         finally:
             link.abort()
             self._changed.notify()
+
+    async def _refuse_if_left_out(self, peer: _Peer, session: bytes) -> None:
+        """Refuse a receiver that is no member any more, or whose last round has failed."""
+        if session not in self._members:
+            await self._refuse(peer, "this process is no member of it any more")
+        elif session in self._owed:
+            await self._refuse(peer, self._owed.pop(session))
 
     def _take_answer(self, peer: _Peer, ack: Ack) -> None:
         peer.answer = ack
@@ -375,17 +380,12 @@ class BucketSender:
                     awaited = "connect"
                     # A member that was killed does not come back: a shorter time is enough.
                     async with asyncio.timeout(grace):
-                        while (peer := self._peers.get(session)) is None or peer.error:
-                            await self._changed.wait()
+                        peer = await self._linked_peer(session)
                     awaited = "ask for weights"
                     while not peer.error and not peer.is_ready:
                         await self._changed.wait()
                     peer.rank, peer.link.name, peer.answer = rank, name, None
-                    # Its link may have ended while it waited, which this side sees by its silence.
-                    with contextlib.suppress(AiosyncError):
-                        await peer.link.send(Welcome(self._number, 0, rank), timeout=self._seconds)
-                    while not peer.error and peer.is_ready:
-                        await self._changed.wait()
+                    await self._welcome(peer)
                     if not peer.error:
                         return peer
                     lost = peer.error
@@ -395,6 +395,20 @@ class BucketSender:
             raise ConnectTimeout(
                 f"{name} did not {awaited} within {within}" + (f" (refused: {why})" if why else "")
             ) from (lost or exc)
+
+    async def _linked_peer(self, session: bytes) -> _Peer:
+        """Wait until a member has a link that has not failed, and return its end here."""
+        while (peer := self._peers.get(session)) is None or peer.error:
+            await self._changed.wait()
+        return peer
+
+    async def _welcome(self, peer: _Peer) -> None:
+        """Tell a member that it is in the round, and wait until it knows or its link has ended."""
+        # The link may have ended while the member waited, which this side sees by its silence.
+        with contextlib.suppress(AiosyncError):
+            await peer.link.send(Welcome(self._number, 0, peer.rank), timeout=self._seconds)
+        while not peer.error and peer.is_ready:
+            await self._changed.wait()
 
     async def _deliver(self, frame: Frame, count: int, sum_of_frame: bytes) -> None:
         """Send a frame to all members that have not failed, at the same time."""

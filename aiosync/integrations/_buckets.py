@@ -75,6 +75,18 @@ async def each_of(weights: Weights) -> AsyncIterator[NamedTensor]:
             yield item
 
 
+def _flatten(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ManifestEntry]:
+    """Return the bytes of a tensor, and its entry in a manifest.
+
+    Raises:
+        ConfigError: The tensor's dtype or layout cannot travel.
+    """
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+        raise ConfigError(f"{name} cannot travel: {tensor.dtype}, {tensor.layout}")
+    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return source, (name, DTYPES[tensor.dtype], tensor.shape, "param", ())
+
+
 async def pack(weights: AsyncIterator[NamedTensor], nbytes: int) -> AsyncIterator[Frame]:
     """Copy weights into two buffers by turns, and yield a frame for each that is full.
 
@@ -90,10 +102,7 @@ async def pack(weights: AsyncIterator[NamedTensor], nbytes: int) -> AsyncIterato
     turn = itertools.cycle([FlatBuffer(nbytes), FlatBuffer(nbytes)])
     flat, entries, end = next(turn), list[ManifestEntry](), 0
     async for name, tensor in weights:
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-            raise ConfigError(f"{name} cannot travel: {tensor.dtype}, {tensor.layout}")
-        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        entry: ManifestEntry = (name, DTYPES[tensor.dtype], tensor.shape, "param", ())
+        source, entry = _flatten(name, tensor)
         size = source.numel()
         if entries and end + size > nbytes:
             yield Frame(plan_manifest(entries), flat.memoryview()[:end])

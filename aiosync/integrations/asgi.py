@@ -26,7 +26,7 @@ from aiosync.protocol import MAX_VERSION, as_count, validate_seconds
 from aiosync.spans import VersionSpan
 
 if TYPE_CHECKING:
-    from aiosync.serving import WeightFeed
+    from aiosync.serving import Admission, FeedStatus, WeightFeed
 
 __all__ = ["WeightsMiddleware", "lifespan", "span_of"]
 
@@ -119,9 +119,7 @@ class WeightsMiddleware:
             got = f"{type(app).__name__} and {type(feed).__name__}"
             raise ConfigError(f"WeightsMiddleware takes an application and its feed, got {got}")
         self._exempt = tuple(exempt)
-        for path in (*self._exempt, *(() if readyz is None else (readyz,))):
-            if not isinstance(path, str) or not path.startswith("/"):
-                raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
+        _check_paths(*self._exempt, *(() if readyz is None else (readyz,)))
         for name, value in (("max_staleness", max_staleness), ("timeout", timeout)):
             validate_seconds(name, value, zero=True, endless=True, none=True)
         as_count("max_early_body", max_early_body, 0)
@@ -171,17 +169,9 @@ class WeightsMiddleware:
                 return
 
             async def forward(message: _Message) -> None:
-                kind = message["type"]
-                if kind == "http.response.start":
-                    headers = list(message.get("headers") or ())
-                    if _OURS.isdisjoint([name.lower() for name, _ in headers]):
-                        # In the mode "immediate" a restarted trainer's version may be among them.
-                        epoch = admission.epoch if admission.epoch == self.feed.epoch else None
-                        headers += _labels(admission.versions, epoch)
-                    message = {**message, "headers": headers}
-                elif kind == "http.response.pathsend" or (
-                    kind in _BODY and not message.get("more_body", False)
-                ):
+                if message["type"] == "http.response.start":
+                    message = self._labelled(message, admission)
+                elif _ends_response(message):
                     # The request leaves the gate before its last part is sent, so that a client
                     # that reads slowly delays no switch.
                     await inside.aclose()
@@ -191,6 +181,15 @@ class WeightsMiddleware:
             # that routers add to it.
             scope["aiosync.admission"] = admission
             await self.app(scope, early, forward)
+
+    def _labelled(self, start: _Message, admission: Admission) -> _Message:
+        """Return the start of a response with headers that name the admission's versions."""
+        headers = list(start.get("headers") or ())
+        if _OURS.isdisjoint([name.lower() for name, _ in headers]):
+            # In the mode "immediate" a restarted trainer's version may be among them.
+            epoch = admission.epoch if admission.epoch == self.feed.epoch else None
+            headers += _labels(admission.versions, epoch)
+        return {**start, "headers": headers}
 
     async def _refuse(
         self,
@@ -219,14 +218,17 @@ class WeightsMiddleware:
             await self._answer(scope, send, 405, body, (b"allow", b"GET, HEAD"))
             return
         status = self.feed.status
-        ready = status.state == "live" or (
-            status.state == "stale"
-            and (self.max_staleness is None or status.stale_for <= self.max_staleness)
-        )
-        ready = ready and bool(self.feed.ready)  # a closed gate admits no request
+        # A closed gate admits no request.
+        ready = self._is_fresh(status) and bool(self.feed.ready)
         later = () if ready else (_RETRY,)
         answer: dict[str, Any] = {"ready": ready, **status.as_dict()}
         await self._answer(scope, send, 200 if ready else 503, answer, *later)
+
+    def _is_fresh(self, status: FeedStatus) -> bool:
+        """Return True if the feed is live, or stale for no longer than ``max_staleness``."""
+        if status.state != "stale":
+            return status.state == "live"
+        return self.max_staleness is None or status.stale_for <= self.max_staleness
 
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
@@ -329,6 +331,13 @@ def span_of(headers: Mapping[str, str]) -> VersionSpan | None:
 # -- options and messages ---------------------------------------------------------------------
 
 
+def _check_paths(*paths: object) -> None:
+    """Refuse a path that does not begin with a slash."""
+    for path in paths:
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise ConfigError(f"a path must be a str that begins with a slash, got {path!r}")
+
+
 def _path_of(scope: _Scope) -> str:
     """Return the path below ``root_path``; some servers have left that out already."""
     path: str = scope["path"]
@@ -346,14 +355,29 @@ def _asked_for(headers: Any) -> tuple[int, int | None]:
     if not found:
         return 0, None
     min_version, epoch = found.get(_MIN_VERSION, b"0"), found.get(_EPOCH)
+    return _read_version(min_version), None if epoch is None else _read_epoch(epoch)
+
+
+def _read_version(text: bytes) -> int:
+    """Return the version in the header ``x-min-weight-version``; ``ValueError`` if invalid."""
     # Only ASCII digits are valid; int() would also take signs, underscores and thousands of digits.
-    if not re.fullmatch(rb"[0-9]{1,19}", min_version) or int(min_version) > MAX_VERSION:
+    if not re.fullmatch(rb"[0-9]{1,19}", text) or int(text) > MAX_VERSION:
         raise ValueError(f"x-min-weight-version must be a whole number from 0 to {MAX_VERSION}")
-    if epoch is None:
-        return int(min_version), None
-    if not re.fullmatch(rb"[0-9a-fA-F]{1,16}", epoch):
+    return int(text)
+
+
+def _read_epoch(text: bytes) -> int:
+    """Return the epoch in the header ``x-weight-epoch``; ``ValueError`` if it is invalid."""
+    if not re.fullmatch(rb"[0-9a-fA-F]{1,16}", text):
         raise ValueError("x-weight-epoch must be 1 to 16 hexadecimal digits")
-    return int(min_version), int(epoch, 16)
+    return int(text, 16)
+
+
+def _ends_response(message: _Message) -> bool:
+    """Return True if this message is the last one of a response."""
+    kind: str = message["type"]
+    is_last = not message.get("more_body", False)
+    return kind == "http.response.pathsend" or (kind in _BODY and is_last)
 
 
 def _labels(versions: Sequence[int], epoch: int | None) -> list[_Header]:

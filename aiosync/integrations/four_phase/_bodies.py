@@ -66,15 +66,7 @@ class Disconnected(Exception):
 
 async def receive_body(receive: Any) -> Body:
     """Receive a JSON object of bounded size; nothing counts as an empty one."""
-    data, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        data += message.get("body") or b""
-        more = message.get("more_body", False)
-        if len(data) > _MAX_BODY_NBYTES:
-            raise Refused(413, f"the body has more than {_MAX_BODY_NBYTES} bytes")
+    data = await _receive_bytes(receive)
     try:
         body = json.loads(data) if data else {}
     except (ValueError, RecursionError) as exc:
@@ -84,6 +76,20 @@ async def receive_body(receive: Any) -> Body:
     if not isinstance(body, dict):
         raise Refused(400, "the body must be a JSON object")
     return body
+
+
+async def _receive_bytes(receive: Any) -> bytearray:
+    """Receive a body of bounded size, as it is."""
+    data, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        data += message.get("body") or b""
+        more = message.get("more_body", False)
+        if len(data) > _MAX_BODY_NBYTES:
+            raise Refused(413, f"the body has more than {_MAX_BODY_NBYTES} bytes")
+    return data
 
 
 def fields_of(
@@ -99,14 +105,20 @@ def fields_of(
     for name, value in given.items():
         if name not in known:
             raise Refused(400, f"{what} has no field {name[:MAX_TEXT]!r}")
-        # In Python a bool is an int, too.
-        fits = isinstance(value, known[name]) and isinstance(value, bool) == (known[name] == _FLAG)
-        if not fits or (isinstance(value, str) and len(value) > MAX_TEXT):
+        if not _fits(value, known[name]):
             raise Refused(400, f"{what}: {name} has an illegal value")
         if name == "timeout" and not 0 < value <= MAX_WAIT_SECONDS:  # NaN is not, either
             limit = f"above 0, and at most {MAX_WAIT_SECONDS:g} s"
             raise Refused(400, f"{what}: timeout must be {limit}")
     return dict(given)
+
+
+def _fits(value: object, types: tuple[type, ...]) -> bool:
+    """Return True if the value of a field has one of these types, and is not too long."""
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return False
+    # In Python a bool is an int, too.
+    return isinstance(value, types) and isinstance(value, bool) == (types == _FLAG)
 
 
 def text_of(body: Body, name: str, *, optional: bool = False) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import parse_qs
 
@@ -115,15 +115,13 @@ class FourPhaseMiddleware:
     ) -> None:
         if sum(each is not None for each in (model, weights, load)) != 1:
             raise ConfigError("FourPhaseMiddleware needs exactly one of model, weights and load")
-        if token is not None and (not isinstance(token, str) or not token.isascii() or not token):
-            raise ConfigError("token must be a str of ASCII characters")
+        self._token = None if token is None else _as_secret(token)
         validate_seconds("max_pause", max_pause, endless=True)
         target = {"model": model, "weights": weights, "load": load, "transform": transform}
         self._phases = Phases(AdmissionGate() if gate is None else gate, target, max_pause)
         # The middleware asks a feed for no more than these phases have.
         feed = cast("WeightFeed", self._phases)
         self._rest = WeightsMiddleware(app, feed, readyz=readyz, exempt=exempt, timeout=timeout)
-        self._token = None if token is None else Secret(token.encode())
         self._allow_remote = allow_remote
         phases = self._phases
         self._paths: dict[str, tuple[str, _Handler]] = {
@@ -157,14 +155,9 @@ class FourPhaseMiddleware:
         if scope["type"] != "http" or path not in self._paths:
             await self._rest(scope, receive, send)
             return
-        method, handle = self._paths[path]
         try:
-            self._check_caller(scope, method)
-            body = await receive_body(receive)
-            query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-            call = handle(body, {name: values[-1] for name, values in query.items()})
-            # Questions are answered at once, also while a phase waits.
-            answer = await (call if method == "GET" else self._phases.run(call))
+            self._check_caller(scope, self._paths[path][0])
+            answer = await self._run(path, scope, await receive_body(receive))
             status = 200
         except Disconnected:
             return
@@ -174,6 +167,14 @@ class FourPhaseMiddleware:
             status, answer = _status_of(exc), {"error": f"{type(exc).__name__}: {exc}"[:MAX_TEXT]}
         await send_json(send, status, answer)
 
+    async def _run(self, path: str, scope: Any, body: Body) -> Body:
+        """Answer a question, or run a phase once the phases before it have ended."""
+        method, handle = self._paths[path]
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        call = handle(body, {name: values[-1] for name, values in query.items()})
+        # Questions are answered at once, also while a phase waits.
+        return await (call if method == "GET" else self._phases.run(call))
+
     def _check_caller(self, scope: Any, method: str) -> None:
         """Refuse a wrong method, pages of other sites in a browser, and callers without a right."""
         if scope["method"] != method:
@@ -181,11 +182,15 @@ class FourPhaseMiddleware:
         headers = dict(scope["headers"])
         if b"origin" in headers:
             raise Refused(403, "this path is not for web pages")
+        self._check_right(headers, scope.get("client"))
+
+    def _check_right(self, headers: Mapping[bytes, bytes], client: Any) -> None:
+        """Refuse a caller without the token or, if there is none, from another host."""
         if self._token is not None:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self._token.value):
                 raise Refused(401, "send the token, as in `Authorization: Bearer TOKEN`")
-        elif not self._allow_remote and not _is_loopback(scope.get("client")):
+        elif not self._allow_remote and not _is_loopback(client):
             raise Refused(
                 403, "the server of this path has no token, and serves callers on its host only"
             )
@@ -195,6 +200,17 @@ def _is_loopback(client: Any) -> bool:
     with contextlib.suppress(ValueError, TypeError, IndexError):
         return ipaddress.ip_address(client[0]).is_loopback
     return False
+
+
+def _as_secret(token: object) -> Secret:
+    """Return the token as a secret.
+
+    Raises:
+        ConfigError: The token is empty, or no text of ASCII characters.
+    """
+    if not isinstance(token, str) or not token.isascii() or not token:
+        raise ConfigError("token must be a str of ASCII characters")
+    return Secret(token.encode())
 
 
 def _status_of(error: Exception) -> int:

@@ -156,15 +156,8 @@ class Phases:
             raise Refused(400, f"update_info: version must be from 1 to {MAX_VERSION}")
         timeout = min(info.timeout, MAX_WAIT_SECONDS)
         arriving = asyncio.ensure_future(scheme.wait_staged(info.version, timeout=timeout))
-        linked_at = time.monotonic()
         try:
-            # A lost link may come back. But a phase that waits holds up the end of a pause, and the
-            # next trainer.
-            while not (await asyncio.wait({arriving}, timeout=_POLL_SECONDS))[0]:
-                if scheme.link_lost is None:
-                    linked_at = time.monotonic()
-                elif time.monotonic() - linked_at > _LINK_SECONDS:
-                    raise RecvTimeout
+            await _wait_while_linked(scheme, arriving)
             arriving.result()
         except RecvTimeout as exc:
             if (lost := scheme.link_lost) is not None:
@@ -189,13 +182,17 @@ class Phases:
             raise LocalProtocolError("no update is active: call start_weight_update first")
         scheme = self._require()
         if version and scheme.staged_version:
-            if self._pause is not None:
-                await self._switch(scheme, self._pause, version)
-            else:
-                async with self.gate.swap(version=self.gate.version) as swap:
-                    await self._switch(scheme, swap, version)
+            await self._switch_at_gate(scheme, version)
         self._label = self._label if label is None else label
         return {"message": "Weight update finished"}
+
+    async def _switch_at_gate(self, scheme: WeightSyncScheme, version: int) -> None:
+        """Switch the model inside the pause, or else with a turn at the gate of its own."""
+        if self._pause is not None:
+            await self._switch(scheme, self._pause, version)
+        else:
+            async with self.gate.swap(version=self.gate.version) as swap:
+                await self._switch(scheme, swap, version)
 
     async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
         if scheme.staged_version != version:
@@ -326,3 +323,19 @@ class Phases:
         async with self._turn:
             await self.resume({}, {})
             await self._disconnect()
+
+
+async def _wait_while_linked(scheme: WeightSyncScheme, arriving: asyncio.Future[Any]) -> None:
+    """Wait until a version has arrived, or its wait has failed.
+
+    Raises:
+        RecvTimeout: The link to the trainer is lost, and has not come back in time.
+    """
+    linked_at = time.monotonic()
+    # A lost link may come back. But a phase that waits holds up the end of a pause, and the next
+    # trainer.
+    while not (await asyncio.wait({arriving}, timeout=_POLL_SECONDS))[0]:
+        if scheme.link_lost is None:
+            linked_at = time.monotonic()
+        elif time.monotonic() - linked_at > _LINK_SECONDS:
+            raise RecvTimeout

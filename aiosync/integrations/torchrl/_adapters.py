@@ -172,9 +172,7 @@ class CollectorOwner(TorchRLOwner):
         scheme, collector, given = call.scheme, call.owned, call.given
         if not isinstance(scheme, RayWeightSyncScheme):
             # Only Ray's schemes reach actors by themselves. The others need their number.
-            actors = given.pop("remote_collectors", None)
-            if actors is not None:
-                given.setdefault("num_workers", len(actors))
+            _count_actors(given)
         model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
         _refuse_path(collector, model_id)
@@ -237,12 +235,8 @@ class CollectorOwner(TorchRLOwner):
             guard_policy(life_of(core).guard, collector)
             if is_stamped(collector):
                 stamp(collector)
-        actors = getattr(collector, "remote_collectors", None)
         try:
-            if actors:
-                run_on_loop(scheme, _connect_to_actors(core, actors, given))
-            else:
-                call.proceed()
+            _connect_to_workers(call)
         except PartialSyncError as exc:
             if not _collector_reports(collector, exc):
                 raise
@@ -347,6 +341,23 @@ class CollectorOwner(TorchRLOwner):
         "connect": (_connect, ()),
         "send": (_send, ("weights", "worker_ids")),
     }
+
+
+def _count_actors(given: dict[str, Any]) -> None:
+    """Replace the actors among the arguments of a call by their number."""
+    actors = given.pop("remote_collectors", None)
+    if actors is not None:
+        given.setdefault("num_workers", len(actors))
+
+
+def _connect_to_workers(call: _Call) -> None:
+    """Connect the trainer's scheme to the actors of a collector, or to its other workers."""
+    actors = getattr(call.owned, "remote_collectors", None)
+    if actors:
+        core = core_of(call.scheme)
+        run_on_loop(call.scheme, _connect_to_actors(core, actors, call.given))
+    else:
+        call.proceed()
 
 
 def _init_separately(call: _Call) -> None:
