@@ -38,12 +38,16 @@ def main(args: Sequence[str] | None = None) -> int:
         package = (exc.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
             raise
-        given = sys.argv[1:] if args is None else args
-        extra = "demo" if given[:1] == ["demo"] else "cli"
-        sys.stderr.write(
-            f"aiosync: this command needs {package}, which is not installed.\n"
-            "Install it with everything else that the command line needs:\n"
-            f"    pip install 'aiosync[{extra}]'\n"
-        )
+        _advise_to_install(package, sys.argv[1:] if args is None else args)
         return 1
     return 0
+
+
+def _advise_to_install(package: str, args: Sequence[str]) -> None:
+    """Say which extra of aiosync has the package that the command lacks."""
+    extra = "demo" if args[:1] == ["demo"] else "cli"
+    sys.stderr.write(
+        f"aiosync: this command needs {package}, which is not installed.\n"
+        "Install it with everything else that the command line needs:\n"
+        f"    pip install 'aiosync[{extra}]'\n"
+    )

@@ -250,7 +250,7 @@ def tls_of(
     Raises:
         ConfigError: The options do not fit together.
     """
-    if not (wanted or ca or cert or key or verify_clients):
+    if not any((wanted, ca, cert, key, verify_clients)):
         return None
     from aiosync.transports.credentials import TLS
 
@@ -301,6 +301,13 @@ def check_model_ids(given: Iterable[str]) -> None:
         raise ConfigError("--model-id: the name of the model is empty")
 
 
+def _text_of(error: AiosyncError) -> str:
+    """Return the text of an error; with its type and notes if no option is to blame."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).rstrip('.')}. {' '.join(error.__notes__)}"
+
+
 @contextmanager
 def failing(command: str, console: Console) -> Iterator[Callable[[], None]]:
     """Show an error of aiosync as one line and end the command; show aiosync's warnings, too.
@@ -329,10 +336,8 @@ def failing(command: str, console: Console) -> Iterator[Callable[[], None]]:
         yield accept_options
     except AiosyncError as exc:
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
-        text = str(exc)
-        if not isinstance(exc, ConfigError):
-            text = f"{type(exc).__name__}: {text.rstrip('.')}. {' '.join(exc.__notes__)}"
-        console.print(f"[red]aiosync {command}:[/red] {escape(plain(with_flags(text), 2000))}")
+        text = escape(plain(with_flags(_text_of(exc)), 2000))
+        console.print(f"[red]aiosync {command}:[/red] {text}")
         raise typer.Exit(status if wrong else 1) from None
     except KeyboardInterrupt:
         console.print("Stopped by Ctrl-C.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -84,11 +84,9 @@ def bench(
     """
     errors = errors_to()
     with failing("bench", errors) as accept_options:
-        from aiosync.bench import show
-
         ended = 0
         if source is not None:
-            if profile or transport or workload or workers:
+            if any((profile, transport, workload, workers)):
                 raise ConfigError("--from shows a whole file, and goes with no choice of a part")
             results = _read(source)
         else:
@@ -97,16 +95,20 @@ def bench(
                 write_text("--json", json_to, "")  # a bad path has to fail before the run
             accept_options()
             results, ended = _measure(plan, errors, json_to, quiet)
-        stream = sys.stderr if json_to == "-" else sys.stdout
-        show(
-            results,
-            Console(file=stream, highlight=False, width=None if stream.isatty() else _WIDTH),
-        )
+        _show(results, sys.stderr if json_to == "-" else sys.stdout)
         if json_to is not None:
             write_text("--json", json_to, results.to_json())
         if ended:
             errors.print("Stopped by Ctrl-C; every worker has ended.")
         raise typer.Exit(ended or int(results.failed))
+
+
+def _show(results: Results, stream: TextIO) -> None:
+    """Print the results, in lines of a fixed width if the stream is no terminal."""
+    from aiosync.bench import show
+
+    width = None if stream.isatty() else _WIDTH
+    show(results, Console(file=stream, highlight=False, width=width))
 
 
 def _choose(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Annotated, Any
 
@@ -72,16 +72,9 @@ def demo(
         if not is_live:
             console.print(title)
 
-        def is_shown(record: logging.LogRecord) -> bool:
-            return progress.started > 0 or record.levelno > logging.WARNING
-
-        # Workers that start slowly on a busy machine are no fault.
-        LOGGER.addFilter(is_shown)
-        try:
-            with live(progress, title, Console(highlight=False)) if is_live else nullcontext():
-                ppo.train(progress, transport.value, workers, seed, sync)
-        finally:
-            LOGGER.removeFilter(is_shown)
+        view = live(progress, title, Console(highlight=False)) if is_live else nullcontext()
+        with _without_early_warnings(progress), view:
+            ppo.train(progress, transport.value, workers, seed, sync)
         summary = {"transport": transport.value, "sync": sync, **progress.summary()}
         console.print(_end_of(progress, risen=summary["risen"]))
         if json_to is not None:
@@ -89,6 +82,20 @@ def demo(
         if plot_to is not None:
             write_text("--plot", plot_to, picture(progress, title))
         raise typer.Exit(0 if summary["risen"] else 1)
+
+
+@contextmanager
+def _without_early_warnings(progress: Progress) -> Iterator[None]:
+    """Keep warnings back until training has started: workers that start slowly are no fault."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return progress.started > 0 or record.levelno > logging.WARNING
+
+    LOGGER.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        LOGGER.removeFilter(is_shown)
 
 
 def _end_of(progress: Progress, *, risen: bool) -> str:

@@ -88,20 +88,7 @@ def doctor(
     errors = errors_to()
     with failing("doctor", errors):
         given = tls_of(wanted=tls, ca=tls_ca, cert=tls_cert, key=tls_key)
-        checks: dict[str, Callable[[], str]] = {
-            "python": platform.python_version,
-            "platform": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
-            "aiosync": lambda: __version__,
-            **{name: functools.partial(_version_of, name) for name in _REQUIRED},
-            "torch": _torch_version,
-            "optional": _optional,
-            "event loop": _event_loop,
-            "cores": lambda: f"{usable_cores()} usable of {os.cpu_count()}",
-            "torch threads": functools.partial(_torch_threads, workers),
-            **({"memfd": _memfd} if sys.platform == "linux" else {}),
-            "unix sockets": _unix_sockets,
-            "open files": functools.partial(_open_files, workers),
-        }
+        checks = _checks_here(workers)
         if token_file is not None or TOKEN_VARIABLE in os.environ:
             checks["token"] = functools.partial(_token, token_file)
         if given is not None:
@@ -131,6 +118,24 @@ def token(
         except OSError as exc:
             raise ConfigError(f"{file}: cannot be written: {exc.strerror}") from exc
         typer.echo(f"Token in {file}")
+
+
+def _checks_here(workers: int) -> dict[str, Callable[[], str]]:
+    """Return the checks of this machine by name."""
+    return {
+        "python": platform.python_version,
+        "platform": lambda: f"{platform.system()} {platform.release()} {platform.machine()}",
+        "aiosync": lambda: __version__,
+        **{name: functools.partial(_version_of, name) for name in _REQUIRED},
+        "torch": _torch_version,
+        "optional": _optional,
+        "event loop": _event_loop,
+        "cores": lambda: f"{usable_cores()} usable of {os.cpu_count()}",
+        "torch threads": functools.partial(_torch_threads, workers),
+        **({"memfd": _memfd} if sys.platform == "linux" else {}),
+        "unix sockets": _unix_sockets,
+        "open files": functools.partial(_open_files, workers),
+    }
 
 
 def _run_checks(

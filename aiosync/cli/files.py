@@ -101,23 +101,25 @@ def save_weights(
     path = os.path.realpath(path)
     check_target(path)
     safetensors, texts = _kind(path), dict(metadata or {})
-    tensors = {name: each for name, each in mapping.items() if isinstance(each, torch.Tensor)}
-    if safetensors is not None and len(tensors) < len(mapping):
-        others = ", ".join(name for name in mapping if name not in tensors)[:200]
-        raise ConfigError(f"{path}: safetensors holds tensors only, not {others}: use .pt")
+    if safetensors is not None:
+        _refuse_plain_values(path, mapping)
     try:
         with replacing(path) as (file, temporary):
             if safetensors is not None:
                 # The package replaces the temporary file by a private file of its own.
-                safetensors.torch.save_file(_unshared(tensors), temporary, texts)
+                safetensors.torch.save_file(_unshared(mapping), temporary, texts)
             elif path.lower().endswith(".ckpt"):
                 torch.save({"state_dict": dict(mapping), "metadata": texts}, file)
             else:
                 torch.save(dict(mapping), file)
     except Exception as exc:  # the user sees the error: torch and safetensors raise several types
-        why = exc.__context__ if isinstance(exc.__context__, OSError) else exc
-        text = why.strerror if isinstance(why, OSError) else f"{type(why).__name__}: {why}"
-        raise ConfigError(f"{path}: cannot be written: {str(text)[:200]}") from exc
+        raise ConfigError(f"{path}: cannot be written: {_why_not_written(exc)[:200]}") from exc
+
+
+def _why_not_written(error: Exception) -> str:
+    """Return the reason of the operating system, if it has one, or else the error itself."""
+    why = error.__context__ if isinstance(error.__context__, OSError) else error
+    return str(why.strerror) if isinstance(why, OSError) else f"{type(why).__name__}: {why}"
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -206,6 +208,14 @@ def _is_state_dict(value: Mapping[Any, Any]) -> bool:
 # -- safetensors ------------------------------------------------------------------------------
 
 
+def _refuse_plain_values(path: str, mapping: Mapping[str, Any]) -> None:
+    """Refuse weights with values that are no tensors."""
+    others = [name for name, each in mapping.items() if not isinstance(each, torch.Tensor)]
+    if others:
+        listed = ", ".join(others)[:200]
+        raise ConfigError(f"{path}: safetensors holds tensors only, not {listed}: use .pt")
+
+
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors, copied where they share memory, which the package refuses."""
     own, seen = dict[str, torch.Tensor](), set[int]()
@@ -217,12 +227,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
-    try:
-        with package.safe_open(path, framework="pt", device="cpu") as file:
-            texts = file.metadata() or {}
-            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as exc:  # the user sees the error: the package and torch raise several types
-        raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc
+    found, texts = _read_safetensors(package, path)
     if any(name.startswith("aiosync.") for name in texts):
         raise ConfigError(
             f"{path}: this is a file of a weight server's store, or of an older `aiosync pull`, "
@@ -231,3 +236,13 @@ def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
     if not found:
         raise ConfigError(f"{path}: holds no tensors; save model.state_dict()")
     return found
+
+
+def _read_safetensors(package: ModuleType, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors of a file by name, and the texts that it keeps beside them."""
+    try:
+        with package.safe_open(path, framework="pt", device="cpu") as file:
+            texts = file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, texts
+    except Exception as exc:  # the user sees the error: the package and torch raise several types
+        raise ConfigError(f"{path}: not a safetensors file, or damaged: {str(exc)[:200]}") from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
 import typer
@@ -98,13 +99,18 @@ def plan(
         slowest = size / 1e9 / min(speed.encode, speed.decode)
         seconds = max(wire * encoded / size * workers, slowest)
         ways.append(('delta="auto", to each worker', encoded * workers, seconds, "one copy a side"))
-    table = Table("a send", "leaves the trainer", "seconds", "memory beside", box=None)
-    for name, nbytes, seconds, memory in ways:
-        shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-        table.add_row(name, show_nbytes(nbytes), shown, memory)
     console = Console(highlight=False, width=_WIDTH)
-    console.print(table)
+    console.print(_as_table(ways))
     best = min(ways, key=lambda way: way[2])
     console.print(f"\nThe soonest: {best[0]}.", markup=False)
     if _BIT_WIDTHS[dtype] == 32:
         console.print("Nearly every weight in fp32 changes, so a delta saves little: see bf16.")
+
+
+def _as_table(ways: Iterable[tuple[str, float, float, str]]) -> Table:
+    """Return the ways to send as a table: name, bytes, seconds and memory of each."""
+    table = Table("a send", "leaves the trainer", "seconds", "memory beside", box=None)
+    for name, nbytes, seconds, memory in ways:
+        shown = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+        table.add_row(name, show_nbytes(nbytes), shown, memory)
+    return table

@@ -133,15 +133,19 @@ class Workers:
                     batch.append(channel.recv())
                     channel.send_bytes(b"next")
                 except (EOFError, ConnectionResetError, BrokenPipeError):
-                    process = self.processes[self.channels.index(channel)]
-                    process.join(5.0)
-                    raise AiosyncError(
-                        f"{process.name} (pid {process.pid}) ended with exit code "
-                        f"{process.exitcode} before it was asked to stop"
-                    ) from None
+                    raise self._ended_early(self.channels.index(channel)) from None
             if self.stopped:
                 break
         return batch
+
+    def _ended_early(self, index: int) -> AiosyncError:
+        """Return the error for a worker process that ended before it was asked to stop."""
+        process = self.processes[index]
+        process.join(5.0)
+        return AiosyncError(
+            f"{process.name} (pid {process.pid}) ended with exit code "
+            f"{process.exitcode} before it was asked to stop"
+        )
 
 
 @contextmanager
@@ -189,6 +193,14 @@ def make_policy() -> nn.Module:
     )
 
 
+def _advantages(episodes: Sequence[Episode]) -> torch.Tensor:
+    """Return how much better than the mean each step of the episodes is, by its return."""
+    left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
+    # Each step until the end of the episode has the reward 1, discounted.
+    returns = (1 - _GAMMA**left) / (1 - _GAMMA)
+    return (returns - returns.mean()) / (returns.std() + 1e-8)
+
+
 def improve(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -205,10 +217,7 @@ def improve(
     obs = torch.from_numpy(np.array([step.obs for step in steps]))
     actions = torch.tensor([step.action for step in steps])
     old_log_probs = torch.tensor([step.log_prob for step in steps])
-    left = torch.cat([torch.arange(len(episode), 0, -1) for _, episode in episodes])
-    # Each step until the end of the episode has the reward 1, discounted.
-    returns = (1 - _GAMMA**left) / (1 - _GAMMA)
-    advantages = (returns - returns.mean()) / (returns.std() + 1e-8)
+    advantages = _advantages(episodes)
     for _ in range(_EPOCHS):
         for rows in torch.randperm(len(obs)).chunk(-(-len(obs) // _MINIBATCH)):
             log_probs = policy(obs[rows]).log_softmax(-1)

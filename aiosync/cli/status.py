@@ -24,6 +24,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -131,17 +132,25 @@ def status(
 
 
 def _served_model(model: Values) -> dict[str, Any]:
-    has = bool(model["version"])
     return {
         "model": model["model_id"],
         "strategy": model["strategy"],
-        "version": model["version"] if has else "-",
-        "size": show_nbytes(model["nbytes"]) if has else "-",
-        "tensors": model["tensors"] if has else "-",
-        "age": _show_seconds(time.time() - model["updated_at"]) if has else "-",
+        **_served_version(model),
         "workers": len(model["workers"]),
         "lag": max((worker["lag"] for worker in model["workers"]), default=0),
         "trainer": model["trainer"] or "-",
+    }
+
+
+def _served_version(model: Values) -> dict[str, Any]:
+    """Return the columns about the version of a model, which hold dashes if it has none yet."""
+    if not model["version"]:
+        return dict.fromkeys(("version", "size", "tensors", "age"), "-")
+    return {
+        "version": model["version"],
+        "size": show_nbytes(model["nbytes"]),
+        "tensors": model["tensors"],
+        "age": _show_seconds(time.time() - model["updated_at"]),
     }
 
 
@@ -165,12 +174,7 @@ def _tables(values: Values) -> RenderableType:
     """Return everything in a server's status, as tables and lines of text."""
     models = values["models"]
     parts: list[RenderableType] = [
-        Text(
-            f"{plain(values['url'])}, aiosync {plain(values['aiosync'])}, up "
-            f"{_show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
-            f"connections now, {plain(values['accepted'])} in all"
-            f"{', with a store' if values['store'] else ''}"
-        ),
+        Text(_server_line(values)),
         make_table(map(_served_model, models), narrow_without=("strategy", "tensors"))
         if models
         else Text("No models yet."),
@@ -183,14 +187,28 @@ def _tables(values: Values) -> RenderableType:
         for model in models
         if model["refusal"]
     ]
-    for what, counts in (
+    return Group(*parts, *_lost_links(values))
+
+
+def _server_line(values: Values) -> str:
+    """Return the line about a server itself: address, release, age and connections."""
+    return (
+        f"{plain(values['url'])}, aiosync {plain(values['aiosync'])}, up "
+        f"{_show_seconds(values['uptime_seconds'])}, {plain(values['connections'])} "
+        f"connections now, {plain(values['accepted'])} in all"
+        f"{', with a store' if values['store'] else ''}"
+    )
+
+
+def _lost_links(values: Values) -> Iterator[Text]:
+    """Yield a line with the causes of refused connections, and one with those of ended links."""
+    for what, numbers in (
         ("Refused connections", values["refused"]),
         ("Links that ended", values["ended"]),
     ):
-        listed = ", ".join(f"{plain(name)} {count}" for name, count in counts.items())
+        listed = ", ".join(f"{plain(name)} {number}" for name, number in numbers.items())
         if listed:
-            parts.append(Text(f"{what}: {listed}"))
-    return Group(*parts)
+            yield Text(f"{what}: {listed}")
 
 
 # -- tables of both commands -----------------------------------------------------------------------
@@ -203,6 +221,19 @@ def _show_seconds(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86400:.0f} d"
+
+
+def _add_columns(table: Table, names: Iterable[str]) -> None:
+    """Add columns to a table: words fold at the left, numbers stay whole at the right."""
+    for name in names:
+        words = name in _WORDS
+        table.add_column(
+            name,
+            justify="left" if words else "right",
+            no_wrap=not words,
+            overflow="fold",
+            min_width=len(name),
+        )
 
 
 def make_table(
@@ -228,15 +259,7 @@ def make_table(
             if width >= _ALL or name not in narrow_without
         }
         if not table.columns:
-            for name in shown:
-                words = name in _WORDS
-                table.add_column(
-                    name,
-                    justify="left" if words else "right",
-                    no_wrap=not words,
-                    overflow="fold",
-                    min_width=len(name),
-                )
+            _add_columns(table, shown)
         table.add_row(*(escape(plain(each, 60)) for each in shown.values()), style=style)
     return table
 
@@ -339,23 +362,34 @@ async def _show(
 def draw(url: str, look: Look, height: int | None = None) -> RenderableType:
     """Return the tables of a look, in about ``height`` lines; the worst workers come first."""
     found = workers(look.models)
-    here = sum(worker.state != "left" for _, worker in found)
-    total = Text(f"{plain(url)}: {here} worker{'s' * (here != 1)}")
-    for state, count in counts(found).items():
-        total.append(", ").append(f"{count} {state}", _STYLES[state])
-    parts: list[RenderableType] = [total]
+    parts: list[RenderableType] = [_total(url, found)]
     if look.error is not None:
         parts.append(Text(look.trouble, "bold red"))
     models = [{"model": each.model, **facts(look, each)} for each in look.models]
     parts.append(make_table(models) if models else Text("No models yet."))
     room = len(found) if height is None else max(1, height - len(models) - _FRAMES)
-    rows = [_worker_row(model, worker, len(models) > 1) for model, worker in found[:room]]
+    return Group(*parts, *_worker_lines(found, room, len(models) > 1))
+
+
+def _worker_lines(
+    found: Sequence[tuple[SyncStats, WorkerStats]], room: int, named: bool
+) -> Iterator[RenderableType]:
+    """Yield the table of the first ``room`` workers, and a line that counts the others."""
+    rows = [_worker_row(model, worker, named) for model, worker in found[:room]]
     if rows:
-        parts.append(make_table(rows, (_STYLES[worker.state] for _, worker in found)))
+        yield make_table(rows, (_STYLES[worker.state] for _, worker in found))
     if found[room:]:
         rest = ", ".join(f"{count} {state}" for state, count in counts(found[room:]).items())
-        parts.append(Text(f"and {rest}"))
-    return Group(*parts)
+        yield Text(f"and {rest}")
+
+
+def _total(url: str, found: Sequence[tuple[SyncStats, WorkerStats]]) -> Text:
+    """Return the line that counts the workers of a peer, in all and in each state."""
+    here = sum(worker.state != "left" for _, worker in found)
+    total = Text(f"{plain(url)}: {here} worker{'s' * (here != 1)}")
+    for state, count in counts(found).items():
+        total.append(", ").append(f"{count} {state}", _STYLES[state])
+    return total
 
 
 def _worker_row(model: SyncStats, worker: WorkerStats, named: bool) -> Facts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,7 +119,6 @@ async def _push(
     """
     from aiosync.rendezvous.handshake import ANY_STRATEGY
     from aiosync.schemes import TCPWeightSyncScheme
-    from aiosync.tensors import Layout, collect
 
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -129,22 +128,9 @@ async def _push(
 
     # The scheme would dial until the timeout if another trainer pushed the model, so ask first.
     status = await client.status(timeout=timeout)
-    if status.get("upstream"):
-        raise ConfigError(f"that server follows {status['upstream']}: push there")
-    for model in status.get("models") or ():
-        if model.get("model_id") == model_id and model.get("trainer"):
-            raise ConnectError(
-                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
-                "first, or push under another --model-id"
-            )
+    _refuse_if_taken(status, model_id)
     # Wrong weights have to be refused before the scheme connects to the server.
-    layout, (file, held) = Layout.plan(collect(weights).leaves), source
-    nbytes, largest = layout.nbytes, max(layout.manifest.leaves, key=lambda leaf: leaf.nbytes)
-    if largest.nbytes > held or nbytes > _MAX_VIEWS * held:
-        raise ConfigError(
-            f"{file}: {largest.name!r} has {largest.nbytes} bytes, all tensors {nbytes}: more than "
-            f"the file holds, which has {held}. Save tensor.contiguous() of what was expanded"
-        )
+    nbytes = _check_size(weights, *source)
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )
@@ -172,6 +158,32 @@ async def _push(
         finally:
             showing.cancel()
         return scheme.epoch, scheme.version, nbytes, loop.time() - started
+
+
+def _refuse_if_taken(status: Mapping[str, Any], model_id: str) -> None:
+    """Raise if a server follows another one, or if another trainer is pushing the model to it."""
+    if status.get("upstream"):
+        raise ConfigError(f"that server follows {status['upstream']}: push there")
+    for model in status.get("models") or ():
+        if model.get("model_id") == model_id and model.get("trainer"):
+            raise ConnectError(
+                f"{model['trainer']} is already pushing model {model_id!r} to this server: end it "
+                "first, or push under another --model-id"
+            )
+
+
+def _check_size(weights: dict[str, Any], file: Path, held: int) -> int:
+    """Return the bytes of the weights; raise if they are more than a file of ``held`` bytes has."""
+    from aiosync.tensors import Layout, collect
+
+    layout = Layout.plan(collect(weights).leaves)
+    nbytes, largest = layout.nbytes, max(layout.manifest.leaves, key=lambda leaf: leaf.nbytes)
+    if largest.nbytes > held or nbytes > _MAX_VIEWS * held:
+        raise ConfigError(
+            f"{file}: {largest.name!r} has {largest.nbytes} bytes, all tensors {nbytes}: more than "
+            f"the file holds, which has {held}. Save tensor.contiguous() of what was expanded"
+        )
+    return nbytes
 
 
 def pull(
