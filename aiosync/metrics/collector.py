@@ -11,7 +11,7 @@ import importlib
 import itertools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import add
 from types import ModuleType
@@ -411,13 +411,8 @@ class Metrics:
         for model, count in tuple(self._unversioned.items()):
             put("aiosync_samples_unversioned_total", (model,), count)
         for source in self._sources:
-            all_stats, refused = _read(source)
-            for reason, count in refused.items():
-                put("aiosync_refused_total", (reason,), count)
-            for stats, name in itertools.product(all_stats, found):
-                if METRICS[name].kind == "counter" or not _is_closed(source):
-                    for labels, value in METRICS[name].read(stats).items():
-                        put(name, labels, value)
+            for name, labels, value in _values_of(source, found):
+                put(name, labels, value)
         return found
 
     def collect(self) -> Iterator[Family]:
@@ -428,11 +423,7 @@ class Metrics:
         """
         client = optional("prometheus_client.core")
         values = self.values()
-        with self._lock:
-            counted = {
-                name: {labels: tuple(counts) for labels, counts in known.items()}
-                for name, known in self._histograms.items()
-            }
+        counted = self._copy_histograms()
         for name, metric in METRICS.items():
             family = getattr(client, f"{metric.kind.title()}MetricFamily")(
                 name, metric.help, labels=metric.labels, unit=metric.unit
@@ -445,6 +436,14 @@ class Metrics:
                 family.add_metric(labels, list(buckets), total)
             yield family
 
+    def _copy_histograms(self) -> dict[str, dict[_Labels, tuple[float, ...]]]:
+        """Return the counts and the total of each histogram at this moment."""
+        with self._lock:
+            return {
+                name: {labels: tuple(counts) for labels, counts in known.items()}
+                for name, known in self._histograms.items()
+            }
+
 
 def _read(source: Source) -> tuple[tuple[SyncStats, ...], Mapping[str, int]]:
     """Return the statistics and the refusals of a source; none of a gate."""
@@ -456,6 +455,17 @@ def _read(source: Source) -> tuple[tuple[SyncStats, ...], Mapping[str, int]]:
         return (source.stats(),), getattr(source, "refused", {})
     except LocalProtocolError:  # a scheme without a role has no statistics yet
         return (), {}
+
+
+def _values_of(source: Source, names: Iterable[str]) -> Iterator[tuple[str, _Labels, float]]:
+    """Yield the values that a source has for these metrics: name, labels and value of each."""
+    all_stats, refused = _read(source)
+    for reason, count in refused.items():
+        yield "aiosync_refused_total", (reason,), count
+    for stats, name in itertools.product(all_stats, names):
+        if METRICS[name].kind == "counter" or not _is_closed(source):
+            for labels, value in METRICS[name].read(stats).items():
+                yield name, labels, value
 
 
 def _is_closed(source: Source) -> bool:

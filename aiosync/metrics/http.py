@@ -107,11 +107,7 @@ class HttpServer:
         try:
             if not self._server.is_serving():  # the server was closed after it accepted this link
                 return
-            # A probe asks at once, so a link without a request is closed before the others.
-            if len(self._links) == _MAX_LINKS:
-                oldest = min(self._links, key=self._links.__getitem__)
-                del self._links[oldest]
-                oldest.cancel()
+            self._make_room()
             self._links[link] = False
             async with asyncio.timeout(_SECONDS) as deadline:
                 try:
@@ -127,13 +123,7 @@ class HttpServer:
                     return
                 deadline.reschedule(None)
                 hanging_up = loop.create_task(_end_with(reader, link))
-                writer.write(_EVENTS)
-                async with contextlib.aclosing(answer):
-                    async for event in answer:
-                        writer.write(event)
-                        deadline.reschedule(loop.time() + _SECONDS)
-                        await writer.drain()
-                        deadline.reschedule(None)
+                await _write_events(writer, answer, deadline)
         except (asyncio.CancelledError, EOFError, OSError):  # the client has gone or is too slow
             return
         finally:
@@ -141,6 +131,14 @@ class HttpServer:
             self._links.pop(link, None)
             if hanging_up is not None:
                 hanging_up.cancel()
+
+    def _make_room(self) -> None:
+        """Cancel the oldest link without a request, or else the oldest, if there are too many."""
+        # A probe asks at once, so a link without a request is closed before the others.
+        if len(self._links) == _MAX_LINKS:
+            oldest = min(self._links, key=self._links.__getitem__)
+            del self._links[oldest]
+            oldest.cancel()
 
     async def _is_name_of_this(self, host: str) -> bool:
         """Return True if no other site can have chosen the name for its own pages."""
@@ -188,12 +186,16 @@ def _parse(request: bytes) -> tuple[str, str, str, list[str]] | None:
     target = _TARGET.fullmatch(words[1]) if len(words) == 3 and words[1] else None
     if target is None or not (ended and words[2].startswith("HTTP/1.")):
         return None
-    hosts = [each[5:] for each in fields if each.lower().startswith("host:")]
-    if target[1]:
-        hosts = [target[1]]  # the host of an absolute URL counts instead of the Host field
+    # The host of an absolute URL counts instead of the Host field.
+    hosts = [target[1]] if target[1] else _named_hosts(fields)
     if len(hosts) > 1:
         return None
     return words[0], target[2] or "/", _host_of(hosts[0]) if hosts else "", fields
+
+
+def _named_hosts(fields: Iterable[str]) -> list[str]:
+    """Return the value of each Host field among the header lines."""
+    return [each[5:] for each in fields if each.lower().startswith("host:")]
 
 
 def _reply(status: HTTPStatus, kind: str = TEXT, body: bytes = b"") -> bytes:
@@ -209,6 +211,20 @@ def _host_of(authority: str) -> str:
     """Return the host of ``host:port`` without brackets, in small letters."""
     host = authority.strip().lower()
     return host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].rstrip(".")
+
+
+async def _write_events(
+    writer: asyncio.StreamWriter, events: AsyncGenerator[bytes], deadline: asyncio.Timeout
+) -> None:
+    """Write each event as it comes; the deadline runs while the client takes one."""
+    loop = asyncio.get_running_loop()
+    writer.write(_EVENTS)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            writer.write(event)
+            deadline.reschedule(loop.time() + _SECONDS)
+            await writer.drain()
+            deadline.reschedule(None)
 
 
 async def _end_with(reader: asyncio.StreamReader, link: asyncio.Task[None]) -> None:

@@ -96,14 +96,7 @@ class Tracing:
 
     def on_sync(self, event: SyncEvent) -> None:
         """End the span of a send, or make the span of an update that a worker received."""
-        at = event.started_at
-        sent = event.role == "sender"
-        span = self._open.pop(event.trace or "", None) if sent else None
-        if span is None:
-            carrier = {} if event.trace is None else {"traceparent": event.trace}
-            name = "aiosync.send" if sent else "aiosync.receive"
-            parent = self._propagator.extract(carrier)
-            span = self._tracer.start_span(name, parent, start_time=_nanoseconds(at))
+        span = self._take_span(event)
         span.set_attributes(
             {
                 "aiosync.model": event.model,
@@ -117,7 +110,22 @@ class Tracing:
             span.set_attribute("aiosync.pause", event.seconds["pause"])
         if event.outcome not in ("ok", "skipped"):
             span.set_status(self._api.StatusCode.ERROR, event.outcome)
-        context = self._api.set_span_in_context(span)
+        span.end(_nanoseconds(self._add_phases(span, event)))
+
+    def _take_span(self, event: SyncEvent) -> Any:
+        """Return the open span of a send, or start the span of an update."""
+        sent = event.role == "sender"
+        span = self._open.pop(event.trace or "", None) if sent else None
+        if span is None:
+            carrier = {} if event.trace is None else {"traceparent": event.trace}
+            name = "aiosync.send" if sent else "aiosync.receive"
+            parent = self._propagator.extract(carrier)
+            span = self._tracer.start_span(name, parent, start_time=_nanoseconds(event.started_at))
+        return span
+
+    def _add_phases(self, span: Any, event: SyncEvent) -> float:
+        """Add a span for each phase below the span of an update; return when the last one ended."""
+        at, context = event.started_at, self._api.set_span_in_context(span)
         for phase in _PHASES:
             if phase in event.seconds:
                 child = self._tracer.start_span(
@@ -125,7 +133,7 @@ class Tracing:
                 )
                 at += event.seconds[phase]
                 child.end(_nanoseconds(at))
-        span.end(_nanoseconds(at))
+        return at
 
 
 def _nanoseconds(seconds: float) -> int:
