@@ -310,6 +310,15 @@ def _begin(target: Callable[..., None], *args: Any) -> None:
     target(*args)
 
 
+def _end(process: BaseProcess, timeout: float) -> None:
+    """Wait for a process to end, and kill it if it has not after ``timeout`` seconds."""
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    process.close()
+
+
 class Crew:
     """Worker processes, and the pipes that the trainer asks them through.
 
@@ -351,11 +360,7 @@ class Crew:
             except OSError:  # the process has ended already
                 continue
         for process in self.processes:
-            process.join(timeout)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+            _end(process, timeout)
         for pipe in self._pipes:
             pipe.close()
         self.processes.clear()
@@ -581,13 +586,19 @@ wake_up: Callable[..., Stream] = functools.partial(Stream, wake_up=True)
 """Limit that sends one byte to each worker, which sleeps until then, and waits for one back."""
 
 
-def _pair(family: str) -> tuple[socket.socket, socket.socket]:
+def _connected(family: str) -> tuple[socket.socket, socket.socket]:
+    """Return two sockets of a family that are connected to each other."""
     if family == "unix":
-        ours, theirs = socket.socketpair()
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ours = socket.create_connection(server.getsockname(), PATIENCE)
-            theirs, _ = server.accept()
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname(), PATIENCE)
+        theirs, _ = server.accept()
+    return ours, theirs
+
+
+def _pair(family: str) -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets with the buffers and time limits of a measurement."""
+    ours, theirs = _connected(family)
     for sock in (ours, theirs):
         # A timeout of Python's would cost a poll() at every call; the kernel's own, below, do not.
         sock.settimeout(None)

@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -141,22 +141,32 @@ def choose(
         ("--transport", transports, known),
         ("--workload", workloads, WORKLOADS),
     ):
-        for name in given:
-            if name not in names:
-                raise ConfigError(f"{option}: there is no {name}; there is: {', '.join(names)}")
-    cases = [
-        case
-        for case in plan.cases
-        if (not transports or case.transport in transports)
-        and (not workloads or case.workload in workloads)
-        and (not workers or case.workers in workers)
-    ]
+        _refuse_unknown(option, given, names)
+    cases = [case for case in plan.cases if _is_chosen(case, transports, workloads, workers)]
     if not cases:
         there = "; ".join(map(str, plan.cases))
         raise ConfigError(
             f"these options select nothing in the profile {plan.name}, which contains: {there}"
         )
     return dataclasses.replace(plan, cases=cases)
+
+
+def _is_chosen(
+    case: Case, transports: Collection[str], workloads: Collection[str], workers: Collection[int]
+) -> bool:
+    """Return True if a case is in each of the collections that is not empty."""
+    return (
+        (not transports or case.transport in transports)
+        and (not workloads or case.workload in workloads)
+        and (not workers or case.workers in workers)
+    )
+
+
+def _refuse_unknown(option: str, given: Iterable[str], names: Collection[str]) -> None:
+    """Raise if an option names a transport or workload that does not exist."""
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{option}: there is no {name}; there is: {', '.join(names)}")
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -426,11 +436,15 @@ async def _measure(case: Case, plan: Plan, results: Results) -> None:
                 await asyncio.sleep(0)
                 block = await attempt(name, rounds.block, plan.sends(case) if turn else 2)
                 blocks.setdefault(name, []).extend([block] if turn and block else [])
-        for name in turns:
-            seconds = [each for block in blocks[name] for each in block.seconds]
-            trainer = sum(block.trainer_cpu for block in blocks[name])
-            worker = sum(block.worker_cpu for block in blocks[name])
-            results.timings.append(Timing(case, name, seconds, trainer, worker))
+        results.timings.extend(_timing_of(case, name, blocks[name]) for name in turns)
+
+
+def _timing_of(case: Case, name: str, blocks: Sequence[Block]) -> Timing:
+    """Return the timing of a contender: that of all its blocks."""
+    seconds = [each for block in blocks for each in block.seconds]
+    trainer = sum(block.trainer_cpu for block in blocks)
+    worker = sum(block.worker_cpu for block in blocks)
+    return Timing(case, name, seconds, trainer, worker)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -470,16 +484,21 @@ def show(results: Results, console: Console) -> None:
         console.print(f"Not measured: {missing.what}: {text}", markup=False)
 
 
-def _transport_table(results: Results, transport: str) -> Table:
-    """Return the table of a transport, with a row for each case.
+def _empty_table(title: str) -> Table:
+    """Return a table with the columns of every transport.
 
     A heading with a line break is as narrow as the numbers below it.
     """
-    title = f"Transport {transport}: send to applied"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in ("work", "workers", "aiosync", "10 % - 90 %", "limit", "of the\nlimit"):
         words = heading in ("work", "workers")
         table.add_column(heading, justify="left" if words else "right", no_wrap=True)
+    return table
+
+
+def _transport_table(results: Results, transport: str) -> Table:
+    """Return the table of a transport, with a row for each case."""
+    table = _empty_table(f"Transport {transport}: send to applied")
     timings = [timing for timing in results.timings if timing.case.transport == transport]
     for case in dict.fromkeys(timing.case for timing in timings):
         limit, ours = limit_of(results, case), results.timing(case, "aiosync")
