@@ -145,21 +145,10 @@ class _Portal:
             raise
 
     def _main(self) -> None:
-        loop = self.loop
         self.selector.turn.acquire()
         try:
-            loop.run_until_complete(self._stop.wait())
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            # The shutdown waits in a thread, which cannot start any more once the interpreter is
-            # ending (Python 3.12 and newer). The interpreter then waits for the threads of
-            # executors itself.
-            with contextlib.suppress(RuntimeError):
-                loop.run_until_complete(loop.shutdown_default_executor())
+            self.loop.run_until_complete(self._stop.wait())
+            self._end_tasks()
         finally:
             # If stop() was not called, foreign code has closed the loop's descriptors.
             orphans = [] if self.stopping else list(self.leases)
@@ -169,6 +158,21 @@ class _Portal:
                     held.on_death()
             self._close()
             self.selector.turn.release()
+
+    def _end_tasks(self) -> None:
+        """Cancel the tasks that still run on the loop, then end its generators and executor."""
+        loop = self.loop
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_SECONDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        # The shutdown waits in a thread, which cannot start any more once the interpreter is
+        # ending (Python 3.12 and newer). The interpreter then waits for the threads of executors
+        # itself.
+        with contextlib.suppress(RuntimeError):
+            loop.run_until_complete(loop.shutdown_default_executor())
 
     def _close(self) -> None:
         global _portals
