@@ -311,11 +311,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         given.model, given.weights, given.loader, given.context = model, weights, loader, context
         # The index may have been assigned before.
         found = worker_idx if worker_idx is not None else life.worker_idx
-        if found is None:
-            # A collector may have no index yet.
-            with contextlib.suppress(RuntimeError):
-                found = getattr(context, "worker_idx", None)
-        life.worker_idx = None if found is None else as_index("worker_idx", found)
+        life.worker_idx = _index_of(context) if found is None else as_index("worker_idx", found)
         life.side = worker
 
     init_on_worker = init_on_receiver
@@ -387,19 +383,24 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             sender = life.sender
             if sender is not None and sender.workers.expected.others_may_connect_after(exc):
                 life.connected = not life.closed
-                raise
-            # abort() cancels a call that still connects, and this one has ended.
-            was_closed, life.connecting = life.closed, None
-            self.abort()
-            if life.runtime is not None:
-                # Another task may have closed the scheme before this call made the runtime.
-                life.runtime.abort()
-            if was_closed:
-                life.check_cancelled(exc, cancelled_before)
+            else:
+                self._end_attempt(exc, cancelled_before)
             raise
         finally:
             life.connecting = None
         life.connected = True
+
+    def _end_attempt(self, error: BaseException, cancelled_before: int) -> None:
+        """Close the scheme after a connect() that failed; raise if close() cancelled that call."""
+        life = self._life
+        # abort() cancels a call that still connects, and this one has ended.
+        was_closed, life.connecting = life.closed, None
+        self.abort()
+        if life.runtime is not None:
+            # Another task may have closed the scheme before this call made the runtime.
+            life.runtime.abort()
+        if was_closed:
+            life.check_cancelled(error, cancelled_before)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -759,3 +760,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             )
         finally:  # The warning may be turned into an error.
             self.abort()
+
+
+def _index_of(context: Any) -> int | None:
+    """Return the worker's index that a context has, such as a collector; ``None`` without one."""
+    found = None
+    # A collector may have no index yet.
+    with contextlib.suppress(RuntimeError):
+        found = getattr(context, "worker_idx", None)
+    return None if found is None else as_index("worker_idx", found)

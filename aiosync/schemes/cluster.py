@@ -298,6 +298,11 @@ class ClusterFabric(StreamFabric[_Scheme]):
             if token is not None:
                 self.credentials = Credentials(token=token)
             return token is not None
+        self._check_address()
+        return False
+
+    def _check_address(self) -> None:
+        """Raise if this worker knows no address to reach the trainer at."""
         where, not_found = self.address, self.not_found
         if not_found and (where is None or not (where.port or where.path)):
             raise ConnectError(not_found)
@@ -306,4 +311,3 @@ class ClusterFabric(StreamFabric[_Scheme]):
                 "this worker does not know where the trainer listens: pickle or copy the scheme "
                 "after init_on_sender(), or pass address="
             )
-        return False

@@ -42,9 +42,14 @@ async def connect_all(
     try:
         await asyncio.gather(*tasks)
     except BaseException as exc:  # The error is raised again for the caller.
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(outcome, AiosyncError) and outcome is not exc:
-                exc.add_note(f"{type(outcome).__name__}: {outcome}")
+        await _end_others(tasks, exc)
         raise
+
+
+async def _end_others(tasks: Sequence[asyncio.Task[None]], error: BaseException) -> None:
+    """Cancel the calls that still connect, and note the errors of the others on the first one."""
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, AiosyncError) and outcome is not error:
+            error.add_note(f"{type(outcome).__name__}: {outcome}")

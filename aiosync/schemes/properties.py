@@ -273,6 +273,13 @@ class SchemeState(SchemeOptions):
         Returns:
             A TensorDict or a state dict on the memory of the source, or ``None``.
         """
+        weights = self._resolve_weights(weights, model_id, context)
+        if weights is None or is_per_worker(weights):
+            return weights
+        return (strategy or self._strategy).extract_weights(weights)
+
+    def _resolve_weights(self, weights: Any, model_id: str | None, context: Any) -> Any:
+        """Return the weights that a call gives or names, or else those of the model."""
         given = self._life.given
         own = context is None or context is given.context
         own = own and model_id in (None, self.model_id)
@@ -280,10 +287,7 @@ class SchemeState(SchemeOptions):
         if weights is None and own:
             weights = given.model if given.weights is None else given.weights
         context = given.context if context is None else context
-        weights = sources.resolve(weights, context, model_id or self.model_id or "policy")
-        if weights is None or is_per_worker(weights):
-            return weights
-        return (strategy or self._strategy).extract_weights(weights)
+        return sources.resolve(weights, context, model_id or self.model_id or "policy")
 
     # -- reads ---------------------------------------------------------------------------------
 

@@ -184,12 +184,7 @@ class RayWeightSyncScheme(RayOptions, ClusterScheme):
             ctx: Ignored.
         """
         if remote_collectors is not None:
-            if num_workers not in (None, len(remote_collectors)):
-                raise ConfigError(
-                    f"conflicting numbers of workers (num_workers: "
-                    f"{num_workers}, remote_collectors: {len(remote_collectors)})"
-                )
-            num_workers = len(remote_collectors)
+            num_workers = _count_collectors(remote_collectors, num_workers)
         need_cluster()
         super().init_on_sender(
             model_id,
@@ -670,3 +665,13 @@ def _leave(transform: Any, model_id: str, ticket: bytes | None = None) -> None:
     if receiver is not None and ticket in (None, receiver.ticket):
         del _receivers[id(transform), model_id]
         receiver.close()
+
+
+def _count_collectors(collectors: Sequence[Any], num_workers: int | None) -> int:
+    """Return the number of collectors; raise if another number of workers was given."""
+    if num_workers not in (None, len(collectors)):
+        raise ConfigError(
+            f"conflicting numbers of workers (num_workers: "
+            f"{num_workers}, remote_collectors: {len(collectors)})"
+        )
+    return len(collectors)

@@ -159,10 +159,7 @@ class RPCWeightSyncScheme(RPCOptions, ClusterScheme):
             ConfigError: The arguments exclude each other.
             LocalProtocolError: This object already has a role.
         """
-        if isinstance(workers, str):
-            raise ConfigError(f"workers must be a list of names, got {workers!r}")
-        infos = getattr(context, "collector_infos", None) if workers is None else workers
-        names = [_name_of(info) for info in infos or ()]
+        names = _names_of(workers, context)
         others = (params_map, devices, pipes, transports)
         if num_workers is None and names and all(other is None for other in others):
             num_workers = getattr(context, "num_workers", None) or len(names)
@@ -246,6 +243,14 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
         """See :meth:`ClusterFabric.find`."""
         need_rpc()
         return invitation(self.meeting)
+
+
+def _names_of(workers: Sequence[str] | None, context: Any) -> list[str]:
+    """Return the names of the RPC workers that are given, or else those of the context."""
+    if isinstance(workers, str):
+        raise ConfigError(f"workers must be a list of names, got {workers!r}")
+    infos = getattr(context, "collector_infos", None) if workers is None else workers
+    return [_name_of(info) for info in infos or ()]
 
 
 def _name_of(info: Any) -> str:

@@ -149,12 +149,18 @@ class Sources:
             return {as_index("a worker's index", i): each for i, each in weights.items()}
         if self.device_map is None:
             return {None: weights}
+        return self._map_to_devices(weights, self.device_map, strategy)
+
+    def _map_to_devices(
+        self, weights: Any, device_map: DeviceMap, strategy: WeightStrategy
+    ) -> dict[int | None, Any]:
+        """Return the weights that the device map makes for each worker, or those for all."""
         given = weights
         # Methods such as .to() change a module itself, and a state dict has no such methods.
         if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
             given = strategy.extract_weights(weights)
         mapped: dict[int | None, Any]
-        mapped = {idx: self.device_map(idx, given) for idx in self.expected}
+        mapped = {idx: device_map(idx, given) for idx in self.expected}
         same = all(value is given for value in mapped.values())
         return {None: weights} if same else mapped
 
@@ -191,7 +197,7 @@ def resolve_sources(
             "model_id, weights, and model cannot be provided if params_map is provided",
         ),
         (
-            has_map and (has_context or has_devices or has_device_map or num_workers is not None),
+            has_map and any((has_context, has_devices, has_device_map, num_workers is not None)),
             "context, devices, device_map_fn or num_workers cannot be provided if params_map is",
         ),
         (
@@ -215,8 +221,8 @@ def resolve_sources(
     if params_map is not None:
         source, per_worker, num_workers = _read_map(params_map)
     _check_source("model" if weights is None else "weights", source)
-    if num_workers is None and (found := getattr(context, "num_workers", None)) is not None:
-        num_workers = as_index("num_workers of the context", found)
+    if num_workers is None:
+        num_workers = _number_of(context)
     refuse(
         (
             has_device_map and num_workers is None,
@@ -225,6 +231,12 @@ def resolve_sources(
     )
     num_workers = _agree(num_workers, devices=devices, pipes=pipes)
     return Sources(source, per_worker, device_map_fn, num_workers, pipes)
+
+
+def _number_of(context: Any) -> int | None:
+    """Return the number of workers that a context has; ``None`` if it has no such attribute."""
+    found = getattr(context, "num_workers", None)
+    return None if found is None else as_index("num_workers of the context", found)
 
 
 def _is_map_of_weights(value: object) -> bool:
@@ -244,13 +256,18 @@ def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None
     counts = {} if num_workers is None else {"num_workers": num_workers}
     for name, each in lists.items():
         if each is not None:
-            if isinstance(each, str) or not isinstance(each, Sequence):
-                raise ConfigError(f"{name} must be a list with one for each worker, got {each!r}")
-            counts[name] = len(each)
+            counts[name] = _length_of(name, each)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
         raise ConfigError(f"conflicting numbers of workers ({listed})")
     return next(iter(counts.values()), None)
+
+
+def _length_of(name: str, each: object) -> int:
+    """Return the number of workers that a list is for."""
+    if isinstance(each, str) or not isinstance(each, Sequence):
+        raise ConfigError(f"{name} must be a list with one for each worker, got {each!r}")
+    return len(each)
 
 
 def _is_source(value: Any) -> bool:
@@ -369,14 +386,8 @@ def resolve_path(root: object, path: str) -> Any:
                 f"{path!r} is not a path: write attributes, indices and keys, for example "
                 "'env.transform[0].module'"
             )
-        name, index, single, double = step.groups()
         try:
-            if name is not None:
-                here = getattr(here, name)
-            elif index is not None:
-                here = here[int(index)]
-            else:
-                here = here[single if single is not None else double]
+            here = _take_step(here, step)
         except (AttributeError, IndexError, KeyError) as exc:
             raise AttributeError(
                 f"Attribute {step.group(0).lstrip('.')} from {path!r} not found in "
@@ -386,25 +397,40 @@ def resolve_path(root: object, path: str) -> Any:
     return here
 
 
+def _take_step(here: Any, step: re.Match[str]) -> Any:
+    """Return the attribute, the item or the value that one step of a path leads to."""
+    name, index, single, double = step.groups()
+    if name is not None:
+        return getattr(here, name)
+    if index is not None:
+        return here[int(index)]
+    return here[single if single is not None else double]
+
+
 def resolve_model(context: object, model_id: str) -> Any:
     """Return the model of that id in ``context``: from its ``get_model(model_id)``, else by path.
 
     Raises:
         AttributeError: There is no such model, or it is ``None``.
     """
-    get_model = getattr(context, "get_model", None)
-    model = None
-    if callable(get_model):
-        try:
-            model = get_model(model_id)
-        except (KeyError, ValueError, AttributeError):
-            # The context does not know the id; it may still be a path.
-            model = None
+    model = _ask_for_model(context, model_id)
     if model is None:
         model = resolve_path(context, model_id)
     if model is None:
         raise AttributeError(f"Model {model_id} was `None` in context")
     return model
+
+
+def _ask_for_model(context: object, model_id: str) -> Any:
+    """Return the model that the context's ``get_model()`` knows by this id, or ``None``."""
+    get_model = getattr(context, "get_model", None)
+    if not callable(get_model):
+        return None
+    try:
+        return get_model(model_id)
+    except (KeyError, ValueError, AttributeError):
+        # The context does not know the id; it may still be a path.
+        return None
 
 
 def as_model_id(value: Any) -> str:

@@ -224,13 +224,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
     def bind(self, scheme: TCPWeightSyncScheme, sources: Sources) -> None:
         """See :meth:`Fabric.bind`. With a weight server there is nothing to bind."""
         if self._has_server:
-            if (sources.num_workers or 1) > 1:
-                raise ConfigError(
-                    f"{sources.num_workers} workers are expected, but with dial='both' the weight "
-                    "server is the only peer: leave num_workers out"
-                )
-            if sources.num_workers is None:
-                sources.num_workers = 1
+            _expect_server(sources)
             return
         try:
             super().bind(scheme, sources)
@@ -341,3 +335,14 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             take_over=scheme.take_over,
         )
         await link.send(hello, timeout=HANDSHAKE_SECONDS if timeout is None else timeout)
+
+
+def _expect_server(sources: Sources) -> None:
+    """Make the weight server the only worker of a trainer; raise if it expects several."""
+    if (sources.num_workers or 1) > 1:
+        raise ConfigError(
+            f"{sources.num_workers} workers are expected, but with dial='both' the weight "
+            "server is the only peer: leave num_workers out"
+        )
+    if sources.num_workers is None:
+        sources.num_workers = 1

@@ -136,9 +136,9 @@ class Trainer:
         if weights is None and sources.weights is not None and not mapped:
             return {None: flatteners[-1].prepare(sources.weights)}
         weights = sources.resolve(weights, given.context, given.model_id or "policy")
-        if weights is None and initial:
-            return {}
         if weights is None:
+            if initial:
+                return {}
             lacks = given.lacks()
             why = f" ({lacks})" if lacks else ""
             raise ConfigError(

@@ -224,12 +224,8 @@ class Worker:
         clock = asyncio.get_running_loop().time
         ends = None if timeout is None else clock() + timeout
         model, initial = self._given.target(), arguments.initial
-        if model is None and initial and self._given.context_ref is None:
-            raise ConfigError(
-                "this worker has nothing to apply weights to: pass model=, weights=, load= or "
-                "context= to init_on_receiver(), or assign scheme.model after "
-                "connect(initial=False)"
-            )
+        if initial:
+            self._check_target(model)
         await self.prepare(scheme, model)
         self.link = kept = self._kept_link(scheme, life, fabric)
         try:
@@ -255,6 +251,15 @@ class Worker:
             warnings.warn(
                 f"{lacks}: updates wait until there is one, or until scheme.model is set",
                 stacklevel=3,
+            )
+
+    def _check_target(self, model: Any) -> None:
+        """Raise if there is nothing to apply the initial weights to, now or later."""
+        if model is None and self._given.context_ref is None:
+            raise ConfigError(
+                "this worker has nothing to apply weights to: pass model=, weights=, load= or "
+                "context= to init_on_receiver(), or assign scheme.model after "
+                "connect(initial=False)"
             )
 
     def _make_receiver(
