@@ -30,7 +30,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.protocol import draw_epoch
-from aiosync.receiver.update_reader import Buffers, UpdateReader
+from aiosync.receiver.update_reader import Buffers, Staged, UpdateReader
 from aiosync.rendezvous.same_host import peer_pid
 from aiosync.tensors import FlatBuffer, Flattener, Layout
 from aiosync.tensors.values import is_tensordict
@@ -79,14 +79,7 @@ class Weights:
         tensors = dict(self.flat.named_views(self.layout))
         if (form or self.form) == "state_dict":
             return {**tensors, **self.values}
-        from tensordict import TensorDict  # loaded only when it is needed
-
-        weights = TensorDict({}, batch_size=[])
-        for name, tensor in tensors.items():
-            weights.set(tuple(name.split(".")), tensor)
-        for name, value in self.values.items():
-            weights.set_non_tensor(tuple(name.split(".")), value)
-        return weights
+        return _nested(tensors, self.values)
 
 
 class Copier:
@@ -247,11 +240,8 @@ class Endpoint:
             )
         ack = self._acks.pop(version)
         if ack.status is AckStatus.NACK:
-            # A program's send_ack(message) comes as an error of this type.
-            by_hand = ack.error_type == LocalProtocolError.__name__
-            got = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
             cause = ApplyError(ack.error_text, version=version, remote_type=ack.error_type)
-            raise LocalProtocolError(f"Expected acknowledgment 'updated', got {got!r}") from cause
+            raise _unexpected_answer(ack) from cause
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -293,19 +283,7 @@ class Endpoint:
             while len(self._acks) > _KEPT_ACKS:
                 del self._acks[next(iter(self._acks))]
         elif (staged := self._updates.read(received)) is not None:
-            values = staged.values
-            if values.keys() != {"model_id", "form", "values"}:
-                raise RemoteProtocolError("the peer sent an update that is not of this generation")
-            weights = Weights(
-                values["form"],
-                staged.layout,
-                staged.flat,
-                values["values"],
-                staged.give_back,
-                values["model_id"],
-                staged.epoch,
-                staged.version,
-            )
+            weights = _weights_of(staged)
             if self.newest is None:
                 self.arrived.append(weights)
             else:
@@ -345,3 +323,40 @@ class Endpoint:
         """
         with contextlib.suppress(OSError):  # this end or the other end is closed already
             self.sock.shutdown(socket.SHUT_WR)
+
+
+def _weights_of(staged: Staged) -> Weights:
+    """Return the weights of an update that has arrived."""
+    values = staged.values
+    if values.keys() != {"model_id", "form", "values"}:
+        raise RemoteProtocolError("the peer sent an update that is not of this generation")
+    return Weights(
+        values["form"],
+        staged.layout,
+        staged.flat,
+        values["values"],
+        staged.give_back,
+        values["model_id"],
+        staged.epoch,
+        staged.version,
+    )
+
+
+def _unexpected_answer(ack: Ack) -> LocalProtocolError:
+    """Return the error for a worker's answer that is not ``"updated"``."""
+    # A program's send_ack(message) comes as an error of this type.
+    by_hand = ack.error_type == LocalProtocolError.__name__
+    got = ack.error_text if by_hand else f"{ack.error_type}: {ack.error_text}"
+    return LocalProtocolError(f"Expected acknowledgment 'updated', got {got!r}")
+
+
+def _nested(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Return a nested TensorDict of tensors and other values by dotted name."""
+    from tensordict import TensorDict  # loaded only when it is needed
+
+    weights = TensorDict({}, batch_size=[])
+    for name, tensor in tensors.items():
+        weights.set(tuple(name.split(".")), tensor)
+    for name, value in values.items():
+        weights.set_non_tensor(tuple(name.split(".")), value)
+    return weights

@@ -292,10 +292,7 @@ class WeightSender(OfScheme):
                 late.append(idx)
                 continue
             sending.finish(idx, transport.timeout if isinstance(transport, Answered) else None)
-        for idx in sending.failed:
-            transport = self._transports[idx]
-            if isinstance(transport, MPTransport) and not transport.check_connection():
-                self._lost.add(idx)
+        self._mark_lost(sending.failed)
         sending.raise_failures()
         if late:
             warnings.warn(
@@ -303,6 +300,13 @@ class WeightSender(OfScheme):
                 "weights when they call init_on_worker()",
                 stacklevel=3,
             )
+
+    def _mark_lost(self, failed: Iterable[int]) -> None:
+        """Leave out of later sends the workers that failed and have no link any more."""
+        for idx in failed:
+            transport = self._transports[idx]
+            if isinstance(transport, MPTransport) and not transport.check_connection():
+                self._lost.add(idx)
 
 
 def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
@@ -383,14 +387,7 @@ class WeightReceiver(OfScheme):
 
     def _find(self) -> Target | None:
         """Find the present model and guard its forwards from now on; ``None`` without a model."""
-        context, model, scheme = self.context, self._given.model, self._scheme
-        if isinstance(model, str):
-            if context is None:
-                raise ConfigError("Context is required to resolve string references")
-            model = resolve_path(context, model)
-        elif model is None and context is not None:
-            with contextlib.suppress(AttributeError):  # the context may not have the model yet
-                model = resolve_model(context, self._scheme.model_id or "policy")
+        model, scheme = self._find_model(), self._scheme
         if model is None:
             self._target = None
         elif self._target is None or self._target.target is not model:
@@ -400,6 +397,18 @@ class WeightReceiver(OfScheme):
             if scheme.guard == "forward" and why_unguarded(model) is None:
                 self._guard.install(model)
         return self._target
+
+    def _find_model(self) -> Any:
+        """Return the registered model, or that of the context; ``None`` if there is none yet."""
+        context, model = self.context, self._given.model
+        if isinstance(model, str):
+            if context is None:
+                raise ConfigError("Context is required to resolve string references")
+            return resolve_path(context, model)
+        if model is None and context is not None:
+            with contextlib.suppress(AttributeError):  # the context may not have the model yet
+                return resolve_model(context, self._scheme.model_id or "policy")
+        return model
 
     # -- the link ------------------------------------------------------------------------------
 
@@ -497,16 +506,20 @@ class WeightReceiver(OfScheme):
         received = transport.receive_weights(timeout=timeout)
         if received is None:
             return False
+        self._put_and_answer(transport, received[1])
+        return True
+
+    def _put_and_answer(self, transport: Any, weights: Any) -> None:
+        """Put weights into the model, pass them on, and tell the trainer how that went."""
         try:
-            self._put(received[1])
+            self._put(weights)
             if isinstance(transport, Backend):
-                self._pass_on(received[1])
+                self._pass_on(weights)
         except BaseException as exc:  # the trainer gets it first, then the caller
             # Without an answer, the answer to the next weights would count for these.
             self._answer(f"{type(exc).__name__}: {exc}")
             raise
         self._answer("updated")
-        return True
 
     def _pass_on(self, weights: Any) -> None:
         """Let the context pass weights on, as TorchRL's collectors do to collectors below them."""

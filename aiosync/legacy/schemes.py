@@ -287,16 +287,20 @@ class WeightSyncScheme(SchemeOptions):
         """Become a sender over transports, one for each of ``ends``."""
         if num_workers is None:
             num_workers = getattr(context, "num_workers", None)
-        if num_workers not in (None, len(ends)):
-            raise ConfigError(f"num_workers is {num_workers}, but there are {len(ends)} pipes")
-        if any(getattr(self, name) != usual for name, usual in _WITHOUT_PIPES.items()):
-            raise ConfigError(f"{'=, '.join(_WITHOUT_PIPES)}= are of schemes without pipes")
+        self._check_pipes(ends, num_workers)
         self.model_id = model_id or self.model_id or "policy"
         self._sender = self.create_sender()
         for idx, end in enumerate(ends):
             self._sender.register_worker(idx, end)
         self.context = context
         self._given.sources.replace(weights if model is None else model)
+
+    def _check_pipes(self, ends: Sequence[Any], num_workers: int | None) -> None:
+        """Raise unless there is a pipe for each worker, and every option goes with pipes."""
+        if num_workers not in (None, len(ends)):
+            raise ConfigError(f"num_workers is {num_workers}, but there are {len(ends)} pipes")
+        if any(getattr(self, name) != usual for name, usual in _WITHOUT_PIPES.items()):
+            raise ConfigError(f"{'=, '.join(_WITHOUT_PIPES)}= are of schemes without pipes")
 
     def make_transport(self, end: Any) -> Any:
         """Make the transport of one end, as senders and receivers use it."""
@@ -512,17 +516,21 @@ class WeightSyncScheme(SchemeOptions):
             return
         self._after_fork()
         for role in self._roles:
-            side = "sender" if role is self._sender else "receiver"
-            check_connect_call(side, role.connected, worker_idx, weights)
-            role.connected = True  # set first, because the next call may send or receive
-            try:
-                if side == "sender":
-                    self._setup_connection_and_weights_on_sender_impl(weights=weights)
-                else:
-                    self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
-            except BaseException:  # raised again: the caller sees it
-                role.connected = False
-                raise
+            self._connect_role(role, worker_idx, weights)
+
+    def _connect_role(self, role: Any, worker_idx: int | None, weights: Any) -> None:
+        """Connect the sender or the receiver of this object over its transports."""
+        side = "sender" if role is self._sender else "receiver"
+        check_connect_call(side, role.connected, worker_idx, weights)
+        role.connected = True  # set first, because the next call may send or receive
+        try:
+            if side == "sender":
+                self._setup_connection_and_weights_on_sender_impl(weights=weights)
+            else:
+                self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+        except BaseException:  # raised again: the caller sees it
+            role.connected = False
+            raise
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None

@@ -184,16 +184,7 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
             ConfigError: A collector was registered before, or this one is of another class.
             LocalProtocolError: The workers of the collector run already.
         """
-        if all(cls.__name__ != "MultiCollector" for cls in type(collector).__mro__):
-            raise ConfigError(
-                f"a {type(collector).__name__} is no MultiSyncCollector or MultiAsyncCollector, "
-                f"which a {type(self).__name__} is for"
-            )
-        if hasattr(collector, "procs") and not self._collector_wrs:
-            raise LocalProtocolError(
-                "the workers of this collector are already running: pass the "
-                f"{type(self).__name__} to its constructor, as weight_updater="
-            )
+        self._check_collector(collector)
         super().register_collector(collector)
         # TorchRL calls `collector_class` in each worker to make its collector: wrap it, so that the
         # collector gets a receiver.
@@ -214,6 +205,19 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
+
+    def _check_collector(self, collector: Any) -> None:
+        """Raise if the collector is of another kind, or its workers have started already."""
+        if all(cls.__name__ != "MultiCollector" for cls in type(collector).__mro__):
+            raise ConfigError(
+                f"a {type(collector).__name__} is no MultiSyncCollector or MultiAsyncCollector, "
+                f"which a {type(self).__name__} is for"
+            )
+        if hasattr(collector, "procs") and not self._collector_wrs:
+            raise LocalProtocolError(
+                "the workers of this collector are already running: pass the "
+                f"{type(self).__name__} to its constructor, as weight_updater="
+            )
 
     def _indices(self, worker_ids: list[Any]) -> list[int]:
         if self.collector is None:

@@ -233,15 +233,19 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             worker_ids = [worker_ids - 1]
         return self._indices(super()._resolve_workers(worker_ids) or [])
 
-    def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
-        # Workers receive all tensors of their policy, in TorchRL's order. So the weights, which may
-        # be a part or have another order, are first copied into a snapshot of all tensors.
+    def _refuse_factories(self) -> None:
+        """Raise if the collector's workers make their policies themselves."""
         factories = getattr(self.collector, "policy_factory", None) or ()
         if any(factory is not None for factory in factories):
             raise ConfigError(
                 "workers that make their policy with policy_factory= receive nothing from a "
                 "DistributedWeightUpdater: use weight_sync_schemes= instead"
             )
+
+    def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
+        self._refuse_factories()
+        # Workers receive all tensors of their policy, in TorchRL's order. So the weights, which may
+        # be a part or have another order, are first copied into a snapshot of all tensors.
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()
         copy_weights(snapshot, weights)
         sending, waiting = Deliveries(), {idx: self._transport(idx) for idx in worker_ids}

@@ -34,16 +34,7 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
         ConnectError: The trainer has ended.
         ConnectTimeout: The trainer did not answer within the scheme's ``timeout``.
     """
-    policy = getattr(collector, "policy", None)
-    if hasattr(collector, "pipes") or hasattr(collector, "procs"):
-        raise ConfigError(
-            f"a {type(collector).__name__} hands weights on to workers of its own, which this "
-            "weight updater does not reach: use weight_sync_schemes= instead"
-        )
-    if not isinstance(policy, nn.Module):
-        raise ConfigError(
-            f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
-        )
+    policy = _policy_of(collector, worker_idx)
     make_private(policy)
     here = weakref.ref(collector)
 
@@ -140,3 +131,18 @@ def make_private(module: Any) -> Any:
             if not is_lazy(tensor):
                 tensor.data = tensor.data.clone()
     return module
+
+
+def _policy_of(collector: Any, worker_idx: int) -> nn.Module:
+    """Return the policy of a worker's collector; raise if it cannot be kept up to date."""
+    policy = getattr(collector, "policy", None)
+    if hasattr(collector, "pipes") or hasattr(collector, "procs"):
+        raise ConfigError(
+            f"a {type(collector).__name__} hands weights on to workers of its own, which this "
+            "weight updater does not reach: use weight_sync_schemes= instead"
+        )
+    if not isinstance(policy, nn.Module):
+        raise ConfigError(
+            f"the policy of worker {worker_idx} is a {type(policy).__name__}, which has no weights"
+        )
+    return policy
