@@ -101,6 +101,16 @@ async def _run_once(
     return outcomes[0]
 
 
+async def _check(
+    outcome: CancelOutcome[_T], check: Callable[[CancelOutcome[_T]], Awaitable[object]] | None
+) -> None:
+    """Have the caller check a run; without a check, raise its error unless it was cancelled."""
+    if check is not None:
+        await check(outcome)
+    elif outcome.error is not None and not outcome.cancelled:
+        raise outcome.error
+
+
 async def cancel_at_every_await(
     operation: Callable[[], Coroutine[Any, Any, _T]],
     check: Callable[[CancelOutcome[_T]], Awaitable[object]] | None = None,
@@ -136,10 +146,7 @@ async def cancel_at_every_await(
         for point in range(1, max_points + 1):
             async with around():
                 outcome = await _run_once(operation, point, late)
-                if check is not None:
-                    await check(outcome)
-                elif outcome.error is not None and not outcome.cancelled:
-                    raise outcome.error
+                await _check(outcome, check)
             if not outcome.delivered:
                 break
             deepest = max(deepest, point)

@@ -226,8 +226,7 @@ class _Connection:
         proxy, dialer = self._proxy, self._socks[0]
         plan = (proxy.plan(number) if callable(proxy.plan) else proxy.plan) or Plan()
         address = Address.parse(proxy.upstream)
-        tcp = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        server = _prepare(socket.socket(socket.AF_UNIX if address.path else tcp))
+        server = _prepare(socket.socket(_family_of(address)))
         self._socks.append(server)
         target = address.path or (address.host, address.port)
 
@@ -359,3 +358,10 @@ async def _delivered(sock: socket.socket) -> None:
                 if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) == bytes(4):
                     break
                 await asyncio.sleep(0.001)  # the kernel has no notification for this, so poll
+
+
+def _family_of(address: Address) -> socket.AddressFamily:
+    """Return the family of the sockets that can dial an address."""
+    if address.path:
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
