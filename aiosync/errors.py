@@ -234,14 +234,12 @@ class ManifestMismatch(WeightsError, ValueError, KeyError):
         self.unexpected: tuple[str, ...] = tuple(unexpected)
         self.mismatched: Mapping[str, str] = MappingProxyType(dict(mismatched or {}))
         self.hint = hint
-        parts = []
-        if self.missing:
-            parts.append(f"missing: {', '.join(self.missing)}")
-        if self.unexpected:
-            parts.append(f"unexpected: {', '.join(self.unexpected)}")
-        if self.mismatched:
-            listed = "; ".join(f"{name}: {text}" for name, text in self.mismatched.items())
-            parts.append(f"mismatched: {listed}")
+        differences = (
+            ("missing", ", ", self.missing),
+            ("unexpected", ", ", self.unexpected),
+            ("mismatched", "; ", [f"{name}: {why}" for name, why in self.mismatched.items()]),
+        )
+        parts = [f"{kind}: {comma.join(texts)}" for kind, comma, texts in differences if texts]
         text = "the weights do not fit the target (" + " | ".join(parts or ["no detail"]) + ")"
         super().__init__(f"{text}. {hint}" if hint else text)
 

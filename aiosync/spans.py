@@ -6,7 +6,7 @@ Plain values, for code that makes samples and code that learns from them. Must n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from aiosync.errors import ConfigError
@@ -61,15 +61,21 @@ class VersionSpan:
         Raises:
             ConfigError: There are no pairs.
         """
-        merged: list[tuple[int, int]] = []
-        for version, count in runs:
-            if merged and merged[-1][0] == version:
-                count += merged.pop()[1]
-            merged.append((version, count))
+        merged = _merge(runs)
         if not merged:
             raise ConfigError("a span has at least one version: pass pairs (version, count)")
         versions = [version for version, _ in merged]
         return cls(min(versions), max(versions), epoch, tuple(merged))
+
+
+def _merge(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the runs; neighbours of the same version are one run with both counts."""
+    merged: list[tuple[int, int]] = []
+    for version, count in runs:
+        if merged and merged[-1][0] == version:
+            count += merged.pop()[1]
+        merged.append((version, count))
+    return merged
 
 
 def staleness(
@@ -110,5 +116,10 @@ def staleness(
         return None
     if weight == "sample" or span.first == span.last:
         return float(now - span.first)
-    total = sum(count for _, count in span.runs)
-    return sum(count * (now - version) for version, count in span.runs) / total if total else None
+    return _mean_age(now, span.runs)
+
+
+def _mean_age(now: int, runs: Collection[tuple[int, int]]) -> float | None:
+    """Return the mean age of the tokens of runs in versions; ``None`` without tokens."""
+    total = sum(count for _, count in runs)
+    return sum(count * (now - version) for version, count in runs) / total if total else None

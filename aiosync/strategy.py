@@ -83,10 +83,7 @@ class WeightStrategy:
                 "of tensors"
             )
         if self.extract_as == "state_dict":
-            if is_module:
-                return dict(source.state_dict())
-            given = source.flatten_keys(".").to_dict() if is_tensordict(source) else source
-            return given if isinstance(given, dict) else dict(given)
+            return dict(source.state_dict()) if is_module else _dict_of(source)
         if is_tensordict(source):
             return source
         return _from_module(source) if is_module else _from_mapping(source)
@@ -168,6 +165,12 @@ def _from_module(module: nn.Module) -> TensorDictBase:
         path = tuple(name.split("."))
         set_item(weights, ROOT_STATE if len(path) == 1 else path, place.read())
     return weights
+
+
+def _dict_of(source: Any) -> dict[str, Any]:
+    """Return a TensorDict as a dict by dotted name, or another mapping as a dict."""
+    given = source.flatten_keys(".").to_dict() if is_tensordict(source) else source
+    return given if isinstance(given, dict) else dict(given)
 
 
 def _from_mapping(source: Mapping[Any, Any]) -> TensorDictBase:
