@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from aiosync.errors import AiosyncError, PeerClosed
+from aiosync.errors import AiosyncError, ConnectTimeout, PeerClosed
 from aiosync.receiver.guard import Guard, weakly
 from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
 
@@ -46,8 +46,8 @@ class Outage:
         cut_off: Time on ``time.monotonic()``'s clock since when no link was of use, and the error
             that ended the last link; ``None`` while a link is of use.
         farewell: True if the trainer closed the last link itself, and did not die.
-        lost_link: The error that ended the last link, or the last attempt to replace it; ``None``
-            while there is a link.
+        lost_link: The error that ended the last link, with that of the last attempt to replace it;
+            ``None`` while there is a link.
         progress: Number of chunks of updates, and of answers, that arrived.
         reconnects: Number of links that replaced a lost one.
     """
@@ -71,6 +71,9 @@ class Outage:
         self._hooks = hooks
         self._log = log
         self._lost: AiosyncError | None = None
+        # The error that ended the last link, and the last text that was logged of attempts since.
+        self._end: AiosyncError | None = None
+        self._logged = ""
         self._timer: asyncio.TimerHandle | None = None
         self._guard = guard
         if on_lost == "raise" or max_staleness is not None:
@@ -96,7 +99,7 @@ class Outage:
 
     def reconnect(self) -> None:
         """Note that another link replaces the lost one."""
-        self.lost_link = None
+        self.lost_link = self._end = None
         self.reconnects += 1
 
     def end_link(
@@ -110,7 +113,8 @@ class Outage:
             is_last: True if no other link is looked for.
             wake: Called when the model becomes stale.
         """
-        self.lost_link = error
+        self.lost_link = self._end = error
+        self._logged = ""
         self.cut_off = (self.cut_off[0] if self.cut_off else time.monotonic(), error)
         self._log_end(error, version, is_last)
         if self._timer is not None:
@@ -128,6 +132,23 @@ class Outage:
         else:
             level = logging.WARNING if is_last else logging.INFO
             self._log("lost", f"the link to the trainer was lost: {error}{held}", version, level)
+
+    def fail_attempt(self, error: AiosyncError) -> None:
+        """Note why an attempt to replace the lost link failed; log each new reason once.
+
+        While nobody answers there is nothing to log: that the link was lost has been.
+        """
+        ended, cut_off = self._end, self.cut_off
+        if ended is None:
+            return
+        self.lost_link = PeerClosed(f"{ended}; the last attempt to dial again: {error}")
+        if cut_off is not None:
+            self.cut_off = cut_off[0], self.lost_link
+        nobody = isinstance(error, ConnectTimeout) or isinstance(error.__cause__, OSError)
+        if not nobody and str(error) != self._logged:
+            self._logged = str(error)
+            text = f"the link to the trainer is not replaced yet: {error}"
+            self._log("waiting", text, None, logging.WARNING)
 
     def _note_stale(self, version: int, wake: Callable[[], object]) -> None:
         """Log that the model has become stale, if it has, and wake the calls that wait."""

@@ -134,6 +134,9 @@ class VersionWaits:
                 applier.apply_soon()
                 if not condition():
                     self._check()
+                    lost = self._outage.lost_link
+                    if lost is not None:
+                        late = type(late)(f"{late}; there is no link to a trainer: {lost}")
                     cut_off = self._outage.cut_off
                     raise late from (exc if cut_off is None else cut_off[1])
             finally:

@@ -335,6 +335,12 @@ class Worker:
                 text = f"who answers is no trainer: {logged}"
                 life.log("waiting", text, level=logging.WARNING)
 
+        def on_failure(error: AiosyncError) -> None:
+            if self.runtime is not None:
+                self._outage.fail_attempt(error)
+            elif terms.gives_up:
+                log_stranger_once(error)
+
         def final(error: AiosyncError) -> bool:
             return self.pipe is not None or not fabric.may_retry(error)
 
@@ -344,7 +350,7 @@ class Worker:
             functools.partial(self._greet, scheme, life, fabric),
             not_reached_text=functools.partial(fabric.not_reached_text, scheme),
             final=final if terms.gives_up else None,
-            on_failure=log_stranger_once if terms.gives_up else None,
+            on_failure=on_failure,
             pauses=Backoff(longest=terms.longest_pause or fabric.longest_pause),
             dial_named=functools.partial(fabric.dial_named, scheme) if fabric.follows else None,
         )

@@ -18,6 +18,7 @@ from torch import nn
 
 import aiosync
 import aiosync.sync
+from aiosync.server import WeightServer
 from tests.support.waiting import PATIENCE, free_address, until, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_loop]
@@ -194,6 +195,52 @@ async def test_reads_go_on_once_a_trainer_is_back() -> None:
             await until(lambda: worker.epoch != first)
             assert worker.reconnects == 1
             assert _read(worker, model).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("again", "reason"),
+    [
+        ({"token": "b" * 32}, "token"),
+        ({"model_ids": ["value"]}, "does not serve model"),
+        (None, ""),
+    ],
+    ids=["token", "models", "nobody"],
+)
+@pytest.mark.asyncio
+async def test_a_worker_says_why_it_is_not_linked_again(
+    again: dict[str, Any] | None, reason: str, caplog: Any
+) -> None:
+    """The text of ``link_lost``, of waits, and one record in the log."""
+    url, token = free_address(), "a" * 32
+    options: Any = {"token": token, "dial": "both"}
+    near = WeightServer(url, token=token)
+    trainer = aiosync.TCPWeightSyncScheme(url, **options)
+    trainer.init_on_sender("policy", model=nn.Linear(4, 2))
+    worker = aiosync.TCPWeightSyncScheme(url, reconnect=None, **options)
+    worker.init_on_receiver("policy", model=nn.Linear(4, 2))
+    async with near, worker:
+        async with trainer:
+            await trainer.connect(timeout=PATIENCE)
+            await trainer.send()
+        await worker.connect(timeout=PATIENCE)
+        await near.aclose()
+        async with contextlib.AsyncExitStack() as stack:
+            if again is not None:
+                await stack.enter_async_context(WeightServer(url, **{"token": token, **again}))
+            await until(lambda: "the last attempt to dial again: " in str(worker.link_lost))
+            if again is not None:
+                await until(lambda: reason in str(worker.link_lost))
+            with pytest.raises(
+                aiosync.RecvTimeout, match="there is no link to a trainer: "
+            ) as info:
+                await worker.wait_for_version(9, timeout=0.5)
+            assert reason in str(info.value)
+            records = [each for each in caplog.records if each.levelno == logging.WARNING]
+            texts = [each.getMessage() for each in records if vars(each).get("phase") == "waiting"]
+            assert len(texts) == (again is not None), texts
+            assert all(reason in text for text in texts)
+        async with WeightServer(url, token=token):
+            await until(lambda: worker.link_lost is None)
 
 
 @pytest.mark.asyncio
