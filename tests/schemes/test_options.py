@@ -10,6 +10,7 @@ import math
 import pickle
 import textwrap
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -234,6 +235,14 @@ async def test_a_connect_that_is_refused_changes_no_index(make: Any) -> None:
             await worker.connect(worker_idx=5)
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Have tasks of closed loops say now that they were destroyed, and not in a later test."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("make", harness.SCHEMES)
 @pytest.mark.parametrize("closed", [False, True], ids=["stopped", "closed"])
 def test_a_scheme_is_closed_when_its_own_loop_does_not_run(make: Any, closed: bool) -> None:
