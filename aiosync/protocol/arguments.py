@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Integral, Rational, Real
 from typing import Any
 
@@ -155,6 +155,19 @@ def as_count(name: str, value: Any, least: int) -> int:
     if count < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {_show(value)}")
     return count
+
+
+def as_names(name: str, value: Any) -> tuple[str, ...]:
+    """Return a collection of names.
+
+    Raises:
+        ConfigError: The value is no collection of strings, or a single string.
+    """
+    if isinstance(value, str):
+        raise ConfigError(f"{name} must be a list of names: pass [{value!r}]")
+    if not isinstance(value, Collection) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{name} must be a list of names, got {_show(value)}")
+    return tuple(value)
 
 
 def as_chunk_nbytes(name: str, value: Any) -> int:

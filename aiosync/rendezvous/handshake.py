@@ -186,15 +186,16 @@ async def greet(transport: Transport, hello: Hello, *, timeout: float | None) ->
         ConnectTimeout: The trainer did not answer in time.
         RemoteProtocolError: The trainer sent something other than an answer.
     """
+    peer = "the trainer" if transport.channel is None else transport.channel.name
     try:
         await transport.send(hello, timeout=timeout)
         message = (await transport.recv(timeout=timeout)).message
     except (PeerClosed, TransportBroken) as exc:
-        raise ConnectError("the trainer disconnected before it answered") from exc
+        raise ConnectError(f"{peer} disconnected before it answered") from exc
     except RecvTimeout as exc:
         raise ConnectTimeout(
-            f"the trainer did not answer within {seconds_text(timeout)}: it must call connect() as "
-            "well; several schemes connect in any order with aiosync.connect_all()"
+            f"{peer} did not answer within {seconds_text(timeout)}: a trainer must call connect() "
+            "as well; several schemes connect in any order with aiosync.connect_all()"
         ) from exc
     if isinstance(message, Refuse):
         raise _refusal("the trainer refused this worker", message)

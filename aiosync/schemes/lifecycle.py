@@ -215,7 +215,7 @@ class Life:
         if self.side is not None and self.inherited:
             done = "set up" if self.loop is None else "connected"
             raise LocalProtocolError(
-                f"this scheme was {done} before the process forked; call init_on_receiver() and "
+                f"this scheme was {done} before the process forked; call init_on_{self.role}() and "
                 "connect() in the child"
             )
 

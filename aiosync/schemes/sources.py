@@ -71,8 +71,12 @@ class Sources:
         """Expect only the workers whose links are given, as no others can come; return the links.
 
         Raises:
-            ConfigError: The number of workers is another one, or pipes were given, too.
+            ConfigError: This is no mapping, the number of workers is another one, or pipes were
+                given, too.
         """
+        if not isinstance(transports, Mapping):
+            text = f"transports must be a mapping of worker_idx to link, not {transports!r}"
+            raise ConfigError(text)
         links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
         if self.pipes is not None:
             raise ConfigError("pipes cannot be provided if transports is provided")

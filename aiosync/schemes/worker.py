@@ -18,7 +18,7 @@ from torch import nn
 
 from aiosync._tasks import run_on_loop
 from aiosync.errors import AiosyncError, ConfigError, ConnectTimeout, RemoteProtocolError
-from aiosync.protocol import validate_seconds
+from aiosync.protocol import as_names, validate_seconds
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.outage import OnLost, Outage
 from aiosync.receiver.reads import Methods
@@ -155,7 +155,7 @@ class Worker:
         self.link: KeptLink[Transport, Welcome] | None = None
         self._given = life.given
         self._guard = life.guard
-        self._methods = None if methods is None else tuple(methods)
+        self._methods = None if methods is None else as_names("methods", methods)
         self._transform = transform
         self._outage = Outage(
             on_lost,

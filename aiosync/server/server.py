@@ -29,7 +29,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncStats
-from aiosync.protocol import as_count
+from aiosync.protocol import as_count, as_names
 from aiosync.rendezvous.listener import StreamListener
 from aiosync.sender import Streaming
 from aiosync.server.fan_out import FanOut, check_advertised, named_by_default
@@ -118,9 +118,7 @@ class WeightServer:
         advertise: str | None = None,
     ) -> None:
         self._streaming = Streaming(chunk_nbytes, stall_timeout, delta)
-        if isinstance(model_ids, str):
-            raise ConfigError(f"model_ids must be a list of names: pass [{model_ids!r}]")
-        self._model_ids = None if model_ids is None else frozenset(model_ids)
+        self._model_ids = None if model_ids is None else frozenset(as_names("model_ids", model_ids))
         self._max_models = as_count("max_models", max_models, 1)
         self._store = None
         if store is not None:
@@ -140,6 +138,10 @@ class WeightServer:
             self._upstream = Upstream(
                 upstream, token=upstream_token, tls=upstream_tls, limits=limits
             )
+            if self._upstream.leads_to(url):
+                raise ConfigError(
+                    f"the server at {url} would follow itself: give another upstream="
+                )
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,

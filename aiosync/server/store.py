@@ -123,9 +123,11 @@ class WeightStore:
             limits: Limits on the sizes in a file that is loaded.
 
         Raises:
-            ConfigError: The path is not a directory, cannot be made, or this user may not read and
-                write it.
+            ConfigError: This is no path, or not that of a directory, it cannot be made, or this
+                user may not read and write it.
         """
+        if not isinstance(directory, str | os.PathLike):
+            raise ConfigError(f"a store is a directory, and not {directory!r}")
         self.directory: str = os.path.abspath(directory)
         self.limits: Limits = limits
         try:

@@ -15,6 +15,7 @@ from aiosync._log import log
 from aiosync.errors import AiosyncError
 from aiosync.rendezvous.dialer import Dialer, KeptLink, to_dial
 from aiosync.rendezvous.handshake import greet
+from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
@@ -74,6 +75,10 @@ class Upstream:
     def where(self) -> str:
         """The addresses, as a piece of a text."""
         return self._dialer.where
+
+    def leads_to(self, url: str) -> bool:
+        """Return True if ``url`` is one of the addresses."""
+        return Address.parse(url) in self._dialer.addresses
 
     async def feed(self, model_id: str, model: Follower, serves: str) -> None:
         """Have a model follow the upstream for ever; a lost link is dialled again and again.

@@ -22,6 +22,7 @@ from aiosync.server import WeightClient, WeightServer
 from aiosync.serving import AdmissionGate
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import free_address
 
 NO_SECONDS = [-1.0, math.nan, "5", True]
 NO_DEADLINE = [*NO_SECONDS, 0, math.inf, None]
@@ -52,6 +53,7 @@ ILLEGAL: dict[str, list[Any]] = {
     "keepalive": [*NO_SECONDS, 0, math.inf],
     "max_connections": [0, -1, "3", None, math.nan],
     "max_models": [0, "3", None],
+    "model_ids": [5, "policy", b"policy", [5]],
 }
 LEGAL: dict[str, Any] = {
     "per_worker_weights": True,
@@ -154,6 +156,27 @@ def test_a_server_refuses_them_too() -> None:
                 WeightServer("tcp://127.0.0.1:0", **{option: value})
     with pytest.raises(aiosync.ConfigError, match="token"):
         WeightServer("tcp://127.0.0.1:0", token="")
+    for value in ILLEGAL["model_ids"]:
+        with pytest.raises(aiosync.ConfigError, match="model_ids must be a list of names"):
+            WeightServer("tcp://127.0.0.1:0", model_ids=value)
+    with pytest.raises(aiosync.ConfigError, match="a store is a directory"):
+        WeightServer("tcp://127.0.0.1:0", store=5)  # type: ignore[arg-type]
+
+
+def test_a_server_does_not_follow_itself() -> None:
+    url = free_address()
+    with pytest.raises(aiosync.ConfigError, match="would follow itself"):
+        WeightServer(url, model_ids=["policy"], upstream=["tcp://127.0.0.1:1", url])
+
+
+@pytest.mark.parametrize("module", [aiosync, aiosync.sync], ids=lambda m: m.__name__)
+def test_roles_refuse_arguments_of_another_type(module: Any) -> None:
+    scheme = module.SharedMemWeightSyncScheme()
+    for value in (5, b"act", "act", [5]):
+        with pytest.raises(aiosync.ConfigError, match="methods must be a list of names"):
+            scheme.init_on_receiver(model=models.linear(), methods=value)
+    with pytest.raises(aiosync.ConfigError, match="transports must be a mapping"):
+        scheme.init_on_sender(model=models.linear(), transports="x")
 
 
 @pytest.mark.asyncio
