@@ -165,7 +165,8 @@ class Ledger:
         """Note that a version is here, or was refused before, for which a call may have asked.
 
         Returns:
-            True if the trainer has to be asked again, as calls want newer versions.
+            True if the trainer has to be asked again: some of the calls have their version, so that
+            it has answered the request, and others want a newer one.
         """
         refused, coming, before = self.refused, self.coming, len(self._wanted)
         # A version before the announced one is not the newest, or only a part of the answer.
@@ -174,7 +175,7 @@ class Ledger:
             self.num_answers += 1
             self._wanted = [each for each in self._wanted if each > version]
         if refused is not None and (refused.epoch, refused.version) == (epoch, version):
-            # The callers take a new object for news.
+            # Waiting calls ignore the object that they knew before.
             self.refused = replace(refused)
         return 0 < len(self._wanted) < before
 

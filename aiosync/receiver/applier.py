@@ -244,7 +244,7 @@ class Applier:
         while True:
             follow_error: Exception | None = None
             try:
-                has_model = self.model.follow(self.waiting, closed=self.turns.is_over)
+                has_model = self.model.follow(self.waiting, closed=self.turns.has_ended)
             except Exception as exc:  # The trainer gets it, unless it is an interrupt.
                 if is_interrupt(exc):
                     raise
@@ -252,7 +252,7 @@ class Applier:
             if not has_model:
                 return result
             was_interrupted = self._taking is not None
-            if not was_interrupted and not self._begin(by_hand):
+            if not was_interrupted and not self._choose_next(by_hand):
                 return result
             result = self._apply_noted(follow_error)
             # After an interrupted update comes what arrived meanwhile. After one of the word comes
@@ -269,9 +269,14 @@ class Applier:
             if words is None or words[0] == want:
                 raise ApplyError(f"the newest version could not be applied: {error}") from error
 
-    def _begin(self, by_hand: bool) -> bool:
-        """Note the update to take now: the named one, or the waiting one; False for none."""
-        if self.turns.is_over or (self.manual and not (by_hand or self.askers)):
+    def _choose_next(self, by_hand: bool) -> bool:
+        """Note the update to take now: the one that the word names, else the waiting one.
+
+        Returns:
+            False if there is none, if the applier has ended, or if no call asked and updates are
+            applied by hand.
+        """
+        if self.turns.has_ended or (self.manual and not (by_hand or self.askers)):
             return False
         has_word = self._reads_words and self._updates.slots is not None
         named = self.open_named_update() if has_word else None
@@ -318,7 +323,7 @@ class Applier:
         if has_to_tell:
             self._tell(staged, unused)
         self._taking = self._before = None
-        if self.turns.is_over and staged.taken:
+        if self.turns.has_ended and staged.taken:
             self._leave_model(staged, target)
         if error is not None:
             self._raise_at_read(staged.version, error, read_has_to_raise)

@@ -36,21 +36,22 @@ class KeptBase:
         return self._base_id[:2]
 
     def lend(self, update: Update, nbytes: int) -> memoryview:
-        """Return memory for a chunk that is a delta, checked against the base.
+        """Return memory for the bytes of a chunk that is a delta, if it fits the base.
 
         Raises:
-            TransportBroken: The chunk is none that can be decoded here. Over the next link the
-                sender sends whole updates, as that begins without a base.
+            TransportBroken: It is a delta to another base: over the next link, which begins
+                without one, the sender sends whole updates. Or it is no smaller than what it makes.
         """
-        version, size = update.base or (0, 0)
+        version, plain_nbytes = update.base or (0, 0)
         of, now = (update.epoch, version, update.digest), (update.epoch, update.version)
         if of != self._base_id or self._replacing_id not in (None, now):
             self._base_id = None
             raise TransportBroken(
                 f"version {update.version} is a delta to version {version}, which is no base here"
             )
-        if nbytes >= size:
-            raise TransportBroken(f"a delta of {nbytes} bytes is no smaller than {size} bytes")
+        if nbytes >= plain_nbytes:
+            text = f"a delta of {nbytes} bytes is no smaller than {plain_nbytes} bytes"
+            raise TransportBroken(text)
         return memoryview(bytearray(nbytes))
 
     def take(

@@ -126,7 +126,8 @@ class WorkerModel:
         try:
             assert target is not None
             if not isinstance(target, Target):
-                # A load function that raises may have written a part of the weights.
+                # A load function that raises may have written a part of the weights: reads have
+                # version 0 until it has taken an update.
                 self._guard.held = 0, 0
             elif not self._warned:
                 self._warned = warn_if_frozen(target.target)

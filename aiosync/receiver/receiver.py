@@ -315,7 +315,10 @@ class WeightReceiver:
             self._has_come(message.epoch, message.version)
 
     def _on_take(self, message: Take) -> None:
-        """Handle a slot that the trainer named, for which it waits for an answer; or its ring."""
+        """Handle a Take: apply the version that the trainer named in shared memory, and answer.
+
+        A Take of version 0 only asks to look at the word, and gets no answer.
+        """
         self.outage.cut_off = None
         epoch, version, slots = message.epoch, message.version, self.updates.slots
         if not version:
@@ -377,6 +380,7 @@ class WeightReceiver:
         self.waits.changed.notify()
 
     def _stage(self, staged: Staged) -> None:
+        """Pass an update that is complete to the transform or the model; give an old one back."""
         self.outage.cut_off = None
         if not self._register_arrival(staged.epoch, staged.version):
             staged.give_back()

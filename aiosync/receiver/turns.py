@@ -36,7 +36,7 @@ class Turns:
 
     Attributes:
         take: As given.
-        is_over: True once :meth:`end` was called.
+        has_ended: True once :meth:`end` was called.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Turns:
         ended: Callable[[bool], object],
     ) -> None:
         self.take: Callable[[], object] = take
-        self.is_over: bool = False
+        self.has_ended: bool = False
         self._guard = guard
         self._model = model
         self._inbox = inbox
@@ -63,7 +63,7 @@ class Turns:
 
     def submit(self, pause: float = _RETRY_SECONDS[0]) -> None:
         """Apply the noted updates between two reads: now, or as soon as the reads end."""
-        if self._in_thread is not None or (self._model.waits and not self.is_over):
+        if self._in_thread is not None or (self._model.waits and not self.has_ended):
             # A read that begins before the thread does applies the updates.
             self._guard.offer(self.take)
             if self._in_thread is None:
@@ -112,13 +112,13 @@ class Turns:
             self._end_turn(done, pause, changed=changed)
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
-        if not done and self._timer is None and not self.is_over:
+        if not done and self._timer is None and not self.has_ended:
             self._timer = self._loop.call_later(pause, self._try_again, pause)
         self._ended(changed)
 
     def _try_again(self, pause: float) -> None:
         self._timer = None
-        if not self.is_over:
+        if not self.has_ended:
             self.submit(min(2 * pause, _RETRY_SECONDS[1]))
 
     def interrupt_loop(self, error: BaseException) -> None:
@@ -132,7 +132,7 @@ class Turns:
 
     def end(self) -> None:
         """Start no thread and no timer any more."""
-        self.is_over = True
+        self.has_ended = True
 
     def close(self) -> None:
         """Cancel the timer, and let the thread end."""

@@ -269,6 +269,9 @@ class VersionWaits:
     ) -> int:
         """Ask for the newest version, from ``least`` on, and wait until the model has it.
 
+        This ends when the model has every version that was announced, and either took one since the
+        call, or the trainer answered that there is none newer. An older refusal is no news.
+
         Raises:
             ApplyError: The model refused the version.
         """

@@ -39,7 +39,7 @@ async def admit(
     holder: Callable[[int, Hello], int | None],
     reserve: Callable[[int, Hello], int],
     hello: Hello | None = None,
-    given: bool = False,
+    from_user: bool = False,
     note: Callable[[], str] = str,
 ) -> tuple[Hello, int]:
     """Do the sender's half of the handshake: read Hello, and answer Welcome or Refuse.
@@ -57,7 +57,7 @@ async def admit(
             that asks meanwhile gets another index. Returns the version that this worker is sent
             first, or 0 for none.
         hello: The Hello, if the caller has read it already.
-        given: True if the user gave this link, so that nobody dialled. The worker's process may
+        from_user: True if the user gave this link, so that nobody dialled. The worker's process may
             not even have been started, so the wait for its Hello has no limit.
         note: Returns a hint for the worker, which is sent if there is no version yet.
 
@@ -71,7 +71,7 @@ async def admit(
         AuthError: The other side refused this one because it has no right to push.
         AiosyncError: The link failed.
     """
-    limit = None if given else HANDSHAKE_SECONDS
+    limit = None if from_user else HANDSHAKE_SECONDS
     message = hello or (await transport.recv(timeout=limit)).message
     if isinstance(message, Refuse):
         raise _refusal("the other side refused this trainer", message)

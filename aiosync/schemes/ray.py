@@ -577,7 +577,7 @@ class RayModuleTransformReceiver:
         self._key = (id(transform), model_id)
         self.joined: Future[None] = Future()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        # None once the task ends by itself.
+        # None before start(), and once the task has ended by itself.
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 

@@ -90,9 +90,9 @@ class Trainer:
         )
         planned = self.prepare_send(scheme, arguments.weights, initial=True)
         for idx, link in self.links.items():
-            sender.workers.admission.welcome(link, idx, given=True)
+            sender.workers.admission.welcome(link, idx, from_user=True)
         for idx, pipe in enumerate(sources.pipes or ()):
-            sender.workers.admission.welcome(fabric.wrap(scheme, pipe), idx, given=True)
+            sender.workers.admission.welcome(fabric.wrap(scheme, pipe), idx, from_user=True)
         given = bool(self.links) or sources.pipes is not None
         fabric.listen(scheme, sender, given=given)
         try:

@@ -107,7 +107,7 @@ class Admission:
         worker_idx: int | None = None,
         hello: Hello | None = None,
         *,
-        given: bool = False,
+        from_user: bool = False,
     ) -> None:
         """Start the handshake on a new link, in the background.
 
@@ -115,19 +115,25 @@ class Admission:
             transport: The link.
             worker_idx: Index of the worker, if the link belongs to one.
             hello: The worker's Hello, if it was read already.
-            given: The user gave this link, and nobody dialled: there will be no other one to that
-                worker, whose process may start later.
+            from_user: The user gave this link, and nobody dialled: there will be no other one to
+                that worker, whose process may start later.
         """
         if self._registry.crash is not None:
             transport.abort()
             return
         self.arriving[transport] = -1
-        coroutine = self._shake_hands(transport, worker_idx, hello, given=given)
+        coroutine = self._shake_hands(transport, worker_idx, hello, from_user=from_user)
         self._registry.tasks.start(coroutine, "aiosync handshake")
 
     async def _shake_hands(
-        self, transport: Transport, expected_idx: int | None, hello: Hello | None, *, given: bool
+        self,
+        transport: Transport,
+        expected_idx: int | None,
+        hello: Hello | None,
+        *,
+        from_user: bool,
     ) -> None:
+        """Do the handshake on a link, and hand over the worker; or register why that failed."""
         registry = self._registry
         try:
             hello, idx = await admit(
@@ -141,7 +147,7 @@ class Admission:
                 holder=self._holder,
                 reserve=lambda idx, hello: self._reserve(transport, idx, hello),
                 hello=hello,
-                given=given,
+                from_user=from_user,
                 note=self.note,
             )
         except AiosyncError as exc:
@@ -150,7 +156,7 @@ class Admission:
             self.arriving.pop(transport, None)
             self.not_let_in(str(exc))
             if expected_idx is not None:
-                self._note_failure(expected_idx, exc, is_last=given or is_final(exc))
+                self._note_failure(expected_idx, exc, is_last=from_user or is_final(exc))
             await transport.aclose()
             registry.changed.notify()
             return

@@ -166,7 +166,7 @@ class ExpectedWorkers:
         Returns:
             The number of expected workers that cannot come.
         """
-        registry, records, processes = self._registry, self._registry.records, watch.processes()
+        registry, records, processes = self._registry, self._registry.records, watch.watch_new()
         arriving = registry.admission.arriving.values()
         waited = [
             idx for idx in missing.absent if not records[idx].has_left and idx not in arriving

@@ -121,10 +121,10 @@ class ProcessWatch:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._pidfds: dict[int, int] = {}
-        self.processes()
+        self.watch_new()
 
-    def processes(self) -> list[int]:
-        """Return the present process ids by index, and watch new ones."""
+    def watch_new(self) -> list[int]:
+        """Watch the processes that are new, and return the process ids by index."""
         pids: list[int] = []
         for each in self._processes:
             pid = each if isinstance(each, int) else getattr(each, "pid", None)

@@ -352,7 +352,11 @@ def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> Non
 
 
 def _back_up(plan: Plan, undo: Undo) -> None:
-    """Add steps to ``undo`` that restore all memory and elements of a target."""
+    """Add steps to ``undo`` that restore all memory and elements of a target.
+
+    Only an update with values that are no tensors needs it: setting an extra state runs code of the
+    module, which may raise, or write to any tensor.
+    """
     moved = set(map(id, plan.moved))
     for tensor in filter(is_ordinary, plan.tensors.tensors):
         if id(tensor) not in moved:

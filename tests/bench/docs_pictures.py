@@ -1,7 +1,8 @@
 """Pictures of the built documentation, for a look by hand: front page, a pattern and an example.
 
 Run ``sphinx-build -b html docs SITE``, then ``python -m tests.bench.docs_pictures SITE FOLDER``.
-Each page is taken in light, in dark, and as wide as a phone. Needs ``chromium``.
+Name other pages behind it if you want those, such as ``reference/schemes/tcp``. Each page is taken
+in light, in dark, and as wide as a phone. Needs ``chromium``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _DESK, _PHONE = (1280, 1800), (390, 2600)
@@ -20,8 +22,10 @@ _LOOKS = {
 }
 
 
-def pages(site: Path) -> dict[str, Path]:
-    """Return the front page, and the first page of the patterns and of the examples, by name."""
+def pages(site: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return pages by name; by default the front page, the first pattern and the first example."""
+    if names:
+        return {name.replace("/", "-"): site / f"{name}.html" for name in names}
     found = {"front": site / "index.html"}
     for name in ("patterns", "examples"):
         below = sorted((site / name).glob("*.html"))
@@ -56,10 +60,10 @@ def photograph(page: Path, file: Path, size: tuple[int, int], *options: str) -> 
         )
 
 
-def main(site: Path, folder: Path) -> None:
+def main(site: Path, folder: Path, names: Sequence[str]) -> None:
     """Take all pictures."""
     folder.mkdir(exist_ok=True)
-    for name, page in pages(site).items():
+    for name, page in pages(site, names).items():
         for look, (size, options) in _LOOKS.items():
             file = folder / f"{name}-{look}.png"
             photograph(page, file, size, *options)
@@ -67,4 +71,4 @@ def main(site: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -578,7 +578,7 @@ MUTANTS = [
     Mutant(
         "a worker's loop waits for an accelerator",
         "receiver/turns.py",
-        "if self._in_thread is not None or (self._model.waits and not self.is_over):",
+        "if self._in_thread is not None or (self._model.waits and not self.has_ended):",
         "if False:",
         "tests/schemes/test_accelerator.py",
     ),
