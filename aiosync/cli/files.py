@@ -1,11 +1,13 @@
 """Files of weights that ``aiosync push`` reads and ``aiosync pull`` writes.
 
-Safetensors files and PyTorch checkpoints. Nothing in a file is run: a checkpoint that needs more
-than ``weights_only`` allows is refused. This module must never import typer or rich.
+Safetensors files, folders of them as Hugging Face's libraries save them, and PyTorch checkpoints.
+Nothing in a file is run: a checkpoint that needs more than ``weights_only`` allows is refused. This
+module must never import typer or rich.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -27,6 +29,7 @@ __all__ = [
     "check_target",
     "load_weights",
     "save_weights",
+    "stored_nbytes",
 ]
 
 SAFETENSORS = (".safetensors",)
@@ -34,6 +37,9 @@ SAFETENSORS = (".safetensors",)
 
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of PyTorch checkpoints."""
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 _INSIDE = ("state_dict", "model", "model_state_dict")
 _ZIP = b"PK\x03\x04"
@@ -48,7 +54,8 @@ def load_weights(
     The tensors may be views of the mapped file: do not change the file while they are used.
 
     Args:
-        path: Ends in ``.safetensors``, or in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``.
+        path: Ends in ``.safetensors``, or in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``. Or a folder
+            with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
         note: Called with a sentence that names the entry of a checkpoint whose weights are used,
             if it is not the whole file.
 
@@ -61,6 +68,8 @@ def load_weights(
             or is a checkpoint that could run code. The message says what to do.
     """
     path = os.fspath(path)
+    if _is_folder(path):
+        return _load_folder(path)
     safetensors = _kind(path)
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -90,7 +99,8 @@ def save_weights(
 
     Args:
         path: Path with an ending as for :func:`load_weights`. A symbolic link is followed. The new
-            file gets the mode of the old file, if there is one.
+            file gets the mode of the old file, if there is one. In a folder it is
+            ``model.safetensors``, with the text ``format`` that Hugging Face's libraries ask for.
         mapping: Tensors and plain values by dotted name. They are only read.
         metadata: Texts to keep beside them; ``.pt``, ``.pth`` and ``.bin`` files do not hold them.
 
@@ -98,9 +108,11 @@ def save_weights(
         ConfigError: The ending is unknown, the folder is missing, there is no permission, the disk
             is full, or the format cannot hold the weights. The old file, if there is one, stays.
     """
-    path = os.path.realpath(path)
-    check_target(path)
-    safetensors, texts = _kind(path), dict(metadata or {})
+    texts = dict(metadata or {})
+    if _is_folder(path):
+        texts["format"] = "pt"
+    path = check_target(path)
+    safetensors = _kind(path)
     if safetensors is not None:
         _refuse_plain_values(path, mapping)
     try:
@@ -122,20 +134,45 @@ def _why_not_written(error: Exception) -> str:
     return str(why.strerror) if isinstance(why, OSError) else f"{type(why).__name__}: {why}"
 
 
-def check_target(path: str | os.PathLike[str]) -> None:
+def check_target(path: str | os.PathLike[str]) -> str:
     """Check that weights can be saved at a path, so that an error comes before they are fetched.
 
+    Returns:
+        Path of the file, without symbolic links.
+
     Raises:
-        ConfigError: The ending is unknown, the folder is missing or not writable, a folder or a
-            device has this path, or safetensors is not installed.
+        ConfigError: The ending is unknown, the folder is missing, not writable or has shards, a
+            folder or a device has this path, or safetensors is not installed.
     """
     path = os.path.realpath(path)
+    if _is_folder(path):
+        if os.path.lexists(os.path.join(path, _INDEX)):
+            raise ConfigError(
+                f"{path}: has {_INDEX}, and readers would mix its shards with a new file: pull "
+                "into another folder"
+            )
+        path = os.path.realpath(os.path.join(path, _WHOLE))
     _kind(path)
     folder = os.path.dirname(path)
     if not os.access(f"{folder}/", os.W_OK | os.X_OK):
         raise ConfigError(f"{path}: there is no folder {folder}, or no permission to write there")
     if os.path.lexists(path) and not os.path.isfile(path):
         raise ConfigError(f"{path}: this is not a regular file, which would be replaced by one")
+    return path
+
+
+def stored_nbytes(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of a file of weights, or of all safetensors files of a folder."""
+    if not _is_folder(path):
+        return os.stat(path).st_size
+    with os.scandir(path) as found:
+        return sum(each.stat().st_size for each in found if each.name.endswith(SAFETENSORS))
+
+
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return True for a folder, unless its name is that of a file of weights."""
+    is_named_as_file = os.path.splitext(path)[1].lower() in SAFETENSORS + TORCH
+    return os.path.isdir(path) and not is_named_as_file
 
 
 def _kind(path: str) -> ModuleType | None:
@@ -156,6 +193,50 @@ def _kind(path: str) -> ModuleType | None:
         advice = ".safetensors files need safetensors: pip install 'aiosync[cli]'"
         raise ConfigError(advice) from exc
     return safetensors
+
+
+# -- folders ----------------------------------------------------------------------------------
+
+
+def _load_folder(path: str) -> dict[str, Any]:
+    """Read the weights of a folder; shards if it has their index, as other libraries do."""
+    index, whole = os.path.join(path, _INDEX), os.path.join(path, _WHOLE)
+    if os.path.lexists(whole):
+        return load_weights(whole)
+    if not os.path.lexists(index):
+        raise ConfigError(
+            f"{path}: has neither {_WHOLE} nor {_INDEX}: name a file or such a folder"
+        )
+    found: dict[str, Any] = {}
+    for shard, names in _read_index(index).items():
+        tensors = load_weights(os.path.join(path, shard))
+        if missing := [name for name in names if name not in tensors]:
+            raise ConfigError(
+                f"{path}: {shard} has no tensor {missing[0]!r}, of which {_INDEX} says so"
+            )
+        found |= {name: tensors[name] for name in names}
+    return found
+
+
+def _read_index(path: str) -> dict[str, list[str]]:
+    """Return the names of the tensors in each shard.
+
+    Raises:
+        ConfigError: This is no index, or names a file that is no safetensors file beside it.
+    """
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            where = json.load(file)["weight_map"]
+        shards: dict[str, list[str]] = {}
+        for name, shard in where.items():
+            shards.setdefault(shard, []).append(name)
+            if os.path.basename(shard) != shard or not shard.endswith(SAFETENSORS):
+                raise ConfigError(f"{path}: names a file outside of its folder: {shard[:200]!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ConfigError(f"{path}: no index of shards: {type(exc).__name__}: {exc}"[:400]) from exc
+    if not shards:
+        raise ConfigError(f"{path}: no index of shards: it names no tensor")
+    return shards
 
 
 # -- PyTorch ----------------------------------------------------------------------------------

@@ -46,7 +46,10 @@ _MAX_VIEWS = 8
 
 def push(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+        Path,
+        typer.Argument(
+            metavar="FILE", help=".safetensors, .pt, .pth, .bin, .ckpt, or a folder of safetensors."
+        ),
     ],
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of the weight server.")],
     model_id: ModelId = "policy",
@@ -64,7 +67,7 @@ def push(
     timeout: Timeout = 120.0,
     quiet: Quiet = False,
 ) -> None:
-    """Send the weights of a file to a weight server, as a new version.
+    """Send the weights of a file, or of a folder of shards, to a weight server as a new version.
 
     Every worker of that model gets it, whatever its strategy. It counts as a restarted trainer:
     version 1 of a new epoch.
@@ -76,14 +79,14 @@ def push(
     with dialling("push", *given, model_id) as (client, options, errors, accept_options):
         with _transfer_bar(errors, quiet, f"push {model_id}", f"reads {file.name}") as show:
             import aiosync
-            from aiosync.cli.files import load_weights
+            from aiosync.cli.files import load_weights, stored_nbytes
 
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
             accept_options()
             options["take_over"] = take_over
-            source = file, file.stat().st_size
+            source = file, stored_nbytes(file)
             done = aiosync.run(
                 _push(weights, source, client, url, options, model_id, timeout, show)
             )
@@ -189,7 +192,11 @@ def _check_size(weights: dict[str, Any], file: Path, held: int) -> int:
 def pull(
     url: Annotated[str, typer.Argument(metavar="URL", help="A weight server, or a trainer.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help=".safetensors, .pt, .pth, .bin or .ckpt")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help=".safetensors, .pt, .pth, .bin, .ckpt, or a folder for model.safetensors.",
+        ),
     ],
     model_id: ModelId = "policy",
     min_version: Annotated[

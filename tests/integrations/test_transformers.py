@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import aiosync.sync
+from aiosync.cli.files import load_weights, save_weights
 from aiosync.errors import ApplyError, ConfigError, PartialSyncError
 from aiosync.integrations.transformers import ContinuousBatchingReceiver
 from aiosync.spans import VersionSpan
@@ -357,3 +359,23 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.metadata.version", lambda _: "5.22.2")
         with pytest.raises(ConfigError, match=r"ContinuousBatchingManager with transformers 5\.22"):
             ContinuousBatchingReceiver(scheme, manager)
+
+
+def test_folders_of_weights_are_read_and_written(tmp_path: Path) -> None:
+    """``save_pretrained()`` makes what is pushed; ``from_pretrained()`` reads what is pulled."""
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it leaves a thread
+    model = make_model()
+    model.save_pretrained(tmp_path, max_shard_size=20_000)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    found, own = load_weights(tmp_path), model.state_dict()
+    assert own.keys() - found.keys() == {"lm_head.weight"}  # it is tied, and saved once
+    assert all(torch.equal(each, own[name]) for name, each in found.items())
+    pulled = tmp_path / "pulled"
+    pulled.mkdir()
+    model.config.save_pretrained(pulled)
+    save_weights(pulled, own)
+    again = LlamaForCausalLM.from_pretrained(pulled).state_dict()
+    assert all(torch.equal(each, again[name]) for name, each in own.items())
