@@ -243,7 +243,7 @@ class ServedModel:
             self.workers.history.parts = hello.parts
             if not self.version:
                 self._agree_on(hello.strategy)
-            await self._receive(link, hello.strategy, Outgoing(link, self.workers.tasks))
+            await self._receive(link, hello.strategy)
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # the channel tells the trainer the error
             raise
@@ -255,10 +255,8 @@ class ServedModel:
         self.trainer = link
         # The upstream does not say if its trainer sends updates of some names.
         self.workers.history.parts = True
-        answers = Outgoing(link, self.workers.tasks)
-        reports = self.workers.tasks.start(self._report_workers(answers), "aiosync reports")
         try:
-            await self._receive(link, ANY_STRATEGY, answers)
+            await self._receive(link, ANY_STRATEGY)
         except RemoteProtocolError as exc:
             link.channel.fail(exc)  # the channel tells the upstream the error
             raise
@@ -267,13 +265,12 @@ class ServedModel:
                 link.send_nowait(Leave())  # so that this server does not count as lost there
             raise
         finally:
-            self.workers.tasks.cancel(reports)
             self._end_link(link)
 
     async def _report_workers(self, answers: Outgoing) -> None:
-        """Report to the upstream, at each change, the workers here and their oldest version.
+        """Report to the other side, at each change, the workers here and their oldest version.
 
-        The upstream ignores the rest of these acks, as their versions were acknowledged before.
+        It ignores the rest of these acks, as their versions were acknowledged before.
         """
         reported = None
         while True:
@@ -289,8 +286,17 @@ class ServedModel:
             self.trainer = None
         link.abort()
 
-    async def _receive(self, link: TCPTransport, strategy: str, answers: Outgoing) -> None:
+    async def _receive(self, link: TCPTransport, strategy: str) -> None:
         """Take every update that arrives over a link, and raise the error that ends it."""
+        tasks = self.workers.tasks
+        answers = Outgoing(link, tasks)
+        reports = tasks.start(self._report_workers(answers), "aiosync reports")
+        try:
+            await self._receive_updates(link, strategy, answers)
+        finally:
+            tasks.cancel(reports)
+
+    async def _receive_updates(self, link: TCPTransport, strategy: str, answers: Outgoing) -> None:
         # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
         # that wait needs a limit of its own.
         link.limit_untaken()

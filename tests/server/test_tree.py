@@ -454,6 +454,27 @@ async def test_who_does_not_say_that_it_follows_is_admitted() -> None:
             assert isinstance((await link.recv()).message, answer)
 
 
+# -- the workers behind a server -------------------------------------------------------------------
+
+
+async def test_a_trainer_sees_the_workers_behind_its_server() -> None:
+    async with WeightServer(URL) as root, trainer(root) as source:
+        relay = WeightServer(URL, model_ids=["policy"], upstream=root.url)
+        await send(source, 1.0)
+
+        def seen() -> tuple[int, int]:
+            (server,) = source.stats().workers
+            return server.behind, server.oldest
+
+        async with relay, worker(root) as first, worker(relay):
+            await until(lambda: seen() == (2, 1))
+            report = await send(source, 2.0)
+            await until(lambda: seen() == (2, report.version))
+            await first.aclose()
+            await until(lambda: seen() == (1, report.version))
+        await until(lambda: seen() == (0, 0))
+
+
 # -- the workers behind a relay --------------------------------------------------------------------
 
 
