@@ -38,6 +38,7 @@ SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of PyTorch checkpoints."""
 
+_KNOWN = ", ".join(SAFETENSORS + TORCH)
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -185,8 +186,7 @@ def _kind(path: str) -> ModuleType | None:
     if ending in TORCH:
         return None
     if ending not in SAFETENSORS:
-        known = ", ".join(SAFETENSORS + TORCH)
-        raise ConfigError(f"{path}: the name of the file must end in one of: {known}")
+        raise ConfigError(f"{path}: the name of the file must end in one of: {_KNOWN}")
     try:
         import safetensors.torch
     except ModuleNotFoundError as exc:
@@ -205,7 +205,8 @@ def _load_folder(path: str) -> dict[str, Any]:
         return load_weights(whole)
     if not os.path.lexists(index):
         raise ConfigError(
-            f"{path}: has neither {_WHOLE} nor {_INDEX}: name a file or such a folder"
+            f"{path}: a folder needs {_WHOLE} or {_INDEX}; the name of a file must end in one of: "
+            f"{_KNOWN}"
         )
     found: dict[str, Any] = {}
     for shard, names in _read_index(index).items():

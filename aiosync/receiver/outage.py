@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from aiosync.errors import AiosyncError, ConnectTimeout, PeerClosed
+from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PeerClosed
 from aiosync.receiver.guard import Guard, weakly
 from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
 
@@ -142,9 +142,14 @@ class Outage:
         if ended is None:
             return
         self.lost_link = PeerClosed(f"{ended}; the last attempt to dial again: {error}")
+        self.lost_link.__cause__ = ended
         if cut_off is not None:
             self.cut_off = cut_off[0], self.lost_link
-        nobody = isinstance(error, ConnectTimeout) or isinstance(error.__cause__, OSError)
+        # The error of several addresses has that of one that answered as its cause, if one did.
+        told = error
+        while type(told) is ConnectError and isinstance(told.__cause__, AiosyncError):
+            told = told.__cause__
+        nobody = isinstance(told, ConnectTimeout) or isinstance(told.__cause__, OSError)
         if not nobody and str(error) != self._logged:
             self._logged = str(error)
             text = f"the link to the trainer is not replaced yet: {error}"

@@ -185,17 +185,26 @@ async def _try_each(
             return await attempt(here, is_redial)
         except AiosyncError as exc:
             failed[address] = without_frames(exc)
-    *_, last = failed.values()
-    if len(failed) == 1:
-        raise last
-    raise _join_errors(failed, is_redial) from last
+    errors = list(failed.values())
+    if all(each is errors[0] for each in errors):
+        raise errors[0]
+    # The error of a peer that answered says more than that nobody did.
+    told = next((each for each in errors if not _is_unanswered(each)), errors[0])
+    raise _join_errors(failed, is_redial) from told
+
+
+def _is_unanswered(error: AiosyncError) -> bool:
+    """Return True if no process answered an attempt."""
+    return isinstance(error, ConnectTimeout) or isinstance(error.__cause__, OSError)
 
 
 def _join_errors(failed: Mapping[str, AiosyncError], is_redial: bool) -> AiosyncError:
     """Return one error for an attempt that failed at several addresses."""
     finals = [each for each in failed.values() if is_final(each)]
+    # A server that sent this side on in vain admits it at the next attempt.
+    is_sent_on = any(isinstance(each, SentOn) for each in failed.values())
     kind: type[AiosyncError] = ConnectError
-    if finals and (len(finals) == len(failed) or not is_redial):
+    if finals and (len(finals) == len(failed) or not (is_redial or is_sent_on)):
         kind = AuthError if isinstance(finals[0], AuthError) else ConfigError
     elif all(isinstance(each, ConnectTimeout) for each in failed.values()):
         kind = ConnectTimeout

@@ -41,6 +41,7 @@ async def admit(
     hello: Hello | None = None,
     from_user: bool = False,
     note: Callable[[], str] = str,
+    path: Callable[[], tuple[bytes, ...]] = tuple,
 ) -> tuple[Hello, int]:
     """Do the sender's half of the handshake: read Hello, and answer Welcome or Refuse.
 
@@ -60,6 +61,7 @@ async def admit(
         from_user: True if the user gave this link, so that nobody dialled. The worker's process may
             not even have been started, so the wait for its Hello has no limit.
         note: Returns a hint for the worker, which is sent if there is no version yet.
+        path: Returns the sessions of the weight servers from the first one to this one.
 
     Returns:
         The Hello, and the index that the worker has from now on.
@@ -93,7 +95,7 @@ async def admit(
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
         raise ConnectError(f"a worker was refused: {exc}") from exc
     first = reserve(idx, message)
-    welcome = Welcome(epoch, first, idx, num_workers, "" if first else note())
+    welcome = Welcome(epoch, first, idx, num_workers, "" if first else note(), path())
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
     return message, idx
 

@@ -81,6 +81,7 @@ class Admission:
             all.
         note: Returns the text that a worker is sent while there is no update for it.
         strangers: Returns the refusals of peers before there was a link.
+        path: Sessions of the weight servers from the first one to this one; empty at a trainer.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Admission:
         self.initial: set[int | None] = set()
         self.note: Callable[[], str] = str
         self.strangers: Callable[[], list[str]] = list
+        self.path: tuple[bytes, ...] = ()
 
     def welcome(
         self,
@@ -149,6 +151,7 @@ class Admission:
                 hello=hello,
                 from_user=from_user,
                 note=self.note,
+                path=lambda: self.path,
             )
         except AiosyncError as exc:
             # The worker was refused, and told so, or its link failed. connect() repeats the reason

@@ -6,24 +6,38 @@ the command line.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
+import socket
+from collections.abc import Container
 
 from aiosync.errors import ConfigError
 from aiosync.rendezvous.dialer import to_dial
 from aiosync.rendezvous.handshake import SentOn
 from aiosync.transports.address import Address
+from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import MAX_ADDRESS_NBYTES, MAX_ELSEWHERE, Hello
 
 __all__ = ["FanOut", "check_advertised", "named_by_default"]
 
-_WILDCARDS = ("0.0.0.0", "::")
-
 
 def named_by_default(url: str) -> str:
     """Return the address at which a relay listens; empty if others cannot dial it."""
     address = Address.parse(url)
-    return "" if address.scheme != "tcp" or address.host in _WILDCARDS else url
+    return "" if address.scheme != "tcp" or _is_wildcard(address.host) else url
+
+
+def _is_wildcard(host: str) -> bool:
+    """Return True for an address that stands for all of a host, in any notation."""
+    with contextlib.suppress(OSError):
+        # Short forms, such as "0", are addresses of IPv4 for the system.
+        return not any(socket.inet_aton(host))
+    with contextlib.suppress(ValueError):
+        found = ipaddress.IPv6Address(host)
+        return found.is_unspecified or found.ipv4_mapped == ipaddress.IPv4Address(0)
+    return False
 
 
 def check_advertised(url: str) -> str:
@@ -33,7 +47,7 @@ def check_advertised(url: str) -> str:
         ConfigError: It is no address of TCP that can be dialled, or is too long.
     """
     (address,) = to_dial([url])
-    if not named_by_default(url) or len(url.encode()) > MAX_ADDRESS_NBYTES:
+    if not named_by_default(url) or len(url.encode()) > MAX_ADDRESS_NBYTES or " " in url:
         raise ConfigError(
             f"advertise= must be a tcp://host:port that others can dial, not {address}"
         )
@@ -56,11 +70,16 @@ class FanOut:
         self._turn = itertools.count()
         self._admitted: dict[TCPTransport, tuple[Hello, str]] = {}
 
-    def admit(self, link: TCPTransport, hello: Hello) -> None:
+    def admit(self, link: TCPTransport, hello: Hello, ready: Container[Transport]) -> None:
         """Count a worker that subscribes, or raise the error that sends it on.
 
         A relay has a place although workers came before it, as they could be sent on to nobody.
         A worker that none of the relays admitted does not follow, so that it is admitted.
+
+        Args:
+            link: The link to the worker.
+            hello: Its Hello.
+            ready: The links to which others may be sent on, as there are weights.
 
         Raises:
             SentOn: There are enough workers, or relays, and some relays.
@@ -68,19 +87,20 @@ class FanOut:
         """
         serves = self._named_address(link, hello)
         # The same receiver may come again before its old link is known to have ended.
-        others = [
-            address
-            for each, address in self._admitted.values()
+        others = {
+            other: address
+            for other, (each, address) in self._admitted.items()
             if each.session is None or each.session != hello.session
-        ]
-        relays = list(dict.fromkeys(each for each in others if each not in ("", hello.serves)))
+        }
+        named = [address for other, address in others.items() if other in ready]
+        relays = list(dict.fromkeys(each for each in named if each not in ("", hello.serves)))
         count = len(relays) if serves else len(others)
         if self._most is not None and relays and count >= self._most and hello.follows:
             first = next(self._turn) % len(relays)
-            named = [*relays[first:], *relays[:first]][:MAX_ELSEWHERE]
+            elsewhere = [*relays[first:], *relays[:first]][:MAX_ELSEWHERE]
             raise SentOn(
                 f"this server has {count} links, and fanout={self._most}",
-                tuple(map(Address.parse, named)),
+                tuple(map(Address.parse, elsewhere)),
             )
 
         def forget() -> None:

@@ -45,7 +45,7 @@ from aiosync.server.store import StoredUpdate, WeightStore
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus
-from aiosync.wire import Ack, Hello, Leave, Refuse, Update
+from aiosync.wire import MAX_PATH, Ack, Hello, Leave, Refuse, Update, Welcome
 
 __all__ = ["ServedModel", "refuse_link"]
 
@@ -128,6 +128,7 @@ class ServedModel:
         self._model_id = model_id
         self._store = store
         self._session = secrets.token_bytes(16)
+        self.workers.admission.path = (self._session,)
         self._updates = UpdateReader(takes_deltas=streaming.delta != "off")
         self._early: Snapshot | None = None  # the update that is passed on while it arrives
         self._trainer_epoch: int | None = None
@@ -164,6 +165,46 @@ class ServedModel:
             stored.layout, stored.buffer, lambda: None, stored.values, stored.version
         )
         self._publish(stored.epoch, stored.strategy, snapshot, stored.saved_at or time.time())
+
+    # -- the servers above and below -----------------------------------------------------------
+
+    def admit(self, link: TCPTransport, hello: Hello) -> None:
+        """Count a worker that subscribes, or raise the error that sends it away.
+
+        Raises:
+            SentOn: Servers that follow this one have room for it.
+            ConnectError: It is a server that this one follows, so that none would get versions.
+        """
+        path = self.workers.admission.path
+        # A server without an upstream follows nobody, whatever it followed before.
+        above = path if self.trainer is not None else path[-1:]
+        if hello.session in above or (_is_server(hello) and len(path) == MAX_PATH):
+            raise ConnectError(
+                "this server gets its versions from the one that asks, or there are too many in a "
+                "row: it has to follow another one"
+            )
+        # Workers are sent on to no server that lacks weights which are here.
+        linked = self.workers.links.values()
+        ready = [each.transport for each in linked if each.applied or not self.version]
+        self.fan_out.admit(link, hello, ready)
+
+    def _follow_path(self, path: tuple[bytes, ...]) -> None:
+        """Have the servers below dial again if those above have changed, and tell them these.
+
+        No server admits one that is above it, so that they never stand in a circle.
+        """
+        admission = self.workers.admission
+        if (*path, self._session) == admission.path:
+            return
+        admission.path = (*path, self._session)
+        for link in self.workers.links.values():
+            if _is_server(link.hello):
+                link.lose(ConnectError("this server has another upstream"))
+                link.transport.abort()
+        for transport in admission.arriving:
+            transport.abort()
+
+    # -- the newest version --------------------------------------------------------------------
 
     def _publish(self, epoch: int, strategy: str, snapshot: Snapshot, updated_at: float) -> None:
         """Serve a version to every worker; takes over the caller's reference to the snapshot."""
@@ -250,9 +291,10 @@ class ServedModel:
         finally:
             self._end_link(link)
 
-    async def follow(self, link: TCPTransport) -> None:
+    async def follow(self, link: TCPTransport, welcome: Welcome) -> None:
         """Take versions of an upstream, which has let this server in, until its link ends."""
         self.trainer = link
+        self._follow_path(welcome.path)
         # The upstream does not say if its trainer sends updates of some names.
         self.workers.history.parts = True
         try:
@@ -556,6 +598,11 @@ class ServedModel:
                 for idx, link in self.workers.links.items()
             ],
         }
+
+
+def _is_server(hello: Hello) -> bool:
+    """Return True for the Hello of a weight server: workers subscribe with a strategy."""
+    return hello.subscribe and hello.strategy == ANY_STRATEGY
 
 
 def _discard(snapshot: Snapshot) -> None:

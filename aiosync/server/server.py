@@ -138,7 +138,7 @@ class WeightServer:
             self._upstream = Upstream(
                 upstream, token=upstream_token, tls=upstream_tls, limits=limits
             )
-            if self._upstream.leads_to(url):
+            if any(map(self._upstream.leads_to, filter(None, (url, advertise)))):
                 raise ConfigError(
                     f"the server at {url} would follow itself: give another upstream="
                 )
@@ -263,7 +263,7 @@ class WeightServer:
                 model = self._find_or_make_model(hello, link, pushes)
                 # A worker that asks for single versions costs no stream, so it stays here.
                 if hello.subscribe and not pushes:
-                    model.fan_out.admit(link, hello)
+                    model.admit(link, hello)
             except (ConfigError, ConnectError) as exc:
                 await refuse_link(link, exc)
                 raise

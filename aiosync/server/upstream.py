@@ -33,7 +33,7 @@ class Follower(Protocol):
     async def hello(self, *, is_upstream: bool) -> Hello:
         """Return the message that tells the upstream what is here."""
 
-    async def follow(self, link: TCPTransport) -> None:
+    async def follow(self, link: TCPTransport, welcome: Welcome) -> None:
         """Take the versions that arrive over a link until it ends, and raise the reason."""
 
     @property
@@ -109,14 +109,14 @@ class Upstream:
             on_failure=log_once,
             dial_named=self._dialer.dial if self._dialer.is_remote else None,
         )
-        link, _ = await kept.connect(None)
+        link, welcome = await kept.connect(None)
         while True:
             before = model.version
             log(logging.INFO, "joined", f"follows {link.channel.name}", model=model_id)
             try:
-                await model.follow(link)
+                await model.follow(link, welcome)
             except AiosyncError as exc:
                 if model.version != before:  # the link was of use
                     logged = ""
                 log_once(exc)
-                link, _ = await kept.reconnect(exc, model.version, None)
+                link, welcome = await kept.reconnect(exc, model.version, None)

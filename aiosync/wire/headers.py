@@ -21,6 +21,7 @@ from aiosync.wire.messages import (
     MAX_ELSEWHERE,
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
+    MAX_PATH,
     MAX_WORKER_IDX,
     NONCE_NBYTES,
     Ack,
@@ -168,7 +169,8 @@ _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
 _EXT_KEY, _TRACE_KEY, _BASE_KEY = "x", "trace", "base"
 _SERVES_KEY, _FOLLOWS_KEY, _ELSEWHERE_KEY = "serves", "follows", "elsewhere"
-_BEHIND_KEY = "behind"
+_BEHIND_KEY, _PATH_KEY = "behind", "path"
+_SESSION_NBYTES = 16
 _BASE = struct.Struct("<QQ")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _ILLEGAL = (ValueError, TypeError, KeyError, AttributeError, struct.error)
@@ -257,6 +259,18 @@ def _check_addresses(addresses: Sequence[Any]) -> Sequence[str]:
     return addresses
 
 
+def _check_path(path: Any) -> bytes:
+    """Return the sessions of servers in a row, few enough.
+
+    Raises:
+        InvalidData: They are none or too many, or not whole.
+    """
+    count, rest = divmod(len(path), _SESSION_NBYTES)
+    if not isinstance(path, bytes) or rest or not 0 < count <= MAX_PATH:
+        raise InvalidData(f"no path of 1 to {MAX_PATH} sessions")
+    return path
+
+
 def _entries_of(message: Message) -> dict[str, ExtValue]:
     """Return the fields of a message that travel in the extension map."""
     entries: dict[str, ExtValue] = {}
@@ -285,6 +299,8 @@ def _addresses_of(message: Message) -> dict[str, ExtValue]:
             entries[_FOLLOWS_KEY] = True
     elif isinstance(message, Refuse) and message.elsewhere:
         entries[_ELSEWHERE_KEY] = " ".join(_check_addresses(message.elsewhere))
+    elif isinstance(message, Welcome) and message.path:
+        entries[_PATH_KEY] = _check_path(b"".join(message.path))
     return entries
 
 
@@ -318,6 +334,10 @@ def _take_addresses(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) 
     elif cls is Refuse and _ELSEWHERE_KEY in ext:
         named: Any = ext.pop(_ELSEWHERE_KEY)
         found["elsewhere"] = tuple(_check_addresses(named.split(" ")))
+    elif cls is Welcome and _PATH_KEY in ext:
+        path: Any = _check_path(ext.pop(_PATH_KEY))
+        places = range(0, len(path), _SESSION_NBYTES)
+        found["path"] = tuple(path[at : at + _SESSION_NBYTES] for at in places)
 
 
 def encode_header(

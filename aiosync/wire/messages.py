@@ -19,6 +19,7 @@ __all__ = [
     "MAX_ELSEWHERE",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
+    "MAX_PATH",
     "MAX_WORKER_IDX",
     "NONCE_NBYTES",
     "Ack",
@@ -109,6 +110,8 @@ class Welcome:
         worker_idx: Index that the receiver has from now on.
         num_workers: Number of workers that the sender expects; ``None`` if it does not know.
         note: A hint for a human, for the time before the first version.
+        path: Sessions of the weight servers from the first one to the one that answers; empty from
+            a trainer. It travels in the extension map.
     """
 
     epoch: int
@@ -116,6 +119,7 @@ class Welcome:
     worker_idx: int
     num_workers: int | None = None
     note: str = ""
+    path: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +407,9 @@ MAX_ERROR_TEXT_NBYTES = 3072
 
 MAX_ADDRESS_NBYTES = 255
 """Greatest size of an address, in UTF-8 bytes."""
+
+MAX_PATH = 16
+"""Greatest number of weight servers in a row."""
 
 MAX_ELSEWHERE = 8
 """Greatest number of addresses to which a receiver is sent on: more would not fit into a header."""

@@ -63,7 +63,7 @@ def test_a_folder_with_shards_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"neither model.safetensors nor {INDEX}"):
+    with pytest.raises(ConfigError, match=f"needs model.safetensors or {INDEX}"):
         load_weights(tmp_path)
 
 

@@ -68,11 +68,16 @@ async def joined(root: WeightServer, count: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def claimed(root: WeightServer, serves: str, **options: Any) -> AsyncIterator[None]:
-    """A link of a relay that says that it serves at an address."""
+async def claimed(
+    root: WeightServer, serves: str, *, has: bool = True, **options: Any
+) -> AsyncIterator[None]:
+    """A link of a relay that says that it serves at an address, and has the version there is."""
     link = await TCPTransport.connect(root.url, **options)
     try:
         hello = Hello("receiver", "policy", os.getpid(), strategy="any", serves=serves)
+        if has:
+            there = described(root)
+            hello = replace(hello, epoch=there["epoch"], version=there["version"])
         await link.send(hello)
         assert isinstance((await link.recv()).message, Welcome)
         yield
@@ -430,8 +435,9 @@ async def test_a_relay_that_comes_again_keeps_its_place() -> None:
         for _ in range(2):
             link = await TCPTransport.connect(root.url)
             stack.push_async_callback(link.aclose)
-            serves = "tcp://127.0.0.1:9"
+            serves, there = "tcp://127.0.0.1:9", described(root)
             hello = Hello("receiver", "policy", 1, strategy="any", session=session, serves=serves)
+            hello = replace(hello, epoch=there["epoch"], version=there["version"])
             await link.send(hello)
             assert isinstance((await link.recv()).message, Welcome)
         link = await TCPTransport.connect(root.url)
@@ -452,6 +458,88 @@ async def test_who_does_not_say_that_it_follows_is_admitted() -> None:
             stack.push_async_callback(link.aclose)
             await link.send(replace(FOLLOWING, follows=follows, session=os.urandom(16)))
             assert isinstance((await link.recv()).message, answer)
+
+
+# -- circles ---------------------------------------------------------------------------------------
+
+
+async def test_servers_never_stand_in_a_circle() -> None:
+    """A relay may go on at a standby that follows it. When the root is back, all are there."""
+    urls = [free_address() for _ in range(3)]
+    root, standby = urls[0], urls[1]
+    first = WeightServer(root, fanout=1)
+    async with contextlib.AsyncExitStack() as stack:
+        await first.start()
+        below: Any = [root, standby]
+        middle = WeightServer(urls[2], model_ids=["policy"], upstream=below)
+        await stack.enter_async_context(middle)
+        source = await stack.enter_async_context(trainer(root, reconnect=None))
+        await send(source, 1.0)
+        await until(lambda: described(middle)["version"] == 1)
+        second = await stack.enter_async_context(relay(root, standby, fanout=1))
+        await until(lambda: described(second)["version"] == 1)
+        assert links(middle) == 1  # the root has sent the standby on
+        last = await stack.enter_async_context(worker(below, reconnect=None))
+        await first.aclose()
+        await asyncio.sleep(1.0)
+        await stack.enter_async_context(WeightServer(root, fanout=1))
+        report = await _send_until_reached(source, 2.0)
+        await last.wait_for_version(report.version, timeout=PATIENCE)
+        for each in (middle, second):
+            await until(lambda each=each: described(each)["version"] == report.version)
+
+
+async def _send_until_reached(source: Any, value: float) -> Any:
+    """Send until the server, to which the link was lost, has the version."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            with contextlib.suppress(aiosync.PartialSyncError):
+                return await send(source, value)
+            await asyncio.sleep(0.1)
+
+
+async def test_a_server_that_dials_itself_goes_on_at_the_next_address() -> None:
+    root = free_address()
+    own = free_address()
+    options: Any = {"token": "a" * 32, "upstream_token": "a" * 32}
+    everywhere = own.replace("127.0.0.1", "0.0.0.0")
+    async with WeightServer(
+        everywhere, model_ids=["policy"], upstream=[root, own], **options
+    ) as below:
+        await asyncio.sleep(0.5)
+        async with served(1, root, token="a" * 32):
+            await until(lambda: described(below)["version"] == 1)
+
+
+async def test_a_list_with_the_own_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would follow itself"):
+        WeightServer(
+            URL, model_ids=["policy"], upstream=["tcp://a:1", "tcp://b:2"], advertise="tcp://b:2"
+        )
+
+
+async def test_workers_are_not_sent_to_a_relay_without_weights() -> None:
+    """A server at the named address would admit the worker, and have nothing for it."""
+    async with served(1) as (root, _), WeightServer(URL) as empty:
+        async with claimed(root, empty.url, has=False), worker(root, timeout=PATIENCE) as each:
+            assert holds(each, 1.0)
+            assert links(root) == 2
+
+
+async def test_an_error_elsewhere_does_not_keep_a_worker_from_a_root_that_sent_it_on() -> None:
+    async with served(1) as (root, _), claimed(root, free_address()):
+        async with WeightServer(URL, model_ids=["value"]) as other:
+            for urls in ([root.url, other.url], [other.url, root.url]):
+                async with worker(urls, timeout=PATIENCE) as each:
+                    assert holds(each, 1.0)
+
+
+@pytest.mark.parametrize("host", ["0", "0.0", "0.0.0.0", "[::]", "[::0]", "[::ffff:0.0.0.0]"])
+async def test_a_wildcard_is_advertised_in_no_notation(host: str) -> None:
+    with pytest.raises(ConfigError, match="advertise="):
+        WeightServer(
+            URL, model_ids=["policy"], upstream="tcp://a:1", advertise=f"tcp://{host}:7000"
+        )
 
 
 # -- the workers behind a server -------------------------------------------------------------------

@@ -62,7 +62,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
-IN_EXTENSION_MAP = {"serves", "follows", "elsewhere"}
+IN_EXTENSION_MAP = {"serves", "follows", "elsewhere", "path"}
 FIXED = {"epoch", "version", "digest", "status", "index", "count", "flags", "reserved"}
 
 
@@ -463,3 +463,21 @@ def test_a_receiver_that_follows_says_true(value: Any) -> None:
     message, ext = decode_header(header("hello", x={"follows": value}))
     assert message == Hello("receiver", "policy", 1)
     assert ext == {"follows": value}
+
+
+SESSIONS = tuple(bytes([number]) * 16 for number in range(16))
+
+
+def test_the_path_of_a_server_travels_in_the_extension_map() -> None:
+    welcome = Welcome(1, 2, 3, path=SESSIONS)
+    data = encode_header(welcome)
+    assert data == header("welcome", version=2, worker_idx=3, x={"path": b"".join(SESSIONS)})
+    assert decode_header(data) == (welcome, None)
+    assert len(data) < 4096
+    with pytest.raises(LocalProtocolError, match=r"Welcome\.x"):
+        encode_header(Welcome(1, 2, 3, path=(*SESSIONS, bytes(16))))
+
+
+@pytest.mark.parametrize("path", [b"", bytes(15), bytes(17 * 16), "a" * 16, 5, True])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    assert "illegal header (x)" in refused(header("welcome", x={"path": path}))
