@@ -197,11 +197,11 @@ class ServedModel:
         if (*path, self._session) == admission.path:
             return
         admission.path = (*path, self._session)
-        for link in self.workers.links.values():
+        for link in [*self.workers.links.values()]:
             if _is_server(link.hello):
                 link.lose(ConnectError("this server has another upstream"))
                 link.transport.abort()
-        for transport in admission.arriving:
+        for transport in [*admission.arriving]:
             transport.abort()
 
     # -- the newest version --------------------------------------------------------------------

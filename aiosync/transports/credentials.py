@@ -6,13 +6,15 @@ contain it as legible text. Must not import torch or the event loop.
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import ssl
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from aiosync._repr import in_every_state
 from aiosync.errors import ConfigError
@@ -157,10 +159,14 @@ class Credentials:
         """
         return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
 
-    def __getstate__(self) -> list[Any]:
+    # Dataclasses with slots have a __getstate__() of their own in Python 3.11.2 and before.
+    def __reduce__(self) -> tuple[Callable[[], Credentials], tuple[()]]:
         if isinstance(self.tls, ssl.SSLContext):
             raise ConfigError(
                 "an ssl.SSLContext cannot be passed to another process: pass "
                 "tls=aiosync.TLS(cert=..., key=..., ca=...) with file names"
             )
-        return [self.token, self.pull_token, self.tls]
+        make = functools.partial(
+            Credentials, token=self.token, pull_token=self.pull_token, tls=self.tls
+        )
+        return make, ()
