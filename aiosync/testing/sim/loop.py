@@ -155,7 +155,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._outside = self.running
         self.set_task_factory(self._make_task)
         # Every handle asks for this, and a class is called faster than a method: bool() is False.
-        self.get_debug = bool  # type: ignore[method-assign]
+        vars(self)["get_debug"] = bool
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
