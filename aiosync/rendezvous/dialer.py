@@ -49,7 +49,8 @@ _W = TypeVar("_W")
 # Timers may fire early by at most this time, so that a shorter rest counts as none.
 _OVER_SECONDS = 0.001
 _FIRST_PAUSE_SECONDS = 0.02
-# An address that is not the last has this time at first, and twice as much in each next attempt.
+# An address that is not the last has this time at first, and twice as much in each next attempt, up
+# to HANDSHAKE_SECONDS.
 _PATIENCE_SECONDS = 2.0
 # Addresses that servers named: how many are tried in one attempt, and the time for each handshake.
 _MAX_NAMED = 8
@@ -465,7 +466,7 @@ class KeptLink(Generic[_L, _W]):
                 )
             except BaseException as exc:  # raised again
                 self.abort()
-                self._patience *= 2
+                self._patience = min(2 * self._patience, HANDSHAKE_SECONDS)
                 self.follows = self._dial_named is not None and not self._is_sent_on
                 self.why = without_frames(exc)
                 if self._on_failure is not None and isinstance(exc, AiosyncError):
