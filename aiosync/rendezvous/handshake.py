@@ -61,7 +61,7 @@ async def admit(
         from_user: True if the user gave this link, so that nobody dialled. The worker's process may
             not even have been started, so the wait for its Hello has no limit.
         note: Returns a hint for the worker, which is sent if there is no version yet.
-        path: Returns the sessions of the weight servers from the first one to this one.
+        path: Returns :attr:`Welcome.path`.
 
     Returns:
         The Hello, and the index that the worker has from now on.

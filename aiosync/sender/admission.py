@@ -81,7 +81,7 @@ class Admission:
             all.
         note: Returns the text that a worker is sent while there is no update for it.
         strangers: Returns the refusals of peers before there was a link.
-        path: Sessions of the weight servers from the first one to this one; empty at a trainer.
+        path: The :attr:`Welcome.path` for workers; empty at a trainer.
     """
 
     def __init__(

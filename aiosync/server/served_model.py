@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -128,7 +129,7 @@ class ServedModel:
         self._model_id = model_id
         self._store = store
         self._session = secrets.token_bytes(16)
-        self.workers.admission.path = (self._session,)
+        self.workers.admission.path = (_mark_of(self._session),)
         self._updates = UpdateReader(takes_deltas=streaming.delta != "off")
         self._early: Snapshot | None = None  # the update that is passed on while it arrives
         self._trainer_epoch: int | None = None
@@ -178,7 +179,7 @@ class ServedModel:
         path = self.workers.admission.path
         # A server without an upstream follows nobody, whatever it followed before.
         above = path if self.trainer is not None else path[-1:]
-        if hello.session in above or (_is_server(hello) and len(path) == MAX_PATH):
+        if _mark_of(hello.session) in above or (_is_server(hello) and len(path) == MAX_PATH):
             raise ConnectError(
                 "this server gets its versions from the one that asks, or there are too many in a "
                 "row: it has to follow another one"
@@ -194,9 +195,10 @@ class ServedModel:
         No server admits one that is above it, so that they never stand in a circle.
         """
         admission = self.workers.admission
-        if (*path, self._session) == admission.path:
+        before, own = admission.path, _mark_of(self._session)
+        admission.path = (*path, own)
+        if admission.path == before:
             return
-        admission.path = (*path, self._session)
         for link in [*self.workers.links.values()]:
             if _is_server(link.hello):
                 link.lose(ConnectError("this server has another upstream"))
@@ -598,6 +600,11 @@ class ServedModel:
                 for idx, link in self.workers.links.items()
             ],
         }
+
+
+def _mark_of(session: bytes | None) -> bytes:
+    """Return 16 bytes that stand for a session before workers, who must not be able to take it."""
+    return hashlib.blake2b(session or b"", digest_size=16).digest()
 
 
 def _is_server(hello: Hello) -> bool:

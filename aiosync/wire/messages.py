@@ -110,8 +110,8 @@ class Welcome:
         worker_idx: Index that the receiver has from now on.
         num_workers: Number of workers that the sender expects; ``None`` if it does not know.
         note: A hint for a human, for the time before the first version.
-        path: Sessions of the weight servers from the first one to the one that answers; empty from
-            a trainer. It travels in the extension map.
+        path: BLAKE2b digests, of 16 bytes, of the sessions of the weight servers from the first one
+            to the one that answers; empty from a trainer. It travels in the extension map.
     """
 
     epoch: int
