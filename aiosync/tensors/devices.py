@@ -2,7 +2,8 @@
 
 Small tensors are gathered on the device into one block, which is an image of a part of the flat
 buffer, and the block is transferred at once; in the other direction the block is transferred and
-then scattered. The blocks take bounded memory of the device. This module must never import asyncio
+then scattered. The blocks take bounded memory of the device. A loader of another library takes its
+tensors one by one: they are transferred a step ahead of it. This module must never import asyncio
 or a transport.
 """
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from aiosync.tensors.buffer import FlatBuffer, Layout
     from aiosync.wire import LeafSpec
 
-__all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device"]
+__all__ = ["BLOCK_NBYTES", "DeviceCopies", "copies_by_device", "uploaded"]
 
 BLOCK_NBYTES = 32 * 2**20
 """Bytes of a device's memory that the copies of one model take at most; of pinned memory twice."""
@@ -280,3 +281,62 @@ def copies_by_device(
             found.setdefault(tensor.device, {})[leaf] = tensor
     for device, some in found.items():
         yield DeviceCopies(layout, some, device), some
+
+
+def uploaded(
+    items: Sequence[tuple[str, torch.Tensor]], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies of tensors on a device, each in memory of its own, when they have arrived.
+
+    The next tensor is on its way while the caller uses one, so that the device has memory for one
+    tensor more than the caller keeps.
+
+    Args:
+        items: Names, and contiguous tensors in memory of the host.
+        device: The accelerator.
+
+    Raises:
+        ConfigError: The device has no memory left.
+    """
+    largest = max((tensor.nbytes for _, tensor in items), default=0)
+    with contextlib.closing(_Uploads(device, min(largest, BLOCK_NBYTES))) as uploads:
+        ahead: tuple[str, torch.Tensor, Callable[[], object]] | None = None
+        for name, tensor in items:
+            ready, ahead = ahead, (name, *uploads.begin(tensor))
+            if ready is not None:
+                ready[2]()
+                yield ready[:2]
+        if ahead is not None:
+            ahead[2]()
+            yield ahead[:2]
+
+
+class _Uploads:
+    """Transfers of whole tensors to a device, through pinned blocks of so many bytes."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._api, self._device, self._ring = accelerator(), device, None
+        threads = min(len(os.sched_getaffinity(0)), nbytes // _SHARE_NBYTES, _MAX_THREADS)
+        self._pool = CopyPool(max(1, threads))
+        if nbytes >= PINNED_NBYTES:
+            # Without memory to pin, the copies are only slower.
+            with contextlib.suppress(RuntimeError):
+                self._ring = _Ring(self._api, device, nbytes, 2)
+
+    def begin(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Begin the copy of a tensor; return it, and a function that waits for its end."""
+        source = tensor.detach().view(-1).view(torch.uint8)
+        target = self._api.empty(source.numel(), self._device)
+        for at in range(0, source.numel(), BLOCK_NBYTES):
+            part = source[at : at + BLOCK_NBYTES]
+            if self._ring is None:
+                self._api.transfer(target[at : at + BLOCK_NBYTES], part)
+            else:
+                pinned = self._ring.fill(part.numpy(), self._pool)
+                self._api.transfer(target[at : at + BLOCK_NBYTES], pinned)
+                self._ring.used()
+        return target.view(tensor.dtype).view(tensor.shape), self._api.mark(self._device)
+
+    def close(self) -> None:
+        """End the threads that copy."""
+        self._pool.close()

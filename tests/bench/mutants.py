@@ -485,6 +485,13 @@ MUTANTS = [
         "tests/tensors/test_devices.py -k 'thousand'",
     ),
     Mutant(
+        "a loader takes a tensor that has not arrived on the device",
+        "tensors/devices.py",
+        "                ready[2]()\n",
+        "",
+        "tests/tensors/test_devices.py -k 'one_by_one'",
+    ),
+    Mutant(
         "a pinned block is filled while it is transferred",
         "tensors/devices.py",
         "        self._waits[self._turn]()\n",

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import aiosync
+from aiosync.serving import WeightFeed
+from tests.schemes._harness import until
 from tests.support.accelerator import Deferred, deferred
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -151,3 +153,44 @@ async def test_an_odd_error_in_the_thread_reaches_the_trainer(device: Deferred) 
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         with pytest.raises(aiosync.PartialSyncError, match="Odd: odd"):
             await sender.send(timeout=10)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+async def test_the_gate_of_a_server_on_an_accelerator(name: str, device: Deferred) -> None:
+    """What requests queued comes before a switch; a busy accelerator holds back no loop."""
+    source, target = net(1.0, 100), net(0.0, 100)
+    sender: Any = SCHEMES[name](timeout=60)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    feed = WeightFeed(pickle.loads(pickle.dumps(sender)), model=target, model_id="policy")
+    seen: list[tuple[int, set[float]]] = []
+
+    def forward(version: int) -> None:
+        # It may run on the accelerator after its request has ended.
+        device.elsewhere.append(
+            lambda: seen.append((version, {float(p.detach()[0]) for p in target.parameters()}))
+        )
+
+    async def answer() -> int:
+        async with feed.request() as version:
+            forward(version)
+            return version
+
+    async with sender, feed:
+        await asyncio.gather(sender.connect(), feed.ready)
+        for value in (2.0, 3.0, 4.0):
+            async with feed.request() as version:
+                with torch.no_grad():
+                    for each in source.parameters():
+                        each.fill_(value)
+                sending = asyncio.create_task(sender.send())
+                await until(lambda: feed.status.newest == sender.version > version)
+                forward(version)
+                device.is_busy = threading.Event()
+            answering = asyncio.create_task(answer())
+            assert await turns_while(answering, 0.1) > 5
+            device.is_busy.set()
+            assert await answering == sender.version
+            await sending
+        device.synchronize(torch.device("cpu"))
+    assert [version for version, _ in seen] == [1, 2, 2, 3, 3, 4]
+    assert all(values == {float(version)} for version, values in seen), seen

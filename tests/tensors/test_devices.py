@@ -15,7 +15,7 @@ from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError
 from aiosync.tensors import FlatBuffer, Flattener, Target
 from aiosync.tensors.device_buffer import DeviceBuffer
-from aiosync.tensors.devices import BLOCK_NBYTES
+from aiosync.tensors.devices import BLOCK_NBYTES, uploaded
 from aiosync.tensors.mapping import check_dtypes
 from tests.support.accelerator import Deferred, deferred
 
@@ -212,3 +212,28 @@ def test_parameters_on_the_cpu_never_point_at_device_memory(device: Deferred) ->
     memory = DeviceMemory.allocate(device.fake_driver, flat.nbytes)
     with pytest.raises(ConfigError, match="told to point at them"):
         to.apply_(prepared.layout, DeviceBuffer(memory.nbytes, lambda: memory), {}, copy=False)
+
+
+def test_what_a_loader_takes_one_by_one_has_arrived(device: Deferred) -> None:
+    sent = {
+        "large": torch.arange(2 * BLOCK_NBYTES // 4 + 3, dtype=torch.float32),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "half": torch.full((5, 2), 1.5, dtype=torch.bfloat16),
+        "block": torch.full((BLOCK_NBYTES,), 3, dtype=torch.uint8),
+    }
+    kept = {}
+    for name, tensor in uploaded(list(sent.items()), torch.device("cpu")):
+        assert tensor.dtype is sent[name].dtype and torch.equal(tensor, sent[name])
+        assert tensor.untyped_storage().nbytes() == sent[name].nbytes
+        kept[name] = tensor
+    assert list(kept) == list(sent)
+    # The pinned blocks were used again, which must not change what came before.
+    assert all(torch.equal(kept[name], sent[name]) for name in sent)
+    assert list(uploaded([], torch.device("cpu"))) == []
+
+
+def test_only_the_next_tensor_is_ahead_of_the_loader(device: Deferred) -> None:
+    sent = [(str(n), torch.full((1024,), float(n))) for n in range(10)]
+    for number, _ in enumerate(uploaded(sent, torch.device("cpu")), start=2):
+        assert device.taken == min(number, 10) * 4096

@@ -44,6 +44,8 @@ from aiosync.errors import (
 )
 from aiosync.integrations.vllm._info import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.sync import WeightSyncScheme
+from aiosync.tensors.accelerator import accelerator
+from aiosync.tensors.devices import uploaded
 
 __all__ = ["AiosyncWeightTransferEngine"]
 
@@ -239,10 +241,11 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
     def _reload(self, items: list[Item]) -> None:
         model = self.model
         before = {name for name, _ in model.named_parameters()}
+        arriving = uploaded(items, self.device) if self._on_accelerator else iter(items)
         initialize_layerwise_reload(model)
         wanted = {name for name, each in model.named_parameters() if each.numel()} & before
         with disable_mtp_completeness_check():
-            loaded = model.load_weights(iter(items))
+            loaded = model.load_weights(arriving)
         if (
             self._reference is None
             and loaded is not None
@@ -268,10 +271,14 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 get_layerwise_info(module).reset()
             self._synchronize()
 
+    @property
+    def _on_accelerator(self) -> bool:
+        """True if there is a queue of work to wait for. No parameter may be on "meta" now."""
+        return any(map(accelerator().has, self.model.parameters()))
+
     def _synchronize(self) -> None:
-        # A CPU has no queue of work to wait for, and torch.accelerator may be unavailable.
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        if self._on_accelerator:
+            accelerator().synchronize(self.device)
 
 
 # -- references for updates: names, shapes and dtypes in checkpoint format ----------------------

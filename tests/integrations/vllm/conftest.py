@@ -82,6 +82,14 @@ def offline(plugin: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="session")
+def on_device(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the findings of an engine on the fake accelerator, in its trainer's process."""
+    folder = tmp_path_factory.mktemp("device")
+    checkpoint = make_checkpoint(folder / "model", make_weights(2))
+    return _findings(folder, "_on_device", str(checkpoint), "1")
+
+
+@pytest.fixture(scope="session")
 def adapters(offline: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the findings of an engine with LoRA adapters."""
     folder = tmp_path_factory.mktemp("adapters")

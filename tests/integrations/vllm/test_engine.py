@@ -82,6 +82,18 @@ def test_schemes_offline(offline: dict[str, Any]) -> None:
     assert offline["threads"] == []
 
 
+def test_weights_arrive_on_an_accelerator_before_the_loader_takes_them(
+    offline: dict[str, Any], on_device: dict[str, Any]
+) -> None:
+    """On an accelerator whose copies are late, an engine answers as one on the CPU does."""
+    assert sorted(on_device) == ["shm", "tcp"]
+    for seen in on_device.values():
+        assert seen["after"] == offline["schemes"]["tcp"]["after"]
+        assert "unexpected: more" in seen["refused"] and seen["kept"]
+        # Of the trainer's it gathers one block each time; the engine's are one for each weight.
+        assert seen["transfers"] == seen["weights"] + 2
+
+
 def test_update_equals_fresh_engine(
     offline: dict[str, Any], server: Server, trainer: AiosyncTrainerEngine
 ) -> None:
