@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import time
-import traceback
-from collections import Counter
+import os
 from typing import ClassVar
 
 from aiosync.testing.sim import SimulationError, World
 from tests.sim.plans import Plan, plan_for
 from tests.sim.programs import run
+from tests.sim.runs import outcome_of, run_all
 
 
 class _IntoTrace(logging.Handler):
@@ -40,47 +39,44 @@ def shrink(plan: Plan) -> Plan:
     return plan
 
 
+def replay(seed: int, kind: str | None, *, shrinks: bool, traces: bool) -> bool:
+    """Run one seed, and print what is asked for; return True if it found no fault."""
+    worlds = _IntoTrace.worlds = list[World]()
+    if traces:
+        logging.getLogger("aiosync").setLevel(logging.DEBUG)
+        logging.getLogger("aiosync").addHandler(_IntoTrace())
+    plan = plan_for(seed, kind)
+    if shrinks and fails(plan):
+        plan = shrink(plan)
+    if shrinks or traces:
+        print(plan)
+    found = outcome_of(plan, worlds)
+    if not found.fault:
+        print(f"no fault in {found.steps} steps")
+    else:
+        print(found.fault if traces else found.fault.splitlines()[0])
+    if traces:
+        print("\n".join(worlds[0].trace), f"\ndigest {worlds[0].digest}")
+    return not found.fault
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--seeds", type=int, default=200, help="run so many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of --seeds")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes for --seeds")
     parser.add_argument("--kind", help="what the programs do, instead of the seed's choice")
     parser.add_argument("--shrink", action="store_true", help="make the plan of --seed smaller")
     parser.add_argument("--until-failed", action="store_true", help="stop at the first failure")
-    parser.add_argument("--trace", action="store_true", help="print what happens")
+    parser.add_argument("--trace", action="store_true", help="print what --seed does")
     given = parser.parse_args()
-    seeds = range(given.first, given.first + given.seeds)
     if given.seed is not None:
-        seeds = range(given.seed, given.seed + 1)
-    if given.trace:
-        logging.getLogger("aiosync").setLevel(logging.DEBUG)
-        logging.getLogger("aiosync").addHandler(_IntoTrace())
-    failed, kinds, steps, began = 0, Counter[str](), 0, time.perf_counter()
-    for seed in seeds:
-        worlds = _IntoTrace.worlds = list[World]()
-        plan = plan_for(seed, given.kind)
-        kinds[plan.kind] += 1
-        if given.shrink and fails(plan):
-            plan = shrink(plan)
-            print(plan)
-        if given.trace:
-            print(plan)
-        try:
-            run(plan, worlds)
-        except SimulationError as exc:
-            failed += 1
-            print(str(exc).splitlines()[0], f"({plan.kind})", flush=True)
-            if given.trace:
-                traceback.print_exc()
-        steps += worlds[0].steps if worlds else 0
-        if failed and given.until_failed:
-            break
-        if given.trace:
-            print("\n".join(worlds[0].trace), f"\ndigest {worlds[0].digest}")
-    took = time.perf_counter() - began
-    print(f"{len(seeds)} seeds, {failed} failed, {took:.1f} s, {steps} steps, {dict(kinds)}")
-    return 1 if failed else 0
+        good = replay(given.seed, given.kind, shrinks=given.shrink, traces=given.trace)
+    else:
+        seeds = range(given.first, given.first + given.seeds)
+        good = run_all(seeds, given.kind, given.jobs or 1, until_failed=given.until_failed)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
