@@ -666,7 +666,7 @@ class WeightSyncScheme(SchemeOptions):
         return self._cached_of(context, model_id) if found is None else found
 
     def _cached_of(self, context: Any, model_id: str | None = None) -> Any:
-        """Return the weights of a model that the program has cached, or ``None``."""
+        """Return cached weights: the context's, or else ``cached_weights``; ``None`` for none."""
         cached = None
         if hasattr(context, "get_cached_weights"):
             cached = context.get_cached_weights(model_id or self.model_id or "policy")

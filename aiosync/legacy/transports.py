@@ -540,7 +540,7 @@ class SharedMemTransport:
         self.policy_weights[model_id] = weights
 
     def update_registered(self, model_id: str, weights: Any) -> None:
-        """Copy weights into the registered ones, as :meth:`send_weights` does; send nothing.
+        """Copy weights that are sent, or have arrived, into the registered ones; send nothing.
 
         Raises:
             ConfigError: The weights are of another type (a ``ValueError``).

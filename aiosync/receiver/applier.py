@@ -172,7 +172,7 @@ class Applier:
         self._promise.withdraw()
 
     def use_model(self, model: object, chosen: Callable[[], object]) -> None:
-        """Guard another model from now on, and give it the weights of this version. On the loop.
+        """Guard another model from now on, and give it the weights of the old one. On the loop.
 
         As :meth:`WorkerModel.replace`, which has the arguments and the errors.
         """
@@ -210,6 +210,7 @@ class Applier:
             # An interrupt cut the apply short: it runs again as soon as no thread reads.
             if self._taking is not None:
                 self._guard.submit(self.turns.take)
+            # On another thread, apply() has asked the loop to report.
             if asyncio._get_running_loop() is self._loop:
                 self._report(False)
         [staged] = results

@@ -182,6 +182,7 @@ class _Watch:
         self._in_parts = has_no_forward(model)
         inside = set(model.modules()) - {model}
         if not self._in_parts:
+            # The forward of such a part is a read of its own, so that it is never outside one.
             inside -= parts
         self._handles = [module.register_forward_pre_hook(self) for module in inside]
 
@@ -252,7 +253,10 @@ def why_unguarded(model: object) -> str | None:
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Return True if the forward of a module is torch's, or a stub that only raises."""
+    """Return True if the forward of a module is torch's, or a stub that only raises.
+
+    Its parts and the public methods that the user's classes define become reads instead.
+    """
     forward: Any = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
     if forward is _NO_FORWARD:
         return True

@@ -185,6 +185,7 @@ class Guard:
         """Make every read that begins from now on raise, as no more updates can come."""
 
         def refuse() -> None:
+            # The guard drops the function before it calls it.
             self.before_next_read = refuse
             # Closing the scheme reads, too, and has to work.
             if self._applying is not None:

@@ -173,7 +173,7 @@ class WorkerModel:
         return model is not None and self.target is not None
 
     def replace(self, model: Any, chosen: Callable[[], object], waiting: Staged | None) -> None:
-        """Guard another model from now on, and give it the weights of this version. On the loop.
+        """Guard another model from now on, and give it the weights of the old one. On the loop.
 
         While a forward runs in another thread, the model gets the weights when that ends.
 
@@ -186,7 +186,8 @@ class WorkerModel:
         Raises:
             ApplyError: The weights do not fit; nothing was changed.
         """
-        # True also if another model was chosen, and has not replaced this one yet.
+        # The model that is guarded now needs no weights. If another one was chosen and has not
+        # replaced it yet, that choice ends here.
         same = model is self._target_of
         adopt = functools.partial(self._adopt, model, waiting, chosen)
         if same or not self._guard.exclusively(adopt, timeout=0.0):

@@ -145,11 +145,11 @@ class Outage:
         self.lost_link.__cause__ = ended
         if cut_off is not None:
             self.cut_off = cut_off[0], self.lost_link
-        # The error of several addresses has that of one that answered as its cause, if one did.
-        told = error
-        while type(told) is ConnectError and isinstance(told.__cause__, AiosyncError):
-            told = told.__cause__
-        nobody = isinstance(told, ConnectTimeout) or isinstance(told.__cause__, OSError)
+        # If there are several addresses, the cause is the error of one that answered, if one did.
+        cause = error
+        while type(cause) is ConnectError and isinstance(cause.__cause__, AiosyncError):
+            cause = cause.__cause__
+        nobody = isinstance(cause, ConnectTimeout) or isinstance(cause.__cause__, OSError)
         if not nobody and str(error) != self._logged:
             self._logged = str(error)
             text = f"the link to the trainer is not replaced yet: {error}"

@@ -233,7 +233,7 @@ class _Automatic(Guarded):
         return result
 
     def _warn(self, what: str, advice: str) -> None:
-        """Warn of this method once."""
+        """Warn once that this method held an update back for long, or goes on unguarded."""
         warned = _warned.setdefault(self._guard, set())
         if self._name not in warned:
             warned.add(self._name)

@@ -208,6 +208,7 @@ class WeightReceiver:
                 link.abort()
                 return
             self._note_welcome(welcome)
+            # _use_link() closes the memory of the lost link, so its last version is taken first.
             await self._take_last_word()
             self._use_link(link)
 
@@ -243,7 +244,7 @@ class WeightReceiver:
             return None
 
     async def _take_last_word(self) -> None:
-        """Apply the version that the word of the lost link names."""
+        """Apply the version that the word of the lost link names, while its slots are here."""
         slots = self.updates.slots
         if slots is not None and slots.is_behind and self.guard.words is not None:
             # The trainer of the last link counts on the version that it named before the loss.

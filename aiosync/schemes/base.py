@@ -666,7 +666,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
-        waiting = self._life.waiting(call, limit, side.have)
+        waiting = self._life.waiting(call, limit, side.versions_text)
         return await wait(what, timeout=limit, late=late, waiting=waiting)
 
     @property

@@ -69,7 +69,7 @@ class Side(Protocol):
     def awaited(self) -> str:
         """Return a text that says what ``connect()`` waits for."""
 
-    def have(self) -> str:
+    def versions_text(self) -> str:
         """Return a text with the versions that are there, for a call that waits for another."""
 
     def abort_links(self) -> None:

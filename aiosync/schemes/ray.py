@@ -577,7 +577,7 @@ class RayModuleTransformReceiver:
         self._key = (id(transform), model_id)
         self.joined: Future[None] = Future()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        # None before start(), and once the task has ended by itself.
+        # What close() has to cancel; None before start(), and once the task closes the scheme.
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
@@ -591,6 +591,7 @@ class RayModuleTransformReceiver:
         return self.joined
 
     async def _live(self, timeout: float | None) -> None:
+        """Connect, and receive updates until the link ends or :meth:`close` cancels this."""
         async with self._scheme:
             try:
                 await self._scheme.connect(timeout=timeout)
@@ -598,6 +599,7 @@ class RayModuleTransformReceiver:
                 while True:
                     await self._scheme.receive(timeout=None)
             finally:
+                # The scheme is closed next, which close() must not cancel.
                 self._task = None
 
     def _run(self, living: asyncio.Task[None]) -> None:

@@ -112,8 +112,8 @@ class Trainer:
         )
         return self.runtime.workers.expected.awaited(self.runtime.version) + "".join(ended)
 
-    def have(self) -> str:
-        """Return a text with the workers' versions, for a call that waits for one."""
+    def versions_text(self) -> str:
+        """Return the workers' versions as text, for the log of a call that waits long for one."""
         return f"the workers that are connected have versions {self.versions}"
 
     @property

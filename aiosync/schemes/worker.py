@@ -410,8 +410,8 @@ class Worker:
             return "the initial weights have not arrived"
         return self.link.describe()
 
-    def have(self) -> str:
-        """Return a text with the model's version, for a call that waits for another one."""
+    def versions_text(self) -> str:
+        """Return the model's version as text, for the log of a call that waits long for another."""
         assert self.runtime is not None
         lost = self.runtime.outage.lost_link
         also = "" if lost is None else f", and the link was lost: {lost}"

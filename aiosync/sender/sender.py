@@ -126,7 +126,7 @@ class WeightSender:
         self._timer_due_at = math.inf
         # When the loop was asked to note a turn; 0 after that turn.
         self._turn_asked_at = 0.0
-        self._bell: asyncio.TimerHandle | None = None
+        self._late_timer: asyncio.TimerHandle | None = None
         # Rounds in which a worker was behind.
         self._turns: dict[tuple[int, int], int] = {}
         # Moving average of the seconds that answers took.
@@ -694,7 +694,7 @@ class WeightSender:
     def has_to_tell(self) -> bool:
         """Return True if :meth:`tell` has something to do."""
         return (
-            self._bell is None
+            self._late_timer is None
             or bool(self.workers.changed.waiting)
             or any(
                 link.wanted is not None or (link.publisher and link.publisher.bell)
@@ -703,7 +703,7 @@ class WeightSender:
         )
 
     def tell(self) -> None:
-        """Wake calls and answer workers that wait for a version, and schedule the bell."""
+        """Wake calls and workers that wait for a version, and have late workers rung later."""
         workers = self.workers
         # Calls that wait are rare.
         if workers.changed.waiting:
@@ -713,8 +713,8 @@ class WeightSender:
                 workers.answer(link)
             if link.publisher is not None and link.publisher.bell and link.is_behind:
                 link.ring()
-        if self._bell is None and self.copier.arena is not None:
-            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
+        if self._late_timer is None and self.copier.arena is not None:
+            self._late_timer = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     def _note_turn(self) -> None:
         self._turn_asked_at = 0.0
@@ -731,7 +731,7 @@ class WeightSender:
         A worker that takes none is rung ever more seldom, whatever the others do. A worker that
         does not compute thus follows all the same, and gives its slot back.
         """
-        self._bell, before, self._turns = None, self._turns, {}
+        self._late_timer, before, self._turns = None, self._turns, {}
         for idx, link in self.workers.links.items():
             if link.is_behind:
                 has = idx, link.applied
@@ -739,13 +739,13 @@ class WeightSender:
                 if turns & (turns - 1) == 0 or turns % _RING_TURNS == 0:
                     link.ring()
         if self._turns:
-            self._bell = self._loop.call_later(_RING_SECONDS, self._ring_late)
+            self._late_timer = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     # -- closing -------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self.workers.end()
-        for timer in (self._timer, self._bell):
+        for timer in (self._timer, self._late_timer):
             if timer is not None:
                 timer.cancel()
 

@@ -317,17 +317,17 @@ class SnapshotCopier:
         return Snapshot(prepared.layout, slot, slot.release, prepared.values)
 
     def _arena_for(self, prepared: Prepared) -> tuple[Arena | None, Driver | None]:
-        """Return the arena that is to have a copy, and the driver if that is on a device.
+        """Return the arena that a copy goes into, and the driver if the arena is on a device.
 
         There is no arena for a copy that travels with a message.
 
         Raises:
-            ConfigError: The weights are on no device whose memory is to have it.
+            ConfigError: The weights are not all on one device that can share memory.
         """
         arena = self.arena
         if arena is None or not arena.on_device:
             return arena, None
-        # The rest travels with a message.
+        # Values and extra state are read on the CPU: updates with them travel with a message.
         return (arena, prepared.driver()) if prepared.fits_device else (None, None)
 
     def _grown(self, _: object) -> None:

@@ -99,7 +99,7 @@ class UpdateChunks:
         # The chunks of an update replace the worker's base one by one.
         base, self.base = self.base, 0
         delta = deltas.take(snapshot, base, self._carried)
-        self.rest()
+        self.release_carried()
         self._carried = snapshot.retain()
         is_worth = False
         try:
@@ -111,7 +111,7 @@ class UpdateChunks:
         self._pace.begin(snapshot, time.monotonic(), is_delta=is_worth)
         return delta if is_worth else None
 
-    def rest(self) -> None:
+    def release_carried(self) -> None:
         """Give back the last update, as the worker has it and no newer one waits for the link."""
         if self._carried is not None:
             self._carried.release()

@@ -307,7 +307,7 @@ class WorkerLink:
             if delta is not None:
                 delta.base.release()
             if self._chunks is not None and self.outbox.error is not None:
-                self._chunks.rest()
+                self._chunks.release_carried()
 
     async def _write_steps(self, steps: Steps) -> None:
         """Write the messages of an update, and wait where bytes are still to come."""
@@ -496,6 +496,7 @@ class WorkerLink:
             self.lose(exc)
 
     def _on_message(self, received: Received) -> None:
+        """Handle a message of the worker, and write what may be written after it."""
         message = received.message
         if isinstance(message, Ack):
             if message.is_base and message.epoch == self.outbox.epoch and self._chunks is not None:
@@ -509,7 +510,8 @@ class WorkerLink:
                 self._pump()
             elif self._registry.deltas is not None and self.outbox.unreceived is None:
                 if self._chunks is not None:
-                    self._chunks.rest()
+                    # The worker has the last update, and no newer one waits to be a delta to it.
+                    self._chunks.release_carried()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
             self._registry.answer(self)
@@ -547,7 +549,7 @@ class WorkerLink:
         self.outbox = Outbox(epoch, self.idx)
         if self._chunks is not None:
             self._chunks.base = 0
-            self._chunks.rest()
+            self._chunks.release_carried()
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
@@ -563,7 +565,7 @@ class WorkerLink:
         if self._timer is not None:
             self._timer.cancel()
         if self._chunks is not None:
-            self._chunks.rest()
+            self._chunks.release_carried()
         self._answered.notify()
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)

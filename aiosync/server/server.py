@@ -224,6 +224,7 @@ class WeightServer:
             return
         self._closed = True
         try:
+            # No new links. Those that are open stay so until their versions are on disk.
             await self._listener.aclose()
         finally:
             for feed in self._feeds:

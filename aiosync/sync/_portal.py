@@ -371,6 +371,7 @@ def refuse_inside_loop(what: str, instead: str | None = None, *, may_block: bool
     """
     loop = asyncio._get_running_loop()
     if loop is None:
+        # In its turn this thread keeps the portal's loop from running: a wait for it never ends.
         for portal in _portals:
             if portal.has_turn_here:
                 raise LocalProtocolError(

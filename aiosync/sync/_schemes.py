@@ -290,6 +290,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         return held
 
     def _after_call(self, held: Lease) -> None:
+        """Count a call as over, and give the lease back if there is nothing to close."""
         with self._lock:
             self._calls -= 1
             # A call that failed must not leave a thread behind that no call would ever end.

@@ -166,6 +166,7 @@ class DeviceCopies:
             tensors: The tensors of the leaves.
         """
         api, seen = self._api, self._seen(flat)
+        # The ring is for memory that can never be pinned. Other memory is, from its second use on.
         ring = None if seen.pinnable or flat.is_shareable else self._pinned_ring()
         host = seen.tensor()
         threads = min(len(os.sched_getaffinity(0)), self._largest // _SHARE_NBYTES, _MAX_THREADS)
@@ -324,7 +325,7 @@ class _Uploads:
                 self._ring = _Ring(self._api, device, nbytes, 2)
 
     def begin(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Begin the copy of a tensor; return it, and a function that waits for its end."""
+        """Begin to copy a contiguous host tensor; return the copy, and a wait for its end."""
         source = tensor.detach().view(-1).view(torch.uint8)
         target = self._api.empty(source.numel(), self._device)
         for at in range(0, source.numel(), BLOCK_NBYTES):

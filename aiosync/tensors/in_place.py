@@ -87,7 +87,8 @@ class InPlaceCopies:
         Args:
             sources: One tensor for each leaf.
             flat: The buffer that the sources are views of, if they are.
-            fresh: New memory of tensors, by their ids: it gets the weights instead.
+            fresh: New memory of tensors, by their ids: it gets the weights instead, and the caller
+                gives it to the tensors.
         """
         alone = self._all if flat is None else self._on_host
         given = [sources[leaf] for _, leaf in alone]
@@ -99,6 +100,7 @@ class InPlaceCopies:
         if flat is not None:
             for copies, tensors in self._on_devices:
                 copies.scatter(flat, tensors)
+        # The copies do not tell autograd, and a backward pass must not use new weights silently.
         torch.autograd.graph.increment_version(self.tensors)
 
 

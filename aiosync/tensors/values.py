@@ -185,7 +185,7 @@ def _unpack_tensordict(
 
 
 def _unpack_special(kind: str, items: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Rebuild a value of one of the special types from its packed items."""
+    """Rebuild a value of a type of _SPECIAL, such as OrderedDict, from its packed items."""
     cls, *first = _SPECIAL[kind]
     try:
         return cls(*first, unpack_value(items, tensor))

@@ -143,6 +143,7 @@ def _unpack(
     leaves: Sequence[tuple[tuple[str, ...], str, tuple[int, ...], int, int]],
     values: dict[str, Any],
 ) -> dict[str, Any]:
+    """Return the dict that a pickled :class:`Weights` becomes in the process that unpickles it."""
     import torch
 
     block = flat_memory(arrays, nbytes) if nbytes else None

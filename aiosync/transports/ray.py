@@ -173,10 +173,11 @@ def in_lines(payload: Iterable[memoryview]) -> list[NDArray[np.uint8]]:
                 arrays.append(np.frombuffer(bytes(line), np.uint8))
                 line.clear()
         whole = view.nbytes - view.nbytes % ALIGNMENT
+        # Ray copies an array above 1 MiB with threads, which pays only for much larger ones.
         step = _SLICE_NBYTES if whole < _THREADED_NBYTES else whole
         arrays.extend(
             np.frombuffer(view[start : min(start + step, whole)], np.uint8)
-            for start in range(0, whole, step or 1)
+            for start in range(0, whole, step)
         )
         line += view[whole:]
     if line:

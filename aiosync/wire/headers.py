@@ -260,7 +260,7 @@ def _check_addresses(addresses: Sequence[Any]) -> Sequence[str]:
 
 
 def _check_path(path: Any) -> bytes:
-    """Return the sessions of servers in a row, few enough.
+    """Return the joined digests of :attr:`Welcome.path`, if they are whole and few enough.
 
     Raises:
         InvalidData: They are none or too many, or not whole.

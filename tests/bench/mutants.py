@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         "workers that do not compute are never rung",
         "sender/sender.py",
-        "        if self._bell is None and self.copier.arena is not None:\n",
+        "        if self._late_timer is None and self.copier.arena is not None:\n",
         "        if False:\n",
         "tests/schemes/test_publishing.py -k follows_soon",
     ),

@@ -233,7 +233,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             worker_ids = [worker_ids - 1]
         return self._indices(super()._resolve_workers(worker_ids) or [])
 
-    def _refuse_factories(self) -> None:
+    def _refuse_policy_factories(self) -> None:
         """Raise if the collector's workers make their policies themselves."""
         factories = getattr(self.collector, "policy_factory", None) or ()
         if any(factory is not None for factory in factories):
@@ -243,7 +243,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             )
 
     def _sync_workers(self, weights: Any, worker_ids: list[int]) -> None:
-        self._refuse_factories()
+        self._refuse_policy_factories()
         # Workers receive all tensors of their policy, in TorchRL's order. So the weights, which may
         # be a part or have another order, are first copied into a snapshot of all tensors.
         snapshot = self._known("policy_weights", self.policy_weights).detach().clone()
@@ -253,8 +253,8 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             left = math.inf
             if self.timeout is not None:
                 left = sending.began + self.timeout - time.monotonic()
-            # Each worker gets its order as soon as it is free: another worker may never take its
-            # last order.
+            # Each worker gets its order as soon as it is free, as another one may be stuck. At the
+            # deadline the rest get theirs with no time to wait, which fails with an AckTimeout.
             for idx in [idx for idx, each in waiting.items() if each.is_free() or left <= 0]:
                 transport = waiting.pop(idx)
                 transport.timeout = None if self.timeout is None else max(0.0, left)
