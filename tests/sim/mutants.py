@@ -83,6 +83,20 @@ MUTANTS = [
         "            if self.outbox.queue.groups:\n                pass\n",
         288,
     ),
+    Mutant(
+        "a slot is written to while a worker computes with it",
+        "transports/shared_memory/slots.py",
+        "        except BlockingIOError:\n            return False\n        self.locked = True\n",
+        "        except BlockingIOError:\n            pass\n        self.locked = True\n",
+        16,
+    ),
+    Mutant(
+        "an update counts as taken by a worker that promised nothing",
+        "sender/worker_link.py",
+        "            and publisher.promised == digest\n",
+        "",
+        13,
+    ),
 ]
 
 

@@ -11,9 +11,9 @@ from aiosync.testing.sim import Weather
 
 _HAS_DELTAS = importlib.util.find_spec("zstandard") is not None
 
-Kind = Literal["push", "parts", "per worker", "pull", "deltas"]
+Kind = Literal["push", "parts", "per worker", "pull", "deltas", "shared memory"]
 KINDS: tuple[Kind, ...] = ("push", "parts", "per worker", "pull", "deltas")
-
+ALL_KINDS: tuple[Kind, ...] = (*KINDS, "shared memory")
 
 WHATS = ("kill", "lose", "stop", "part", "reset", "leave")
 
@@ -152,6 +152,15 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         at, who = extra.uniform(-5, 20), names[extra.randrange(1 + workers)]
         awaits = extra.randint(1, extra.choice([2, 8, 40]))
         events.append(Event(max(at, 0.0), "cancel", who, 0.0, awaits))
+    if kind == "shared memory" or (chosen == kind and Random(f"memory {seed}").random() < 0.15):
+        # The processes of one host end together with their trainer, and nothing is between them.
+        kind, server, relays = "shared memory", False, 0
+        events = [
+            each
+            for each in events
+            if (each.who == "trainer" and each.what in ("stop", "cancel"))
+            or (each.who.startswith("worker") and each.what in ("stop", "cancel", "kill", "leave"))
+        ]
     # Smaller updates never travel as deltas.
     floats = 12_000 if kind == "deltas" else random.choice([8, 200, 3000])
     chunk_nbytes = max(64, -(-6 * floats // random.choice([1, 2, 5, 12]) // 64) * 64)
@@ -167,7 +176,7 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         random.random() < 0.2,
         random.choice([None, None, 30.0, 1.0, 0.0]),
         random.choice([60.0, 60.0, 3.0]),
-        kind == "per worker" or random.random() < 0.7,
+        kind in ("per worker", "shared memory") or random.random() < 0.7,
         random.choice([0.0, 0.05, 0.2]),
         random.random() < 0.2,
         random.choice(["all", "all", "all", 0.5]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Awaitable
 from random import Random
 from typing import Any
@@ -84,6 +85,11 @@ class Bed:
         # The newest version that each worker ever had.
         self.reached: dict[int, tuple[int, int]] = {}
         self.newest = (0, 0)
+        # The scheme of which all have a copy, and the versions that reads of workers have to take.
+        self.local = aiosync.SharedMemWeightSyncScheme(
+            timeout=20.0, require=plan.require, apply="manual" if plan.manual else "auto"
+        )
+        self.promised: dict[int, tuple[int, int]] = {}
         self.is_known = False
         self.calm = asyncio.Event()
         self.closing = asyncio.Event()
@@ -181,8 +187,10 @@ class Bed:
 
     # -- programs ----------------------------------------------------------------------------------
 
-    def scheme(self, url: str = URL, **options: Any) -> aiosync.TCPWeightSyncScheme:
+    def scheme(self, url: str = URL, **options: Any) -> Any:
         plan = self.plan
+        if plan.kind == "shared memory":
+            return copy.copy(self.local)
         return aiosync.TCPWeightSyncScheme(
             url,
             token=_TOKEN if plan.token else None,
@@ -241,7 +249,8 @@ class Bed:
                 timeout=20.0, reconnect=None, stall_timeout=stall, require=self.plan.require
             )
             self.fill(model, run, 1)
-            scheme.init_on_sender(model_id="policy", model=model, num_workers=None)
+            num_workers = self.plan.workers if self.plan.kind == "shared memory" else None
+            scheme.init_on_sender(model_id="policy", model=model, num_workers=num_workers)
             try:
                 try:
                     await self.train_with(scheme, model, run)
@@ -339,7 +348,7 @@ class Bed:
         self.fill(model, run, version, names)
         weights = self.weights(model, names)
         ids = None
-        may_name = self.plan.kind in ("push", "deltas") and not self.plan.server
+        may_name = self.plan.kind in ("push", "deltas", "shared memory") and not self.plan.server
         if may_name and not last and random.random() < 0.2:
             ids = random.sample(range(self.plan.workers), random.randint(1, self.plan.workers))
         timeout = 30.0 if last else random.choice([0.01, 0.2, 2, 20])
@@ -366,7 +375,10 @@ class Bed:
         """Check that a version is visible wherever a report says so."""
         if report.version != version:
             self.world.fail(f"send() of version {version} reported {report.version}")
-        if not self.plan.server:
+        if self.plan.kind == "shared memory":
+            # A read that begins has to take it, and may not have begun yet.
+            self.promised |= dict.fromkeys(report.acked, (run, version))
+        elif not self.plan.server:
             having = {idx for idx, has in self.reached.items() if has >= (run, version)}
             missing = report.acked - having if self.plan.named else set()
             if missing or len(report.acked) > len(having):
@@ -395,6 +407,7 @@ class Bed:
                 hooks=aiosync.SchemeHooks(applied=self.hook) if plan.hooks else None,
             )
             self.workers[name] = Worker(idx, scheme, model)
+            self.promised.pop(idx, None)
             try:
                 try:
                     call = scheme.connect(timeout=10.0)
@@ -421,6 +434,8 @@ class Bed:
     async def act(self, name: str, scheme: aiosync.TCPWeightSyncScheme, model: Net) -> None:
         random, timeout = self.random, self.random.choice([0, 0.1, 2.0, 5.0])
         choice = random.random()
+        if self.plan.kind == "shared memory":
+            self.read(self.workers[name])
         if self.plan.manual:
             await asyncio.sleep(timeout / 10)
             scheme.apply_pending()
@@ -446,6 +461,15 @@ class Bed:
                 await asyncio.sleep(timeout)
         except aiosync.RecvTimeout:
             await asyncio.sleep(0.01)
+
+    def read(self, worker: Worker) -> None:
+        """Have a forward take the version that the word names."""
+        worker.model()
+        wanted = self.promised.get(worker.idx)
+        if worker.scheme.version:
+            self.look(worker, worker.scheme.version)
+        if wanted is not None and worker.newest < wanted:
+            self.world.fail(f"worker {worker.idx} reads {worker.newest}, and acked {wanted}")
 
     # -- what goes wrong ---------------------------------------------------------------------------
 

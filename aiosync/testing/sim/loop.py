@@ -126,6 +126,7 @@ class SimLoop(asyncio.BaseEventLoop):
         running: The process that makes the present step, or made the last one.
         descriptors: The open simulated files, by number; each has an ``owner``, which is a process,
             ``is_readable`` and ``is_writable``.
+        files: The open files of the system: the process that has each descriptor.
         checks: Called with the process after each of its steps.
         error: Ends the simulation after the present step.
         steps: Number of steps so far.
@@ -140,6 +141,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.now: float = 1000.0
         self.processes: list[Process] = []
         self.descriptors: dict[int, Any] = {}
+        self.files: dict[int, Process] = {}
         self.checks: list[Callable[[Process], None]] = []
         self.error: BaseException | None = None
         self.steps: int = 0
@@ -175,6 +177,10 @@ class SimLoop(asyncio.BaseEventLoop):
         if count > most:
             text = f"{process.name} has {count} {what}: more than {most} at a time"
             self.fail(SimulationError(text))
+
+    def files_of(self, process: Process) -> list[int]:
+        """Return the descriptors of the files that a process has open."""
+        return [fd for fd, owner in self.files.items() if owner is process]
 
     def fail(self, error: BaseException) -> None:
         """End the simulation after this step, unless an earlier error does."""

@@ -1,16 +1,20 @@
 """The network of a simulation: sockets whose bytes take time, and get lost when a seed says so.
 
 Bytes keep their order within a direction of a connection, and arrive in any order between
-connections. Must not import torch.
+connections. Unix sockets connect at once, lose nothing, and carry descriptors. Must not import
+torch.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import errno
 import itertools
+import os
 import select
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +30,8 @@ _FIRST_FD = 2**20
 _FIRST_PORT = 20_000
 # Bytes and connections are tried anew after this time while a partition holds them up.
 _RETRY_SECONDS = 1.0
+# A byte over a Unix socket takes up to this time.
+_LOCAL_SECONDS = 1e-4
 # Event that the peer will write no more. Linux only.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 
@@ -70,6 +76,7 @@ class _Direction:
 
     Attributes:
         in_flight: Number of bytes on their way.
+        sent: Number of bytes that were ever written.
         is_lost: True if nothing arrives any more.
     """
 
@@ -86,7 +93,7 @@ class _Direction:
         self.in_flight: int = 0
         self.is_lost: bool = False
         self._last = 0.0
-        self._sent = 0
+        self.sent: int = 0
         self.faults: list[tuple[int, str]] = []
         for kind in ("cuts", "loses", "half_closes", "corrupts"):
             if random.random() < getattr(weather, kind):
@@ -100,18 +107,18 @@ class _Direction:
 
     def write(self, data: bytes) -> None:
         """Send bytes on their way, up to the next fault."""
-        while self.faults and self.faults[-1][0] < self._sent + len(data):
+        while self.faults and self.faults[-1][0] < self.sent + len(data):
             at, kind = self.faults.pop()
-            at -= self._sent
+            at -= self.sent
             link = f"{self._source.owner.name} -> {self._target.owner.name}"
-            self._network.note(f"{link}: {kind} after {self._sent + at} bytes")
+            self._network.note(f"{link}: {kind} after {self.sent + at} bytes")
             if kind == "corrupts":
                 bit = 1 << self._network.random.randrange(8)
                 data = data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
                 continue
             self._push(data[:at])
             data = data[at:]
-            self._sent += at
+            self.sent += at
             if kind == "cuts":
                 self._network.reset(self._target)
             elif kind == "loses":
@@ -119,7 +126,7 @@ class _Direction:
             else:
                 self._push(None)
         self._push(data)
-        self._sent += len(data)
+        self.sent += len(data)
 
     def _push(self, item: bytes | OSError | None) -> None:
         """Have bytes, the end of the stream (``None``) or an error arrive after a while."""
@@ -177,7 +184,7 @@ def _reset() -> OSError:
 
 
 class SimSocket(socket.socket):
-    """A simulated TCP socket, which takes the place of ``socket.socket`` during a simulation."""
+    """A simulated socket, which takes the place of ``socket.socket`` during a simulation."""
 
     network: Network
     # The base class looks at this at the end of a "with" block.
@@ -206,6 +213,9 @@ class SimSocket(socket.socket):
         self.backlog: deque[SimSocket] | None = None
         self.error: OSError | None = None
         self.address: tuple[str, int] = ("127.0.0.1", 0)
+        # Descriptors that have come, or are on their way, each with the number of its byte.
+        self.rights: deque[tuple[int, int]] = deque()
+        self._num_read = 0
 
     # -- what the loop asks ----------------------------------------------------------------------
 
@@ -251,6 +261,7 @@ class SimSocket(socket.socket):
             total += nbytes
             if not self.inbox:
                 break
+        self._num_read += total
         if self.peer is not None:
             self.peer.touch()
         return total
@@ -282,11 +293,38 @@ class SimSocket(socket.socket):
         data = bytearray(bufsize)
         return bytes(data[: self.read([memoryview(data)])])
 
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+        """See :meth:`socket.socket.sendmsg`. Only descriptors are simulated beside the bytes."""
+        at = 0 if self.peer is None else self.peer.inward.sent
+        nbytes = self.write(memoryview(each) for each in buffers)
+        assert self.peer is not None
+        fds = itertools.chain.from_iterable(data for _, _, data in ancdata)
+        for fd in fds if self.peer.fd >= 0 else ():
+            copied = os.dup(fd)
+            self.network.loop.files[copied] = self.peer.owner
+            self.peer.rights.append((at, copied))
+        return nbytes
+
+    def recvmsg_into(
+        self, buffers: Any, ancbufsize: int = 0, flags: int = 0
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        """See :meth:`socket.socket.recvmsg_into`."""
+        nbytes, fds = self.read(memoryview(each) for each in buffers), array.array("i")
+        while self.rights and self.rights[0][0] < self._num_read:
+            fds.append(self.rights.popleft()[1])
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
+        return nbytes, [rights] if fds else [], 0, None
+
     # -- connections -----------------------------------------------------------------------------
 
     def bind(self, address: Any) -> None:
-        """See :meth:`socket.socket.bind`. Only IPv4 and IPv6 are simulated."""
+        """See :meth:`socket.socket.bind`. A Unix socket makes no file."""
         self.address = self.network.bind(self, address)
+
+    def connect(self, address: Any) -> None:
+        """See :meth:`socket.socket.connect`: for Unix sockets, which do not wait."""
+        latency = self.network.random.random() * _LOCAL_SECONDS
+        self.network.join(self, self.network.listening(address), latency)
 
     def listen(self, backlog: int = 128) -> None:
         """See :meth:`socket.socket.listen`."""
@@ -309,6 +347,8 @@ class SimSocket(socket.socket):
             return
         self.network.close(self)
         self.fd = -1
+        for _, fd in self.rights:
+            os.close(fd)
         for waiting in self.backlog or ():
             waiting.close()
         if self.peer is not None and self.error is None:
@@ -335,6 +375,12 @@ class SimSocket(socket.socket):
             raise OSError(errno.ENOTCONN, "the simulated socket is not connected")
         return self.peer.address
 
+    def getsockopt(self, level: int, option: int, buflen: int = 0) -> Any:
+        """Return who the peer is; nothing else is simulated."""
+        assert self.peer is not None
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("3i", self.peer.owner.number, os.geteuid(), os.getegid())
+
     def setblocking(self, flag: bool) -> None:
         """Do nothing: no simulated call blocks."""
 
@@ -345,6 +391,19 @@ class SimSocket(socket.socket):
 
     def __repr__(self) -> str:
         return f"<SimSocket {self.fd} of {self.owner.name}>"
+
+
+class ProcessEnd(SimSocket):
+    """A simulated pidfd: it is readable once a process has ended."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self.process = process
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the process has ended."""
+        return not self.process.is_alive
 
 
 class SimPoll:
@@ -497,13 +556,28 @@ class Network:
         """Return the open sockets of a process."""
         return [sock for sock in self._sockets.values() if sock.owner is process]
 
+    def ends_of(self, process: Process) -> list[ProcessEnd]:
+        """Return the pidfds of a process that others have open."""
+        ends = (sock for sock in self._sockets.values() if isinstance(sock, ProcessEnd))
+        return [sock for sock in ends if sock.process is process]
+
     def bind(self, sock: SimSocket, address: Any) -> tuple[str, int]:
         """Give an address to a socket, and return it with its port."""
-        host, port = str(address[0]), int(address[1]) or next(self._ports)
+        host, port = _place(address)
+        if not port and not isinstance(address, str):
+            port = next(self._ports)
         if (host, port) in self._bound:
             raise OSError(errno.EADDRINUSE, "the simulated address is in use")
         self._bound[host, port] = sock
         return host, port
+
+    def listening(self, address: Any) -> SimSocket:
+        """Return the socket that listens at an address."""
+        place = _place(address)
+        found = self._bound.get(place) or self._bound.get(("0.0.0.0", place[1]))
+        if found is None or found.backlog is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        return found
 
     async def connect(self, sock: SimSocket, address: Any) -> None:
         """Connect a socket, once the address can be reached."""
@@ -512,30 +586,42 @@ class Network:
         connected: asyncio.Future[None] = self.loop.create_future()
         self.loop.at(
             self.loop.now + 2 * latency,
-            partial(self._try, sock, (str(address[0]), int(address[1])), latency, connected),
+            partial(self._try, sock, address, latency, connected),
         )
         await connected
 
-    def _try(
-        self, sock: SimSocket, to: tuple[str, int], latency: float, ended: asyncio.Future[None]
-    ) -> None:
+    def _try(self, sock: SimSocket, to: Any, latency: float, ended: asyncio.Future[None]) -> None:
         if ended.done() or sock.fd < 0:
             return
-        listening = self._bound.get(to) or self._bound.get(("0.0.0.0", to[1]))
-        if listening is None or listening.backlog is None:
-            ended.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there"))
+        try:
+            listening = self.listening(to)
+        except OSError as exc:
+            ended.set_exception(exc)
             return
         if frozenset((sock.owner.name, listening.owner.name)) in self._parted:
             when = self.loop.now + _RETRY_SECONDS
             self.loop.at(when, partial(self._try, sock, to, latency, ended))
             return
-        there = type(listening)(owner=listening.owner)
+        self.join(sock, listening, latency)
+        ended.set_result(None)
+
+    def join(self, sock: SimSocket, listening: SimSocket, latency: float) -> None:
+        """Connect a socket with one that listens, whose owner has to accept the connection."""
+        there = type(listening)(listening.family, owner=listening.owner)
         there.address = listening.address
         sock.address = (sock.address[0], sock.address[1] or next(self._ports))
         sock.peer, there.peer = there, sock
         sock.inward = _Direction(self, there, sock, latency)
         there.inward = _Direction(self, sock, there, latency)
+        if sock.family == socket.AF_UNIX:
+            for end in (sock, there):
+                end.inward.faults.clear()
         self.note(f"{sock.owner.name} connects to {listening.owner.name}")
+        assert listening.backlog is not None
         listening.backlog.append(there)
         listening.touch()
-        ended.set_result(None)
+
+
+def _place(address: Any) -> tuple[str, int]:
+    """Return host and port of an address; of a Unix socket its name and 0."""
+    return (address, 0) if isinstance(address, str) else (str(address[0]), int(address[1]))

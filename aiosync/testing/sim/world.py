@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import random as random_module
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 from anyio import to_thread
 
 from aiosync.testing.sim.loop import Process, SimLoop, SimulationError
-from aiosync.testing.sim.network import Network, SimPoll, SimSocket, Weather
+from aiosync.testing.sim.network import Network, ProcessEnd, SimPoll, SimSocket, Weather
 
 __all__ = ["World", "simulate"]
 
@@ -59,6 +60,8 @@ class World:
         self.network.weather = weather
         self._began = self._loop.now
         self._dead: list[Process] = []
+        # Descriptor that takes the place of those of dead processes.
+        self._nothing = -1
 
     # -- for programs ------------------------------------------------------------------------------
 
@@ -144,6 +147,7 @@ class World:
             await asyncio.sleep(0)
         left = [*(task.get_name() for task in process.unfinished if task is not own)]
         left += [repr(sock) for sock in self.network.sockets_of(process)]
+        left += [f"descriptor {fd}" for fd in self._loop.files_of(process)]
         if left:
             self.fail(f"{process.name} has ended, and left {', '.join(left)}")
         self.note(f"{process.name} has ended")
@@ -156,6 +160,11 @@ class World:
         self._dead.append(process)
         for sock in self.network.sockets_of(process):
             sock.close()
+        # Locks of open files end. Objects of the process may still close these numbers later.
+        for fd in self._loop.files_of(process):
+            os.dup2(self._nothing, fd)
+        for sock in self.network.ends_of(process):
+            sock.touch()
         for waiter in process.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -207,9 +216,12 @@ class World:
     def _in_place(self) -> Iterator[None]:
         """Put the simulated clock, sockets, threads and randomness in place of the real ones."""
         loop, random = self._loop, Random(f"secrets {self.seed}")
-        real_readv, real_writev = os.readv, os.writev
+        real_readv, real_writev, real_close = os.readv, os.writev, os.close
 
         class OwnSocket(SimSocket):
+            network = self.network
+
+        class OwnEnd(ProcessEnd):
             network = self.network
 
         class OwnPoll(SimPoll):
@@ -225,6 +237,28 @@ class World:
             sock = find(fd)
             return real_writev(fd, buffers) if sock is None else sock.write(buffers)
 
+        def close(fd: int) -> None:
+            sock = find(fd)
+            if sock is not None:
+                sock.close()
+                return
+            loop.files.pop(fd, None)
+            real_close(fd)
+
+        def owned(call: Callable[..., int]) -> Callable[..., int]:
+            def make(*args: Any, **options: Any) -> int:
+                fd = call(*args, **options)
+                loop.files[fd] = loop.running
+                return fd
+
+            return make
+
+        def pidfd_open(pid: int, flags: int = 0) -> int:
+            for process in loop.processes:
+                if process.number == pid:
+                    return OwnEnd(process).fd
+            raise ProcessLookupError(errno.ESRCH, "there is no such simulated process")
+
         def sleep(seconds: float) -> None:
             loop.now += seconds
 
@@ -237,6 +271,11 @@ class World:
             (time, "time", lambda: _EPOCH_SECONDS + loop.read_clock() - self._began),
             (time, "sleep", sleep),
             (os, "getpid", lambda: loop.running.number),
+            (os, "open", owned(os.open)),
+            (os, "dup", owned(os.dup)),
+            (os, "memfd_create", owned(os.memfd_create)),
+            (os, "pidfd_open", pidfd_open),
+            (os, "close", close),
             (os, "readv", readv),
             (os, "writev", writev),
             (socket, "socket", OwnSocket),
@@ -247,6 +286,8 @@ class World:
             (to_thread, "run_sync", run_sync),
         ]
         with contextlib.ExitStack() as undo:
+            self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            undo.callback(real_close, self._nothing)
             undo.callback(random_module.setstate, random_module.getstate())
             random_module.seed(self.seed)
             if gc.isenabled():
