@@ -425,7 +425,9 @@ class MPTransport(Answered):
         return self.call("poll", end.until, lambda: end.arrived or end.error is not None, timeout)
 
     def recv(self) -> tuple[tuple[str, Any], str]:
-        """Wait for weights; ``receiver.apply_weights()`` or :meth:`send_ack` answers them.
+        """Wait for weights, and return them as ``transport.pipe.recv()`` does in TorchRL.
+
+        ``receiver.apply_weights()`` or :meth:`send_ack` answers them.
 
         Returns:
             ``((model_id, weights), "update_weights")``; the weights in memory of their own.

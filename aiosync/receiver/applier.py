@@ -291,7 +291,8 @@ class Applier:
         """Have the model take the noted update, also again after an interrupt cut this short.
 
         Args:
-            follow_error: The reason why the model that is to take it cannot be used.
+            follow_error: The exception that ``model.follow()`` raised, with which the update is
+                refused; ``None`` for none.
         """
         staged, guard, model = self._taking, self._guard, self.model
         assert staged is not None

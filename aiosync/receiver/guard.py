@@ -283,7 +283,7 @@ class Guard:
         return None
 
     def _check_outermost(self, computes: bool) -> None:
-        """Raise what :attr:`check` raises, and forget the update for which no read waits."""
+        """Raise what :attr:`check` raises; forget since when an update waits, if none does."""
         if self.check is not None and computes:
             self.check()
         if not (self._pending or self._claims or self._open):
@@ -351,12 +351,13 @@ class Guard:
                 self.leave(read)
 
     def _end_read(self, thread: int, read: _Read) -> None:
+        """End a read of a thread, and forget those whose frames have ended without leave()."""
         num_reads = len(self._open.get(thread, ()))
         reads = self._drop_ended(thread)
         found = [index for index, each in enumerate(reads) if each is read]
         if not found and len(reads) == num_reads and isinstance(read, FrameType):
-            # torch also calls the hook after a forward if the hook before it raised: then there is
-            # no read to end. But hooks of compiled forwards may name other frames.
+            # If the hook before a forward raised, the frame of _CALL calls the hook after it: then
+            # there is no read to end. But hooks of compiled forwards may name other frames.
             if read.f_code is not _CALL and not _is_block(read):
                 found = [i for i, each in enumerate(reads) if isinstance(each, FrameType)]
         if found:

@@ -283,7 +283,7 @@ class WorkerModel:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def leave_memory(self) -> None:
+    def keep_own_memory(self) -> None:
         """Let the model keep the memory that it views, if that belongs to this process.
 
         Otherwise :meth:`close` copies it. Call this right before.

@@ -178,11 +178,11 @@ class UpdateReader:
         return assembly.epoch, assembly.version, assembly.good_nbytes
 
     def share_partial(self) -> tuple[Layout, FlatBuffer, Callable[[], None]] | None:
-        """Return the update that arrives, and never use its memory for another one.
+        """Return the update that arrives, for a server to pass on; the next gets other memory.
 
         Returns:
-            Its layout, its memory, and the function that gives the memory back, unless the whole
-            update is read; ``None`` if no chunk has arrived.
+            Its layout, its memory, and the function that gives the memory back: call either this
+            one or that of the whole update; ``None`` if no chunk has arrived.
         """
         assembly, landing = self._assembly, self._landing
         if assembly is None or landing is None or not assembly.good_nbytes:
@@ -406,7 +406,8 @@ class UpdateReader:
 
         def give_back() -> None:
             kept = not flat.exclusive()
-            # Something, such as a kept state_dict() or a graph, uses the memory: it stays as it is.
+            # If something, such as a kept state_dict() or a graph, uses the memory, that becomes
+            # private memory with the same content. The sender gets the slot back in any case.
             if kept:
                 self._mapped.pop(slot.key, None)
             slots.leave(slot, keep=kept)

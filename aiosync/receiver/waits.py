@@ -177,7 +177,8 @@ class VersionWaits:
         inbox = self._ledger.inbox
 
         def arrived() -> bool:
-            # A version before the newest may be a mistake that all workers have refused.
+            # Versions before that of the welcome may be mistakes that all workers have refused. In
+            # the epoch of a trainer that came since, every refusal counts.
             self.check_refused(welcome.version if inbox.newest_epoch == welcome.epoch else 0)
             if self._applier.model.resolve() is None:
                 return self._applier.has_staged

@@ -177,7 +177,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     @property
     @abc.abstractmethod
-    def not_found(self) -> str:
+    def not_found_text(self) -> str:
         """Text of errors while the sender published none; empty if senders never publish."""
 
     # -- links -----------------------------------------------------------------------------------
@@ -303,9 +303,10 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     def _check_address(self) -> None:
         """Raise if this worker knows no address to reach the trainer at."""
-        where, not_found = self.address, self.not_found
-        if not_found and (where is None or not (where.port or where.path)):
-            raise ConnectError(not_found)
+        where, not_found_text = self.address, self.not_found_text
+        # The trainer may still publish its address: a ConnectError lets this worker try again.
+        if not_found_text and (where is None or not (where.port or where.path)):
+            raise ConnectError(not_found_text)
         if where is None:
             raise ConfigError(
                 "this worker does not know where the trainer listens: pickle or copy the scheme "

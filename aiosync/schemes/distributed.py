@@ -164,8 +164,8 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
     # -- finding each other in the store ---------------------------------------------------------
 
     @property
-    def not_found(self) -> str:
-        """See :meth:`ClusterFabric.not_found`."""
+    def not_found_text(self) -> str:
+        """See :meth:`ClusterFabric.not_found_text`."""
         if self._store is None:
             return ""
         return "its address is not in the store, under the same model_id"

@@ -197,7 +197,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
 
 def _unpack(manifest: Manifest, data: bytes, values: dict[str, Any], model: Any) -> None:
-    """Give a model without memory the weights that the pickle carried."""
+    """Give a model without memory the pickled weights; a hook of the worker's ``connect()``."""
     if lacks_memory(model):
         layout = Layout(manifest)
         flat = FlatBuffer(layout.nbytes)

@@ -253,7 +253,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         "_remote",
     )
 
-    not_found = (
+    not_found_text = (
         "it has not announced itself in this Ray cluster with the scheme that this one was "
         "copied from, and the same model_id"
     )

@@ -188,7 +188,7 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
 
     _of_process: ClassVar[tuple[str, ...]] = (*ClusterFabric._of_process, "workers")
 
-    not_found = (
+    not_found_text = (
         "it has not told this process its address, and has to know this RPC worker by name "
         "(workers=, or a context with collector_infos)"
     )

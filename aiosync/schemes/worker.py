@@ -234,7 +234,8 @@ class Worker:
             raise ConnectTimeout(f"model {self._given.model_id!r}: {exc}") from exc
         self.runtime = receiver = self._make_receiver(scheme, life, fabric, transport, kept)
         receiver.start()
-        # Only a weight server sends a note: its weights will come.
+        # Only a weight server sends a note: its weights will come. A worker that does not subscribe
+        # gets no version before its first pull().
         if initial and fabric.subscribes(scheme) and (welcome.version or welcome.note):
             left = None if ends is None else max(0.0, ends - clock())
             late = self._say_late(life, welcome, timeout or 0)

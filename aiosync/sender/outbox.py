@@ -161,8 +161,8 @@ class Outbox:
     def on_ack(self, ack: Ack) -> list[Outcome]:
         """Register an acknowledgement of the receiver.
 
-        An acknowledgement of another epoch, or of a version that is not in flight, is ignored: it
-        never counts as success.
+        An acknowledgement of another epoch is ignored. One of a version that is not in flight
+        never counts as success: it may only refuse the named version, or tell of workers behind.
 
         Returns:
             Outcomes, oldest version first. RECEIVED gives none. APPLIED resolves the version and

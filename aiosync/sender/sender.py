@@ -266,6 +266,7 @@ class WeightSender:
             async with self._copying:
                 # The scheme may have been closed meanwhile.
                 self.workers.check()
+                # Here the timeout ends only the wait for an optimizer's step: no copy is cut short.
                 return await self._take(planned, timeout)
 
     def _dispatch_copies(
@@ -309,10 +310,12 @@ class WeightSender:
                 "send_nowait(): connect() is still copying the initial weights: use `await "
                 "send()`, or call it after connect()"
             )
+        # A report at once would count a worker whose end the loop has not noticed yet.
         ended = self.workers.has_ended()
         sent = None if ended else self.start(planned, worker_ids, timeout, started)
         if sent is None:
             addressed = self.workers.find_targets(planned, worker_ids)
+            # The copy waits so long for an optimizer's step in another thread to end.
             patience = STEP_SECONDS if timeout is None else timeout
             with self._preparing(started):
                 snapshots = {

@@ -453,7 +453,8 @@ class SnapshotCopier:
         try:
             if source is not None:
                 STEPS.copies.add(snapshot)
-                # A step was open. Links that follow the copy would have to be told: copy all first.
+                # If another thread's step is open, wait for its end and copy all before links send:
+                # links that follow the copy would have to be told if the step does not end.
                 if STEPS.wait() is not False:
                     STEPS.end(snapshot)
                     source = None

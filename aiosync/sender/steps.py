@@ -116,7 +116,7 @@ class _OptimizerSteps:
         return step
 
     def begin_or_resume(self, step: FrameType) -> None:
-        """Begin a step, or go on with it, once no copy is under way."""
+        """Begin a step, or go on with it after pause(), once no copy is under way."""
         me, until = threading.get_ident(), time.monotonic() + _PATIENCE_SECONDS
         with self._lock:
             self.num_waiting += 1

@@ -195,6 +195,7 @@ class LateJoinerUpdates:
 
     def _add_for_one(self, idx: int, snapshot: Snapshot) -> None:
         if idx not in self._own:
+            # The common update of the same version may be there already: it is for the others.
             older = [each for each in self._common.groups if each[-1].version < snapshot.version]
             self._own[idx] = UpdateQueue(older)
         self._extend(self._own[idx], snapshot)

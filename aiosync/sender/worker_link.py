@@ -150,7 +150,8 @@ class WorkerLink:
         # Number of promises that the worker has withdrawn.
         self._num_withdrawn = 0
         self._writing = False
-        # True while the link waits for bytes that this side does not have yet.
+        # True while the link waits for bytes that this side does not have yet: messages are sent
+        # between two chunks then, and the worker is not taken for stalled.
         self._waits = False
 
     # -- state of the worker -------------------------------------------------------------------
@@ -333,7 +334,7 @@ class WorkerLink:
             await snapshot.filled()
 
     async def _wait_for(self, bytes_to_send: PendingBytes) -> None:
-        """Wait for bytes that this side does not have yet; raise the error that ends the link."""
+        """Wait for bytes that this side still receives or encodes; raise if the link ends first."""
         self._waits = True
         self._say_between_chunks()
         try:
@@ -461,7 +462,8 @@ class WorkerLink:
 
         Args:
             snapshot: The update.
-            naming_suffices: Naming the update is known to be enough.
+            naming_suffices: The caller has checked that naming is enough. The caller may run on
+                another thread than the loop's, and no message may be sent there instead.
         """
         publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
@@ -567,5 +569,6 @@ class WorkerLink:
         if self._chunks is not None:
             self._chunks.release_carried()
         self._answered.notify()
+        # The loss comes first: the outcomes, and sends that they end, have to find the link gone.
         self._registry.on_lost(self, error)
         self._registry.on_outcomes(self, outcomes)

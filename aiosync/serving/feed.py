@@ -333,8 +333,9 @@ class WeightFeed:
             await self._follow(receiver)
         finally:
             if self._receiver is not None:
-                # Otherwise the close would copy a large model, which would hold the loop.
-                self._receiver.applier.model.leave_memory()
+                # Memory that belongs to this process stays the model's. Otherwise the close would
+                # copy a large model, which would hold the loop.
+                self._receiver.applier.model.keep_own_memory()
                 self._receiver = None
             await scheme.aclose()
 

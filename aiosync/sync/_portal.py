@@ -216,7 +216,7 @@ _inherited: list[_Portal] = []
 
 
 class Lease:
-    """The right to use the portal, until :meth:`release`."""
+    """The right to use the portal, until :meth:`release`; :func:`lease` explains the arguments."""
 
     def __init__(
         self, portal: _Portal, tenant: Tenant, on_death: Callable[[], object] | None = None

@@ -647,9 +647,10 @@ def _discover() -> None:
 
 
 def _owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
-    """Return the owner between ``context`` and ``scheme``; ``None`` for an object of the user's."""
+    """Return an owner for a library's object that calls ``scheme``; ``None`` for other objects."""
     packages = {cls.__module__.partition(".")[0] for cls in type(context).__mro__}
-    if _LIBRARY not in packages or _SEEN not in sys.modules:  # Users of schemes have imported it.
+    # The library's code that calls schemes has imported its module of schemes.
+    if _LIBRARY not in packages or _SEEN not in sys.modules:
         return None
     found: Owner | None = importlib.import_module(_INTEGRATION).owner_of(context, scheme)
     return found

@@ -41,10 +41,10 @@ class Pattern:
     """
 
     def __init__(self, text: str, option: str, like: Pattern | None = None) -> None:
-        """Take a pattern; with ``like``, one that has a star for each of that one's.
+        """Take a pattern; with ``like``, its stars stand for the same texts as those of that one.
 
         Raises:
-            ConfigError: It has another number of stars.
+            ConfigError: ``like`` has another number of stars.
         """
         self.text = text
         self.option = option

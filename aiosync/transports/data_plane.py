@@ -390,6 +390,7 @@ class DataPlaneTransport(Transport):
             waiter.set_result(None)
 
     def _deliver(self, received: Received) -> bool:
+        """Handle a message that has no payload in the control stream; False leaves it to recv()."""
         message = received.message
         if isinstance(message, Setup):
             self._on_setup(message)

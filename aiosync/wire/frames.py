@@ -209,7 +209,7 @@ class FrameDecoder:
         return self._end - self._start >= nbytes
 
     def next_event(self) -> FrameStart | FrameEnd | None:
-        """Return the next event, or ``None`` when more bytes or lent buffers are needed.
+        """Return the next event; ``None`` if it needs bytes or lent buffers, or :attr:`is_busy`.
 
         Raises:
             ProtocolError: The peer broke the rules of the wire format. Among its subclasses are

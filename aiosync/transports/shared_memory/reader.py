@@ -304,8 +304,10 @@ class SlotReader:
         # The last word that was handled: its slot was applied or refused.
         self._seen = 0
         self._closed = False
-        # The words, once this is closed.
+        # The words, while close() still has to tell the sender that no slot is used any more.
         self._page: memoryview | None = None
+        # Before a fork the locked slots are copied, as the child goes on reading them. The child
+        # then closes its copies of the descriptors.
         keep_across_fork(self)
         close_in_child(self)
 
