@@ -29,7 +29,7 @@ from aiosync.errors import (
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier
+from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier, turn_to_copy
 from aiosync.sender.steps import why_not_copied
 from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.waits import WorkerWaits
@@ -263,11 +263,11 @@ class WeightSender:
         """Copy the weights after the copies of other sends, and count the send if that fails."""
         model = self.workers.model_id
         with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
-            async with self._copying:
+            async with turn_to_copy(self._copying, timeout) as left:
                 # The scheme may have been closed meanwhile.
                 self.workers.check()
                 # Here the timeout ends only the wait for an optimizer's step: no copy is cut short.
-                return await self._take(planned, timeout)
+                return await self._take(planned, left)
 
     def _dispatch_copies(
         self,

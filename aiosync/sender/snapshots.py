@@ -8,12 +8,13 @@ of an arena, which receivers read in place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -38,7 +39,7 @@ from aiosync.transports.shared_memory import DEVICE_SLOTS, MAX_SLOTS, Arena, Slo
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier"]
+__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier", "turn_to_copy"]
 
 STEP_SECONDS = 60.0
 """Seconds that a copy waits for an optimizer's step if its caller has no timeout."""
@@ -582,3 +583,24 @@ def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) ->
         raise
     finally:
         STEPS.end(snapshot)
+
+
+@contextlib.asynccontextmanager
+async def turn_to_copy(
+    turn: asyncio.Lock, timeout: float | None
+) -> AsyncGenerator[float | None, None]:
+    """Hold the lock for one copy at a time during a block, which gets the seconds that are left.
+
+    Raises:
+        SendTimeout: The copies of other sends did not end in time.
+    """
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout):
+            await turn.acquire()
+    except TimeoutError as exc:
+        raise SendTimeout(f"the copy of an earlier send did not end within {timeout:g} s") from exc
+    try:
+        yield None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+    finally:
+        turn.release()

@@ -5,6 +5,9 @@ The contract suite tests the promises of every scheme: reports, require, lost an
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -195,3 +198,29 @@ async def test_a_worker_that_leaves_after_it_applied_a_version_has_acked_it(make
             await other.aclose()
         report = await sending
         assert (report.acked, report.left, report.failed) == ({0, 1}, frozenset(), {})
+
+
+async def test_a_send_behind_one_that_waits_for_an_optimizer_keeps_its_deadline() -> None:
+    source, began, go = models.linear(), threading.Event(), threading.Event()
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.0)
+    for each in source.parameters():
+        each.grad = torch.zeros_like(each)
+
+    def closure() -> float:
+        began.set()
+        go.wait(20)
+        return 0.0
+
+    sender = aiosync.SharedMemWeightSyncScheme()
+    async with harness.here(sender, models.linear(), sender={"model": source}):
+        stepping = asyncio.create_task(asyncio.to_thread(optimizer.step, closure))
+        await asyncio.to_thread(began.wait, 10)
+        first = asyncio.create_task(sender.send(timeout=10))
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+        with pytest.raises(aiosync.SyncTimeout, match=r"0\.3 s"):
+            await sender.send(timeout=0.3)
+        assert time.monotonic() - started < 3
+        go.set()
+        await stepping
+        assert (await first).acked == {0}
