@@ -62,6 +62,8 @@ class Worker:
         self.seen = (0, 0)
         # The elements that its model had when it was last found to be right.
         self.right: list[torch.Tensor] = []
+        # Tensors that it has kept of a few versions, and what they had.
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_unchanged(self) -> bool:
         """Return True if every element is as it was when the model was last found to be right."""
@@ -448,12 +450,10 @@ class Bed:
             elif choice < 0.5 or self.plan.kind == "pull":
                 await self.disturbed(f"{name}: pull", scheme.pull(timeout=timeout), timeout)
             elif choice < 0.6:
-                async with scheme.reading():
-                    before = look(model)
-                    await asyncio.sleep(timeout / 10)
-                    after = look(model)
-                    if after != before:
-                        self.world.fail(f"{name}: {before} became {after} in a read")
+                reads = [self.read_long(name, scheme, model, timeout / 10)]
+                if self.plan.kind == "shared memory" and random.random() < 0.5:
+                    reads.append(self.read_long(name, scheme, model, timeout / 20))
+                await asyncio.gather(*reads)
             elif choice < 0.7:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(scheme.receive(), timeout)
@@ -462,9 +462,24 @@ class Bed:
         except aiosync.RecvTimeout:
             await asyncio.sleep(0.01)
 
+    async def read_long(self, name: str, scheme: Any, model: Net, seconds: float) -> None:
+        """Check that a block sees one version, however long it takes."""
+        async with scheme.reading():
+            before = look(model)
+            await asyncio.sleep(seconds)
+            after = look(model)
+            if after != before:
+                self.world.fail(f"{name}: {before} became {after} in a read")
+
     def read(self, worker: Worker) -> None:
-        """Have a forward take the version that the word names."""
+        """Have a forward take the version that the word names; keep some of its weights."""
         worker.model()
+        for kept, before in worker.kept:
+            if not kept.equal(before):
+                self.world.fail(f"worker {worker.idx} kept {before[0]}, which became {kept[0]}")
+        if self.random.random() < 0.3:
+            kept = worker.model.get_parameter(self.random.choice("abc")).detach()
+            worker.kept = [*worker.kept[-2:], (kept, kept.clone())]
         wanted = self.promised.get(worker.idx)
         if worker.scheme.version:
             self.look(worker, worker.scheme.version)
