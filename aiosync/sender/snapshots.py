@@ -167,6 +167,11 @@ class Snapshot:
         same = self.layout is other.layout or self.layout.digest == other.layout.digest
         return same and self.values.keys() == other.values.keys()
 
+    @property
+    def in_use(self) -> bool:
+        """True until the last reference was released."""
+        return self._refs > 0
+
     def retain(self) -> Snapshot:
         """Add a reference."""
         self._refs += 1

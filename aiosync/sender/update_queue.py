@@ -9,15 +9,17 @@ come together with the newest: a worker never has weights that the trainer never
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from aiosync._tasks import in_pool_thread
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.errors import ConfigError, LocalProtocolError, TransportBroken
 from aiosync.sender.snapshots import Snapshot
 from aiosync.tensors.joining import join_parts
 from aiosync.types import Limits
 
-__all__ = ["LateJoinerUpdates", "UpdateQueue", "join_snapshots", "still_needed"]
+__all__ = ["LateJoinerUpdates", "UpdateQueue", "still_needed"]
 
 
 def still_needed(older: Sequence[Snapshot], newest: Sequence[Snapshot]) -> list[Snapshot]:
@@ -41,33 +43,6 @@ def still_needed(older: Sequence[Snapshot], newest: Sequence[Snapshot]) -> list[
 
 def _names_of(snapshots: Iterable[Snapshot]) -> set[str]:
     return set[str]().union(*(each.names for each in snapshots))
-
-
-async def join_snapshots(snapshots: Sequence[Snapshot], limits: Limits) -> Snapshot:
-    """Return one update that holds the newest of each name, in memory of its own if it has to be.
-
-    Args:
-        snapshots: Oldest first; at least one. The caller keeps its references to them.
-        limits: Bounds on the whole.
-
-    Returns:
-        A snapshot with the version of the last; the caller owns a reference to it.
-
-    Raises:
-        LocalProtocolError: Together the updates exceed the limits.
-    """
-    newest = snapshots[-1]
-    if len(snapshots) == 1:
-        return newest.retain()
-    for each in snapshots:
-        await each.in_memory()
-    try:
-        layout, buffer, values = await in_pool_thread(join_parts, snapshots, limits)
-    except ConfigError as exc:
-        raise LocalProtocolError(f"updates that waited cannot be put together: {exc}") from exc
-    joined = Snapshot(layout, buffer, lambda: None, values, newest.version)
-    joined.trace = newest.trace
-    return joined
 
 
 class UpdateQueue:
@@ -155,6 +130,48 @@ class LateJoinerUpdates:
         self._common = UpdateQueue()
         # Queues of workers that got other updates than the rest.
         self._own: dict[int, UpdateQueue] = {}
+        # Joins that some link sends or waits for.
+        self._joins: WeakValueDictionary[tuple[Snapshot, ...], Snapshot] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[tuple[Snapshot, ...], asyncio.Lock] = WeakValueDictionary()
+
+    async def join(self, snapshots: Sequence[Snapshot], limits: Limits) -> Snapshot:
+        """Return one update that holds the newest of each name, in memory of its own if need be.
+
+        Calls for the same snapshots share that memory, as long as it is used.
+
+        Args:
+            snapshots: Oldest first; at least one. The caller keeps its references to them.
+            limits: Bounds on the whole.
+
+        Returns:
+            A snapshot with the version of the last; the caller owns a reference to it.
+
+        Raises:
+            LocalProtocolError: Together the updates exceed the limits.
+            TransportBroken: There is no memory for the whole.
+        """
+        newest, group = snapshots[-1], tuple(snapshots)
+        if len(snapshots) == 1:
+            return newest.retain()
+        for each in snapshots:
+            await each.in_memory()
+        async with self._turns.setdefault(group, asyncio.Lock()):
+            joined = self._joins.get(group)
+            if joined is not None and joined.in_use:
+                return joined.retain()
+            try:
+                layout, buffer, values = await in_pool_thread(join_parts, snapshots, limits)
+            except ConfigError as exc:
+                text = f"updates that waited cannot be put together: {exc}"
+                raise LocalProtocolError(text) from exc
+            except MemoryError as exc:
+                text = f"updates that waited cannot be put together: {exc}"
+                raise TransportBroken(text) from exc
+            self._joins[group] = joined = Snapshot(
+                layout, buffer, lambda: None, values, newest.version
+            )
+            joined.trace = newest.trace
+            return joined
 
     def add(
         self, snapshots: Mapping[int | None, Snapshot], targets: Iterable[int] | None = None

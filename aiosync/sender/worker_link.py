@@ -29,7 +29,7 @@ from aiosync.sender.incoming import Abandoned
 from aiosync.sender.outbox import Outbox, Outcome, WorkerLeft
 from aiosync.sender.snapshots import Snapshot
 from aiosync.sender.update_chunks import PendingBytes, Steps, Streaming, UpdateChunks
-from aiosync.sender.update_queue import LateJoinerUpdates, join_snapshots
+from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.transports.base import Received, Transport, is_no_room, without_frames
 from aiosync.transports.data_plane import SharedPayload
 from aiosync.transports.shared_memory import Slot, SlotPublisher
@@ -280,7 +280,7 @@ class WorkerLink:
                 self._said_nbytes += self._written_nbytes - before
             if group:
                 limits = DEFAULT_LIMITS if self._channel is None else self._channel.limits
-                snapshot = await join_snapshots(group, limits)
+                snapshot = await self._registry.history.join(group, limits)
                 try:
                     await self._write_update(snapshot, epoch)
                 finally:

@@ -40,7 +40,6 @@ from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, SentOn, greet
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.incoming import Incoming
-from aiosync.sender.update_queue import join_snapshots
 from aiosync.server.fan_out import FanOut
 from aiosync.server.store import StoredUpdate, WeightStore
 from aiosync.transports.base import make_ack, without_frames
@@ -524,7 +523,7 @@ class ServedModel:
         epoch, parts = arrival.epoch, [arrival.snapshot]
         if self._epoch == epoch:
             parts = self.workers.history.whole(arrival.snapshot)
-        whole = await join_snapshots(parts, store.limits)
+        whole = await self.workers.history.join(parts, store.limits)
         try:
             update = StoredUpdate(
                 *(epoch, whole.version, arrival.strategy, whole.layout, whole.buffer, whole.values),

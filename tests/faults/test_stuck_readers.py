@@ -15,7 +15,7 @@ import aiosync
 from aiosync.server import WeightServer
 from aiosync.testing import FaultProxy
 from aiosync.transports.tcp import TCPTransport
-from aiosync.wire import Hello
+from aiosync.wire import Fetch, Hello
 from tests.schemes._harness import PATIENCE, until
 from tests.server._tools import URL
 
@@ -89,3 +89,30 @@ async def test_memory_goes_back(ending: str, server: bool) -> None:
             link.abort()
     assert held > (READERS - 6) * NBYTES // (1 if ending != "stalled" else 4)
     assert left < 4 * NBYTES
+
+
+async def test_readers_share_the_memory_of_updates_that_are_put_together() -> None:
+    """A server puts an update of some names together with the one before, once for all."""
+    weights = {"a": torch.zeros(NBYTES // 4), "b": torch.zeros(4)}
+    async with WeightServer(URL) as served:
+        trainer: Any = aiosync.TCPWeightSyncScheme(served.url, dial="both", timeout=PATIENCE)
+        trainer.init_on_sender(weights=weights)
+        async with trainer:
+            await trainer.connect()
+            await trainer.send()
+            await trainer.send({"b": torch.ones(4)})
+            before, links = resident(), []
+            for _ in range(READERS):
+                links.append(await TCPTransport.connect(served.url))
+                session, pulls = os.urandom(16), {"subscribe": False, "strategy": "any"}
+                await links[-1].send(
+                    Hello("receiver", "policy", os.getpid(), session=session, **pulls)
+                )
+                await links[-1].send(Fetch(min_version=1))
+                await links[-1].recv()
+            # All have got some of the update, and none reads on.
+            await asyncio.sleep(1)
+            held = resident() - before
+            for link in links:
+                link.abort()
+    assert held < READERS * NBYTES // 2
