@@ -245,11 +245,15 @@ class WeightReceiver:
 
     async def _take_last_word(self) -> None:
         """Apply the version that the word of the lost link names, while its slots are here."""
-        slots = self.updates.slots
-        if slots is not None and slots.is_behind and self.guard.words is not None:
-            # The trainer of the last link counts on the version that it named before the loss.
+        if self._owes_read:
             await self.guard.wait_free(_CLOSE_SECONDS)
             self.applier.turns.submit()
+
+    @property
+    def _owes_read(self) -> bool:
+        """True if the trainer counts on a version that it named, and that no read has taken."""
+        slots = self.updates.slots
+        return slots is not None and slots.is_behind and self.guard.words is not None
 
     def _note_welcome(self, welcome: Welcome) -> None:
         """Log which trainer answers, and whether this link is of use without a newer version."""
@@ -616,6 +620,11 @@ class WeightReceiver:
         if self._closed:
             # Another call did it meanwhile.
             return
+        if self.updates.slots is not None:
+            self.updates.slots.take_no_more()
+        if self._owes_read:
+            # No read follows that would take it.
+            self.applier.turns.submit()
         # Each callback runs, even if others raise.
         with contextlib.ExitStack() as last:
             last.callback(self.waits.changed.notify)

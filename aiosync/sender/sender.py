@@ -406,6 +406,8 @@ class WeightSender:
             link = self.workers.links.get(idx)
             if link is None or not link.takes_named(plan.layout.digest):
                 return []
+            if link.publisher is None or link.publisher.leaves:
+                return []
             links.append(link)
         enough = worker_ids is not None or self.require == "all" or self.require <= len(targets)
         return links if enough and not plan.values else []

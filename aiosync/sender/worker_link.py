@@ -475,7 +475,8 @@ class WorkerLink:
             return False
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
-        publisher.store(slot, snapshot.version)
+        if not publisher.store(slot, snapshot.version) and not naming_suffices:
+            return False
         outbox.newest = outbox.named_version = outbox.received = snapshot.version
         return True
 

@@ -446,3 +446,27 @@ async def test_two_sends_at_a_time_never_have_one_slot() -> None:
             await receiver.wait_for_version(sender.version, timeout=harness.PATIENCE)
             look()
             assert {(version, values[version]) for version, _ in seen} == seen, number
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("first", ["worker", "trainer", "abort"])
+async def test_a_worker_that_closes_has_the_version_that_was_named(first: str) -> None:
+    """Its last checkpoint is of the version that the trainer's report says it has."""
+    sender, source, target = SHM(timeout=harness.PATIENCE), small(), small()
+    async with harness.here(sender, target, sender={"model": source}) as (_, receiver):
+        for value in (2.0, 3.0, 4.0):
+            models.fill(source, value)
+            report = await sender.send()
+            target()
+        models.fill(source, 5.0)
+        report = await sender.send()
+        assert report.acked == {0}
+        if first == "abort":
+            receiver.abort()
+        elif first == "worker":
+            await receiver.aclose()
+        else:
+            await sender.aclose()
+            await receiver.aclose()
+        assert receiver.version == report.version
+        assert all(float(each.min()) == 5.0 for each in target.state_dict().values())

@@ -92,6 +92,8 @@ class Bed:
             timeout=20.0, require=plan.require, apply="manual" if plan.manual else "auto"
         )
         self.promised: dict[int, tuple[int, int]] = {}
+        # What the models of workers had that have left.
+        self.left: dict[int, tuple[int, int]] = {}
         self.is_known = False
         self.calm = asyncio.Event()
         self.closing = asyncio.Event()
@@ -353,6 +355,9 @@ class Bed:
         may_name = self.plan.kind in ("push", "deltas", "shared memory") and not self.plan.server
         if may_name and not last and random.random() < 0.2:
             ids = random.sample(range(self.plan.workers), random.randint(1, self.plan.workers))
+        if self.plan.kind == "shared memory" and not last and random.random() < 0.2:
+            # A worker that leaves at the moment of a send, without a read.
+            self.leaving[f"worker {random.randrange(self.plan.workers)}"].set()
         timeout = 30.0 if last else random.choice([0.01, 0.2, 2, 20])
         what = f"trainer: send of version {version}"
         how = random.random()
@@ -378,8 +383,10 @@ class Bed:
         if report.version != version:
             self.world.fail(f"send() of version {version} reported {report.version}")
         if self.plan.kind == "shared memory":
-            # A read that begins has to take it, and may not have begun yet.
+            # A read that begins has to take it, or the end of the worker.
             self.promised |= dict.fromkeys(report.acked, (run, version))
+            for idx in report.acked & self.left.keys():
+                self.check_promise(idx, self.left[idx])
         elif not self.plan.server:
             having = {idx for idx, has in self.reached.items() if has >= (run, version)}
             missing = report.acked - having if self.plan.named else set()
@@ -409,7 +416,8 @@ class Bed:
                 hooks=aiosync.SchemeHooks(applied=self.hook) if plan.hooks else None,
             )
             self.workers[name] = Worker(idx, scheme, model)
-            self.promised.pop(idx, None)
+            for known in (self.promised, self.left):
+                known.pop(idx, None)
             try:
                 try:
                     call = scheme.connect(timeout=10.0)
@@ -422,7 +430,10 @@ class Bed:
                         await self.act(name, scheme, model)
                 finally:
                     await self.close(name, scheme)
-                    self.workers.pop(name, None)
+                    worker = self.workers.pop(name, None)
+                    if plan.kind == "shared memory" and worker is not None:
+                        self.left[idx] = (self.runs, scheme.version)
+                        self.check_promise(idx, self.left[idx])
             except aiosync.AiosyncError as exc:
                 self.world.note(f"{name}: {type(exc).__name__}: {exc}")
             await self.pause(name)
@@ -457,6 +468,9 @@ class Bed:
             elif choice < 0.7:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(scheme.receive(), timeout)
+            elif self.plan.kind == "shared memory":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.leaving[name].wait(), timeout)
             else:
                 await asyncio.sleep(timeout)
         except aiosync.RecvTimeout:
@@ -480,11 +494,15 @@ class Bed:
         if self.random.random() < 0.3:
             kept = worker.model.get_parameter(self.random.choice("abc")).detach()
             worker.kept = [*worker.kept[-2:], (kept, kept.clone())]
-        wanted = self.promised.get(worker.idx)
         if worker.scheme.version:
             self.look(worker, worker.scheme.version)
-        if wanted is not None and worker.newest < wanted:
-            self.world.fail(f"worker {worker.idx} reads {worker.newest}, and acked {wanted}")
+        self.check_promise(worker.idx, worker.newest)
+
+    def check_promise(self, idx: int, found: tuple[int, int]) -> None:
+        """Check that a worker has what a report has said of it."""
+        wanted = self.promised.get(idx)
+        if wanted is not None and found < wanted:
+            self.world.fail(f"worker {idx} has {found}, and acked {wanted}")
 
     # -- what goes wrong ---------------------------------------------------------------------------
 

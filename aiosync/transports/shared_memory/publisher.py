@@ -10,7 +10,15 @@ from collections.abc import Callable, Generator
 from typing import Protocol
 
 from aiosync.errors import TransportBroken, TransportClosed
-from aiosync.transports.shared_memory.slots import BELL, HOLDS, WANT, Arena, Slot, make_page
+from aiosync.transports.shared_memory.slots import (
+    BELL,
+    GONE,
+    HOLDS,
+    WANT,
+    Arena,
+    Slot,
+    make_page,
+)
 from aiosync.wire import DeviceSlot, Message, PageMessage, Segment
 
 __all__ = ["SlotPublisher"]
@@ -109,16 +117,18 @@ class SlotPublisher:
             os.close(self._page_fd)
             self._page_fd = -1
 
-    def store(self, slot: Slot, version: int) -> None:
-        """Name a slot to the peer, whose next read then uses it.
+    def store(self, slot: Slot, version: int) -> bool:
+        """Name a slot to the peer, whose next read then uses it; return False if none will come.
 
         Args:
             slot: A sealed slot of a segment that was announced to the peer.
             version: The version in the slot.
         """
         words = self._words
-        if words is None or (self._slots and slot is self._slots[-1] and version == self.version):
-            return
+        if words is None:
+            return False
+        if self._slots and slot is self._slots[-1] and version == self.version:
+            return words[BELL] < GONE
         # An exception of a signal's handler may end this between any two steps. In this order, the
         # slot that the word names is in ``_slots``, and this object in its ``namers``, at any time.
         old, self._slots = self._slots, (*self._slots, slot)
@@ -131,6 +141,8 @@ class SlotPublisher:
             if each is not slot:
                 each.namers.discard(self)
         self._slots = (slot,)
+        # The peer says that it leaves before it looks at the word for the last time.
+        return words[BELL] < GONE
 
     def overtaken(self) -> None:
         """Free the slots in device memory: the worker has a newer version, which came by message.
@@ -149,6 +161,11 @@ class SlotPublisher:
         Once the link has ended, this is the last such version.
         """
         return self._held if self._words is None else min(self._words[HOLDS], self.version)
+
+    @property
+    def leaves(self) -> bool:
+        """True if the peer takes no version any more."""
+        return self._words is None or self._words[BELL] >= GONE
 
     @property
     def bell(self) -> bool:

@@ -30,6 +30,7 @@ from aiosync.transports.shared_memory.slots import (
     HEADER,
     HEADER_NBYTES,
     HOLDS,
+    LEAVES,
     PINNED,
     SET_LOCK,
     SHARED,
@@ -409,6 +410,11 @@ class SlotReader:
         """Ask the sender for a message about each new word from now on, or for none any more."""
         if self.words is not None:
             self.words[BELL] = int(wanted)
+
+    def take_no_more(self) -> None:
+        """Tell the sender that no version is taken but those that were named before."""
+        if self.words is not None:
+            self.words[BELL] = LEAVES
 
     def open(self) -> NamedSlot | None:
         """Lock the slot that the word names, and return it.

@@ -35,6 +35,7 @@ __all__ = [
     "HEADER",
     "HEADER_NBYTES",
     "HOLDS",
+    "LEAVES",
     "MAX_SLOTS",
     "PINNED",
     "SET_LOCK",
@@ -63,12 +64,15 @@ WANT, HOLDS, BELL = 0, 8, 16
 """Places of the words of a page, counted in words. Each word has a cache line of its own.
 
 ``WANT`` holds a count, then the last byte of a segment's id, and in its last byte the index of a
-slot; it is 0 before the first slot is named. ``HOLDS`` is a version; ``BELL`` is 0, 1 or
-:data:`GONE`.
+slot; it is 0 before the first slot is named. ``HOLDS`` is a version; ``BELL`` is 0, 1,
+:data:`GONE` or :data:`LEAVES`.
 """
 
 GONE = 2
 """Value of the word ``BELL`` when the worker uses no slot any more, and will use none later."""
+
+LEAVES = 3
+"""Value of the word ``BELL`` when the worker takes no version that is named from now on."""
 
 MAX_SLOTS = 256
 """Greatest number of slots of a segment, as a word has one byte for the index of a slot."""
