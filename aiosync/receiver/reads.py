@@ -238,7 +238,7 @@ class _Automatic(Guarded):
         if self._name not in warned:
             warned.add(self._name)
             warnings.warn(
-                f"{self._name}(), which is a read as its model has no forward(), {what}: "
+                f"{self._name}(), which is a read although nobody named it, {what}: "
                 f"init_on_receiver(methods=()) {advice}",
                 stacklevel=3,
             )
@@ -248,16 +248,17 @@ _warned: weakref.WeakKeyDictionary[Guard, set[str]] = weakref.WeakKeyDictionary(
 
 
 def _automatic_names(model: nn.Module) -> list[str]:
-    """Return the public methods that the user's classes define, if a model has no forward."""
-    if not has_no_forward(model):
-        return []
-    own = type(model).__module__.partition(".")[0]
+    """Return the public methods that the user's classes define, if a model has no forward.
+
+    If it has one, return ``__call__`` if they define that: it may call parts beside the forward.
+    """
+    own, has_forward = type(model).__module__.partition(".")[0], not has_no_forward(model)
     names: dict[str, None] = {}
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0]
         if package != "torch" and (package == own or not _is_installed(kind)):
             names |= dict.fromkeys(_public_methods(model, kind))
-    return list(names)
+    return [name for name in names if name == "__call__"] if has_forward else list(names)
 
 
 def _public_methods(model: nn.Module, kind: type) -> list[str]:
@@ -266,8 +267,7 @@ def _public_methods(model: nn.Module, kind: type) -> list[str]:
         name
         for name, value in vars(kind).items()
         if inspect.isfunction(value)
-        and not name.startswith("_")
-        and not hasattr(nn.Module, name)
+        and (name == "__call__" or not (name.startswith("_") or hasattr(nn.Module, name)))
         and getattr(model, name, None) is not None
     ]
 
@@ -334,8 +334,9 @@ class Methods:
             guards[self._guard] = wrapper
             setattr(kind, name, _attribute(kind, name, guards))
         if names and wrapper is _Automatic:
+            why = "has no forward()" if has_no_forward(compiled) else "has a __call__() of its own"
             self._log(
-                f"a {type(model).__name__} has no forward(), so calls of its methods are reads: "
+                f"a {type(model).__name__} {why}, so calls of its methods are reads: "
                 f"{', '.join(names)}; methods=[...] of init_on_receiver() chooses others, () none"
             )
 

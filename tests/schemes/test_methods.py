@@ -82,6 +82,25 @@ class WithForward(Agent):
         return self.look()
 
 
+class Called(Agent):
+    """Agent that is called, and yet has no forward."""
+
+    def __call__(self) -> tuple[float, float]:
+        return self.look()
+
+
+class CalledAround(Agent):
+    """Agent whose call uses a part before its forward."""
+
+    def __call__(self) -> tuple[float, float]:
+        first = self.network(torch.ones(1)).item()
+        self.between()
+        return first, super().__call__()
+
+    def forward(self) -> float:
+        return self.actor(torch.ones(1)).item()
+
+
 @contextlib.asynccontextmanager
 async def acting(make: Any, agent: nn.Module, **init: Any) -> AsyncIterator[Any]:
     """A connected sender of an agent's weights, and its worker."""
@@ -123,6 +142,18 @@ async def test_a_call_computes_with_one_version(make: Any, kind: Any) -> None:
             await looks_beside_sends(sender, agent, call)
         copies = copy.deepcopy(agent), pickle.loads(pickle.dumps(agent))
         assert all(type(each) is kind for each in copies)
+    assert type(agent) is kind
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+@pytest.mark.parametrize("kind", [Called, CalledAround])
+async def test_an_agent_that_defines_how_it_is_called(make: Any, kind: Any) -> None:
+    agent = kind()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        async with acting(make, agent) as (sender, _):
+            await looks_beside_sends(sender, agent, lambda: agent())
+            assert isinstance(copy.deepcopy(agent), kind)
     assert type(agent) is kind
 
 
