@@ -32,7 +32,7 @@ from aiosync.sender.worker_deaths import LinkPolls, watch_process
 from aiosync.sender.worker_link import WorkerLink
 from aiosync.sender.worker_record import REMEMBERED, WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
-from aiosync.wire import Current, Hello, Leave
+from aiosync.wire import MAX_BEHIND, Current, Hello, Leave
 
 __all__ = ["WorkerRegistry"]
 
@@ -150,11 +150,12 @@ class WorkerRegistry:
     def behind(self) -> tuple[int, int]:
         """Number of subscribers, with those behind others that pass versions on; oldest version.
 
-        A subscriber that passes versions on does not count itself.
+        A subscriber that passes versions on does not count itself. The number stops at 2**32 - 1.
         """
         found = [link.outbox.behind or (1, link.applied) for link in self.subscribers]
         versions = [version for count, version in found if count]
-        return sum(count for count, _ in found), min(versions, default=0)
+        # Each peer is believed up to the bound, so the sum may be beyond what a message can carry.
+        return min(sum(count for count, _ in found), MAX_BEHIND), min(versions, default=0)
 
     def check(self) -> None:
         """Raise the error that ended the sender, if it has ended."""

@@ -37,6 +37,7 @@ from aiosync.wire.manifest import (
 )
 from aiosync.wire.messages import (
     MAX_ADDRESS_NBYTES,
+    MAX_BEHIND,
     MAX_ELSEWHERE,
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
@@ -76,6 +77,7 @@ __all__ = [
     "MANIFEST_VERSION",
     "MAX_ADDRESS_NBYTES",
     "MAX_ALIASES",
+    "MAX_BEHIND",
     "MAX_DEPTH",
     "MAX_ELSEWHERE",
     "MAX_ERROR_TEXT_NBYTES",

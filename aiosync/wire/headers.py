@@ -18,6 +18,7 @@ from aiosync.types import AckStatus, Limits
 from aiosync.wire.manifest import DEFAULT_LIMITS, DIGEST_NBYTES, Manifest
 from aiosync.wire.messages import (
     MAX_ADDRESS_NBYTES,
+    MAX_BEHIND,
     MAX_ELSEWHERE,
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
@@ -259,6 +260,18 @@ def _check_addresses(addresses: Sequence[Any]) -> Sequence[str]:
     return addresses
 
 
+def _check_behind(behind: tuple[int, int]) -> tuple[int, int]:
+    """Return the numbers of :attr:`Ack.behind`, if sums of them still fit into a message.
+
+    Raises:
+        InvalidData: One of them is out of range.
+    """
+    count, oldest = behind
+    if not (0 <= count <= MAX_BEHIND and 0 <= oldest <= _INT):
+        raise InvalidData(f"at most {MAX_BEHIND} workers, with versions to 2**63 - 1, are behind")
+    return behind
+
+
 def _check_path(path: Any) -> bytes:
     """Return the joined digests of :attr:`Welcome.path`, if they are whole and few enough.
 
@@ -283,7 +296,7 @@ def _entries_of(message: Message) -> dict[str, ExtValue]:
         if message.is_base:
             entries[_BASE_KEY] = True
         if message.behind is not None:
-            entries[_BEHIND_KEY] = _BASE.pack(*message.behind)
+            entries[_BEHIND_KEY] = _BASE.pack(*_check_behind(message.behind))
     else:
         entries = _addresses_of(message)
     return entries
@@ -318,7 +331,7 @@ def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) ->
             found["is_base"] = ext.pop(_BASE_KEY)
         behind = ext.get(_BEHIND_KEY)
         if isinstance(behind, bytes):
-            found["behind"] = _BASE.unpack(behind)
+            found["behind"] = _check_behind(_BASE.unpack(behind))
             del ext[_BEHIND_KEY]
     else:
         _take_addresses(cls, ext, found)

@@ -16,6 +16,7 @@ from aiosync.wire.manifest import Manifest
 
 __all__ = [
     "MAX_ADDRESS_NBYTES",
+    "MAX_BEHIND",
     "MAX_ELSEWHERE",
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
@@ -196,8 +197,9 @@ class Ack:
         is_base: True if the receiver keeps the update's bytes, and takes the next one as a delta to
             it. It travels in the extension map.
         behind: Number of workers that get their versions from this receiver, over any number of
-            hops, and the oldest version among them, 0 if one has none. It travels in the extension
-            map. The acknowledgement then need not be of a version under way.
+            hops, at most 2**32 - 1, and the oldest version among them, 0 if one has none. It
+            travels in the extension map. The acknowledgement then need not be of a version under
+            way.
     """
 
     epoch: int
@@ -407,6 +409,9 @@ MAX_ERROR_TEXT_NBYTES = 3072
 
 MAX_ADDRESS_NBYTES = 255
 """Greatest size of an address, in UTF-8 bytes."""
+
+MAX_BEHIND = 2**32 - 1
+"""Greatest number of workers behind a receiver."""
 
 MAX_PATH = 16
 """Greatest number of weight servers in a row."""

@@ -476,6 +476,30 @@ async def test_a_worker_that_says_it_has_a_version_of_the_future(kind: str) -> N
         peer.abort()
 
 
+@both
+@pytest.mark.asyncio
+async def test_a_worker_that_claims_more_workers_behind_it_than_there_are_numbers(
+    kind: str,
+) -> None:
+    """No number of a worker, nor their sum, ends a weight server or the link to its trainer."""
+    async with scene(kind) as stage:
+        peers = [await stage.join() for _ in range(3)]
+        most = Ack(peers[0].welcome.epoch, 2**62, AckStatus.RECEIVED, behind=(2**32 - 1, 1))
+        for peer in peers[:2]:
+            await peer.send(most)
+        if kind == "server":
+            await until(lambda: stage.trainer.stats().workers[0].behind == 2**32 - 1)
+        too_much = encode_frame(
+            Ack(most.epoch, most.version, most.status),
+            ext={"behind": struct.pack("<QQ", 2**64 - 1, 1)},
+        )
+        await asyncio.get_running_loop().sock_sendall(peers[2].sock, too_much)
+        await ends(peers[2])
+        await stage.goes_on()
+        for peer in peers[:2]:
+            peer.abort()
+
+
 async def flood(sock: socket.socket, frame: bytes, nbytes: int) -> None:
     """Repeat a frame until the kernel has taken ``nbytes`` bytes, or takes none for a while."""
     block = memoryview(frame * (2**16 // len(frame)))
