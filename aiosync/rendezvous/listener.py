@@ -184,17 +184,19 @@ class Listener:
             handshake: The handshake, which ends the link itself if it fails.
             close: Ends the link if the handshake was cancelled, or had a bug.
             tasks: Owner of the handshake's task.
-            most: Greatest number of handshakes at a time.
+            most: Greatest number of handshakes at a time, at least 1.
 
         Returns:
             True if the oldest handshake was cancelled to make room.
         """
         strangers = self._strangers
-        crowded = len(strangers) >= most
+        # A handshake that has just ended makes no room, and its callback may not have run yet.
+        going_on = [task for task in strangers if not task.done()]
+        crowded = len(going_on) >= most
         if crowded:
             # Its task ends only later. It is removed at once, so that the next call cancels another
             # one.
-            oldest = next(iter(strangers))
+            oldest = going_on[0]
             del strangers[oldest]
             tasks.cancel(oldest)
 
@@ -343,7 +345,7 @@ class StreamListener(Listener):
 
         def on_connection(sock: socket.socket) -> None:
             room = min(self._max_connections - len(self.links), _MAX_STRANGERS)
-            if room == 0:
+            if room <= 0:
                 refused["full"] += 1
                 sock.close()
             elif self.let_in(self._admit_stranger(sock, on_link, wrap), sock.close, tasks, room):

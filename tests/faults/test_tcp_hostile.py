@@ -163,8 +163,8 @@ class Peer(TCPTransport):
         self.sock = sock
 
     @classmethod
-    async def proven(cls, url: str) -> Peer:
-        peer = cls(await dial(url))
+    async def proven(cls, url: str, sock: socket.socket | None = None) -> Peer:
+        peer = cls(sock or await dial(url))
         await peer.send(Challenge(secrets.token_bytes(32)))
         token = TOKEN.encode()
         challenge, answer = answer_challenge((await peer.recv(timeout=PATIENCE)).message, token)
@@ -405,6 +405,39 @@ async def test_at_max_connections_members_stay_and_the_next_is_refused(kind: str
                     members.append(await stage.join())
         for member in members:
             member.abort()
+
+
+@pytest.mark.parametrize("half_turns", range(6))
+@pytest.mark.asyncio
+async def test_a_link_that_is_made_just_before_another_peer_connects_is_counted(
+    half_turns: int,
+) -> None:
+    """The loop turns a few times between the last frame of a handshake and the next connection.
+
+    Two cases have the same number of turns, one on asyncio and the other on uvloop.
+    """
+    async with WeightServer("tcp://127.0.0.1:0", token=TOKEN, max_connections=3) as server:
+        host, _, port = server.url.removeprefix("tcp://").rpartition(":")
+        last = encode_frame(hello())
+        peers = [await Peer.proven(server.url) for _ in range(3)]
+        peers[0].sock.send(last)
+        await until(lambda: server.status()["accepted"] == 1)
+        peers[1].sock.send(last)
+        for _ in range(half_turns // 2):
+            await asyncio.sleep(0)
+        late = socket.create_connection((host, int(port)))
+        peers.append(await Peer.proven(server.url, late))
+        for peer in peers[2:]:
+            with contextlib.suppress(OSError):
+                # One of the strangers was dropped to make room.
+                peer.sock.send(last)
+        await until(lambda: server.status()["accepted"] >= 3)
+        with await dial(server.url) as another:
+            assert await read_all(another) == b""
+        told = server.status()
+        assert (told["accepted"], told["connections"], told["refused"]["full"]) == (3, 3, 1)
+        for peer in peers:
+            peer.abort()
 
 
 # -- peers with the token that send no Hello ------------------------------------------------------
