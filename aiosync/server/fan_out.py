@@ -47,11 +47,33 @@ def check_advertised(url: str) -> str:
         ConfigError: It is no address of TCP that can be dialled, or is too long.
     """
     (address,) = to_dial([url])
-    if not named_by_default(url) or len(url.encode()) > MAX_ADDRESS_NBYTES or " " in url:
+    if not named_by_default(url) or _is_long(address) or " " in url:
         raise ConfigError(
             f"advertise= must be a tcp://host:port that others can dial, not {address}"
         )
     return str(address)
+
+
+def _is_long(address: Address) -> bool:
+    """Return True if an address, in the form in which it travels, has too many bytes.
+
+    Small letters of a host's name may have more bytes than the name has.
+    """
+    return len(str(address).encode()) > MAX_ADDRESS_NBYTES
+
+
+def _served_address(hello: Hello) -> Address | None:
+    """Return the address at which a peer serves what it gets; ``None`` for none.
+
+    Raises:
+        ConfigError: It cannot be dialled, or is too long.
+    """
+    if not hello.serves:
+        return None
+    (address,) = to_dial(hello.serves)
+    if _is_long(address):
+        raise ConfigError(f"serves names an address of more than {MAX_ADDRESS_NBYTES} bytes")
+    return address
 
 
 class FanOut:
@@ -68,7 +90,7 @@ class FanOut:
         self._most = most
         self._is_local = is_local
         self._turn = itertools.count()
-        self._admitted: dict[TCPTransport, tuple[Hello, str]] = {}
+        self._admitted: dict[TCPTransport, tuple[Hello, Address | None]] = {}
 
     def admit(self, link: TCPTransport, hello: Hello, ready: Container[Transport]) -> None:
         """Count a worker that subscribes, or raise the error that sends it on.
@@ -83,9 +105,10 @@ class FanOut:
 
         Raises:
             SentOn: There are enough workers, or relays, and some relays.
-            ConfigError: The address of a relay cannot be dialled.
+            ConfigError: The address of a relay cannot be dialled, or is too long.
         """
-        serves = self._named_address(link, hello)
+        own = _served_address(hello)
+        serves = own if self._may_be_named(link, own) else None
         # The same receiver may come again before its old link is known to have ended.
         others = {
             other: address
@@ -93,15 +116,12 @@ class FanOut:
             if each.session is None or each.session != hello.session
         }
         named = [address for other, address in others.items() if other in ready]
-        relays = list(dict.fromkeys(each for each in named if each not in ("", hello.serves)))
+        relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
         count = len(relays) if serves else len(others)
         if self._most is not None and relays and count >= self._most and hello.follows:
             first = next(self._turn) % len(relays)
-            elsewhere = [*relays[first:], *relays[:first]][:MAX_ELSEWHERE]
-            raise SentOn(
-                f"this server has {count} links, and fanout={self._most}",
-                tuple(map(Address.parse, elsewhere)),
-            )
+            elsewhere = (*relays[first:], *relays[:first])[:MAX_ELSEWHERE]
+            raise SentOn(f"this server has {count} links, and fanout={self._most}", elsewhere)
 
         def forget() -> None:
             self._admitted.pop(link, None)
@@ -109,12 +129,11 @@ class FanOut:
         self._admitted[link] = hello, serves
         link.channel.call_on_end(forget)
 
-    def _named_address(self, link: TCPTransport, hello: Hello) -> str:
-        """Return the address of a relay to which others may be sent on; empty if there is none.
+    def _may_be_named(self, link: TCPTransport, address: Address | None) -> bool:
+        """Return True if others may be sent on to a relay.
 
         A peer that may only pull must not choose what others get.
         """
-        if not hello.serves or link.channel.read_only:
-            return ""
-        (address,) = to_dial(hello.serves)
-        return "" if address.is_local and not self._is_local else hello.serves
+        if address is None or link.channel.read_only:
+            return False
+        return self._is_local or not address.is_local

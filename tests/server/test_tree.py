@@ -316,11 +316,16 @@ async def _stop(listening: Any) -> None:
     sock.close()
 
 
-async def test_illegal_addresses_of_relays_are_refused() -> None:
+# In small letters this letter has a byte more, and so has the address that is passed on.
+GROWING = "\u0130" * 120
+
+
+@pytest.mark.parametrize("address", ["tcp://[nowhere:1", f"tcp://{GROWING}:1"])
+async def test_illegal_addresses_of_relays_are_refused(address: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         root, _ = await stack.enter_async_context(served(1))
         link = await TCPTransport.connect(root.url)
-        hello = Hello("receiver", "policy", 1, strategy="any", serves="tcp://[nowhere:1")
+        hello = Hello("receiver", "policy", 1, strategy="any", serves=address)
         await link.send(hello)
         answer = (await link.recv()).message
         assert isinstance(answer, Refuse)
@@ -632,6 +637,7 @@ async def test_options_that_make_no_tree_are_refused() -> None:
         "tcp://0.0.0.0:7000",
         "tcp://[::]:7",
         f"tcp://{'a' * 300}:1",
+        f"tcp://{GROWING}:1",
     ):
         with pytest.raises(ConfigError, match="advertise="):
             relay("tcp://127.0.0.1:1", advertise=wrong)
