@@ -2,8 +2,9 @@
 
 WARNING: a call has waited for long, and for what; or a trainer is lost. INFO: a peer comes, goes,
 refuses, or comes back. DEBUG: each send, and each update that a loop applies. Every record has the
-attributes ``model``, ``worker``, ``version`` and ``phase``. Must not import torch, nor anything of
-aiosync.
+attributes ``model``, ``worker``, ``version`` and ``phase``. Names and errors of peers are parts of
+records, so control characters are escaped: no peer can forge a line, or move a terminal's cursor.
+Must not import torch, nor anything of aiosync.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import math
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["FIRST_SECONDS", "LOGGER", "NEXT_SECONDS", "Waiting", "log", "say_waiting"]
+__all__ = [
+    "FIRST_SECONDS",
+    "LOGGER",
+    "NEXT_SECONDS",
+    "Waiting",
+    "escape_controls",
+    "log",
+    "say_waiting",
+]
 
 LOGGER: logging.Logger = logging.getLogger("aiosync")
 
@@ -23,6 +32,13 @@ FIRST_SECONDS = 5.0
 
 NEXT_SECONDS = 30.0
 """Seconds until the call logs it once more."""
+
+
+def escape_controls(text: str) -> str:
+    """Return a text with an escape in place of each character that cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def log(
@@ -46,10 +62,11 @@ def log(
         version: The version.
         error: The exception, to be shown with its traceback.
     """
+    if model is not None:
+        model = escape_controls(model)
+        text = f"{model}: {text}"
     told = {"phase": phase, "model": model, "worker": worker, "version": version}
-    LOGGER.log(
-        level, "%s", text if model is None else f"{model}: {text}", exc_info=error, extra=told
-    )
+    LOGGER.log(level, "%s", escape_controls(text), exc_info=error, extra=told)
 
 
 def say_waiting(

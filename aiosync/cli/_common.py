@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from aiosync._log import escape_controls
 from aiosync.errors import AiosyncError, ConfigError
 
 if TYPE_CHECKING:
@@ -262,8 +263,7 @@ def plain(text: Any, limit: int = 200) -> str:
 
     A text of more than ``limit`` characters is cut.
     """
-    shown = str(text)
-    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in shown)
+    shown = escape_controls(str(text))
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 

@@ -111,6 +111,28 @@ async def test_a_refusal_and_another_trainer_are_said(told: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_no_peer_forges_a_line_or_moves_the_cursor(told: Any) -> None:
+    """Control characters in names and errors of peers are escaped in records."""
+    name = "policy\n00:00:00 CRITICAL disk is on fire\x1b[31m"
+
+    def transform(weights: Any) -> Any:
+        raise ValueError("all is well\r\x1b[2J")
+
+    trainer = aiosync.TCPWeightSyncScheme()
+    trainer.init_on_sender(model_id=name, model=small(0.0), num_workers=1)
+    worker = harness.twin(trainer)
+    worker.init_on_receiver(model_id=name, model=small(), worker_idx=0, transform=transform)
+    async with trainer, worker:
+        await asyncio.gather(trainer.connect(), worker.connect(), return_exceptions=True)
+    refused = told("refused")
+    assert len(refused) == 2, "each side logs the refusal"
+    for record in [*refused, *told("joined"), *told("left")]:
+        assert record.getMessage().isprintable()
+        assert record.model == r"policy\n00:00:00 CRITICAL disk is on fire\x1b[31m"  # type: ignore[attr-defined]
+    assert all(r"all is well\r\x1b[2J" in record.getMessage() for record in refused)
+
+
+@pytest.mark.asyncio
 async def test_a_worker_that_gives_up_says_so(told: Any) -> None:
     trainer = sender_of()
     worker = aiosync.TCPWeightSyncScheme(trainer.address, reconnect=0.1)
