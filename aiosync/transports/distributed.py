@@ -124,6 +124,9 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
     def learn(self, key: str, value: bytes) -> None:
         """Take over a key that the other side set, or its confirmation of a key."""
         with self._changed:
+            # Gloo may have read the first value, and this side answers each key.
+            if key in self._values:
+                raise RemoteProtocolError(f"the peer's process group sets {key[:40]!a} twice")
             if len(self._values) >= _MAX_KEYS:
                 raise RemoteProtocolError("the peer's process group sets too many keys")
             self._values[key] = value

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from aiosync.errors import PeerClosed, TransportBroken
-from aiosync.transports import DistributedTransport
-from aiosync.wire import Update
+from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken
+from aiosync.transports import DistributedTransport, TCPTransport
+from aiosync.wire import Setup, Update
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -104,3 +104,17 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
                 assert any("Connect timeout" in str(each) for each in errors)
             # The errors are kept here, and with them their frames: these may hold nothing open.
             assert (descriptors(), threads_of_gloo()) == (before, [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("key", ["0/0", "0/1", "have"])
+async def test_a_step_that_is_repeated_ends_the_link(key: str) -> None:
+    """Each step is answered, so a peer that reads nothing could fill the memory with answers."""
+    async with (
+        TCPTransport.pair() as (left, right),
+        DistributedTransport(left, rank=0) as link,
+    ):
+        for _ in range(2):
+            await right.send(Setup("gloo", key, b"0/0"))
+        with pytest.raises(RemoteProtocolError, match="twice"):
+            await link.recv(timeout=9)
