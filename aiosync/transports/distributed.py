@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import (
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from aiosync.errors import ConfigError, RemoteProtocolError, TransportBroken
+from aiosync.errors import AiosyncError, ConfigError, RemoteProtocolError, TransportBroken
 from aiosync.transports._forks import close_in_child
 from aiosync.transports.data_plane import (
     INLINE_NBYTES,
@@ -119,6 +120,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         self._changed = threading.Condition()
         # Names under which the other side confirms each key that this side has set.
         self._acks: list[str] = []
+        self._own = b""
         self._closed = False
 
     def learn(self, key: str, value: bytes) -> None:
@@ -142,13 +144,21 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
 
     def set(self, key: str, value: bytes | str) -> None:
         value = value.encode() if isinstance(value, str) else bytes(value)
+        self._own = value
         self._acks.append(f"{_HAVE} {key}")
         self.learn(key, value)
         self._say(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
+        value = self._values[key]
+        # Gloo reads what these sizes promise, also behind the end of the value.
+        if _sizes_in(value) != _sizes_in(self._own):
+            raise RemoteProtocolError(
+                f"the {len(value)} bytes that the peer set for {key[:40]!a} are no address of Gloo "
+                "as this side writes it: install the same release of torch on both sides"
+            )
+        return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         # The timeout is meant for the connection, which comes after this.
@@ -162,6 +172,16 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         with self._changed:
             if not self._changed.wait_for(settled, _MEET_SECONDS) or self._closed:
                 raise dist.DistStoreError("the peer did not join the process group")
+
+
+def _sizes_in(value: bytes) -> tuple[int, int]:
+    """Return the sizes of an address and of the numbers behind it, in a value that Gloo sets.
+
+    The host's name comes first. It and the address follow their sizes, in 8 bytes each.
+    """
+    at = 8 + int.from_bytes(value[:8], sys.byteorder)
+    nbytes = int.from_bytes(value[at : at + 8], sys.byteorder)
+    return nbytes, len(value) - (at + 8 + nbytes)
 
 
 class DistributedTransport(DataPlaneTransport):
@@ -280,7 +300,9 @@ class DistributedTransport(DataPlaneTransport):
             options._timeout = timedelta(seconds=_CONNECT_SECONDS / _GLOO_WAITS)
             options._threads = 1
             self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
-        except RuntimeError as exc:
+        except AiosyncError:
+            raise
+        except Exception as exc:
             raise TransportBroken(
                 f"Gloo could not connect {self._host} and the peer's host: {_PORTS}. It said: "
                 f"{first_line(exc)}"

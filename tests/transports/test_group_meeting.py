@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,56 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
                 assert any("Connect timeout" in str(each) for each in errors)
             # The errors are kept here, and with them their frames: these may hold nothing open.
             assert (descriptors(), threads_of_gloo()) == (before, [])
+
+
+# A value has the size of a name, the name, the size of an address, 136 bytes, and two numbers.
+FORGED: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda own: b"",
+    "one byte": lambda own: own[:1],
+    "other bytes": lambda own: b"\xfe" * 1500,
+    "zeros": lambda own: bytes(len(own)),
+    "a name behind the end": lambda own: b"\xff" * 4 + own[4:],
+    "a name before the start": lambda own: struct.pack("q", -8) + own[8:],
+    "no address": lambda own: own[:-160] + bytes(8) + own[-152:],
+    "an address behind the end": lambda own: own[:-160] + struct.pack("Q", 2**40) + own[-152:],
+    "a short address": lambda own: own[:-160] + struct.pack("Q", 128) + own[-152:],
+    "one number": lambda own: own[:-8],
+    "no number": lambda own: own[:-16],
+    "three numbers": lambda own: own + bytes(8),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+async def test_gloo_never_sees_an_address_of_another_form(forge: Callable[[bytes], bytes]) -> None:
+    """Gloo would read behind the end of such a value, which ends the process."""
+    async with (
+        TCPTransport.pair() as (left, right),
+        DistributedTransport(left, rank=0) as link,
+    ):
+        sending = asyncio.create_task(link.send(Update(1, 1, bytes(16)), [bytes(2**18)]))
+        own = (await right.recv(timeout=9)).message
+        assert isinstance(own, Setup)
+        await right.send(Setup("gloo", "have", own.key.encode()))
+        await right.send(Setup("gloo", "0/1", forge(own.value)))
+        with pytest.raises(RemoteProtocolError, match="no address of Gloo"):
+            await sending
+        assert isinstance(left.error, RemoteProtocolError)
+
+
+@pytest.mark.asyncio
+async def test_a_family_that_gloo_does_not_know_breaks_the_link() -> None:
+    async with (
+        TCPTransport.pair() as (left, right),
+        DistributedTransport(left, rank=0) as link,
+    ):
+        sending = asyncio.create_task(link.send(Update(1, 1, bytes(16)), [bytes(2**18)]))
+        own = (await right.recv(timeout=9)).message
+        assert isinstance(own, Setup)
+        await right.send(Setup("gloo", "have", own.key.encode()))
+        await right.send(Setup("gloo", "0/1", own.value[:-152] + b"\xff\xff" + own.value[-150:]))
+        with pytest.raises(TransportBroken, match="Gloo could not connect"):
+            await sending
 
 
 @pytest.mark.asyncio
