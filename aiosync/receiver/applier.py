@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from aiosync._meter import Meter
 from aiosync._tasks import call_soon
-from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError
+from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, TransportError
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Ledger
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, weakly
@@ -493,7 +493,8 @@ class Applier:
         Raises:
             ApplyError: The read that begins has to see the update.
         """
-        error = exc if isinstance(exc, RemoteProtocolError) else RemoteProtocolError(str(exc))
+        kept = isinstance(exc, RemoteProtocolError | TransportError)
+        error = exc if kept else RemoteProtocolError(str(exc))
         call_soon(self._loop, self._fail, error)
         if read_must_see:
             raise ApplyError(f"the trainer's newest version cannot be read: {exc}") from exc

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import errno
 import itertools
+import mmap
 import os
 import random
 import threading
@@ -357,6 +358,27 @@ async def test_an_update_that_is_too_large_does_no_harm_to_smaller_ones(
         async with receiver.reading():
             found = receiver.weights.values()
             assert {float(x) for each in found for x in each.aminmax()} == {3.0}
+
+
+async def test_a_worker_without_room_for_a_slot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error does not blame the trainer, and has the size."""
+    take = mmap.mmap
+
+    def limited(fd: int, nbytes: int, *args: Any, **options: Any) -> mmap.mmap:
+        if args[:1] == (mmap.MAP_PRIVATE,) and nbytes > 2**20:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return take(fd, nbytes, *args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    weights = {"weights": {"large": torch.zeros(2**20)}}
+    scheme = SHM(guard="reading", timeout=harness.PATIENCE)
+    scheme.init_on_sender(**weights)
+    worker = harness.twin(scheme)
+    worker.init_on_receiver(**weights)
+    async with scheme, worker:
+        await scheme.connect()
+        with pytest.raises(aiosync.TransportBroken, match="cannot map a slot of 4198400 bytes"):
+            await worker.connect()
 
 
 def reordered(model: nn.Module) -> dict[str, Any]:

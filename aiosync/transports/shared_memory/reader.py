@@ -116,8 +116,8 @@ class _SegmentView:
 
         Raises:
             RemoteProtocolError: The segment has no such slot.
-            TransportBroken: Foreign code has closed the descriptor.
-            OSError: There is no room for the mapping.
+            TransportBroken: There is no room for the mapping, or foreign code has closed the
+                descriptor.
         """
         known = self.maps.get(index)
         if known is None:
@@ -126,7 +126,12 @@ class _SegmentView:
             if os.fstat(fd).st_size < offset + nbytes:
                 raise RemoteProtocolError(f"the peer's segment has no slot {index}")
             access = mmap.PROT_READ | mmap.PROT_WRITE
-            mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
+            try:
+                mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
+            except OSError as exc:
+                raise TransportBroken(
+                    f"this process cannot map a slot of {nbytes} bytes in shared memory: {exc}"
+                ) from exc
             known = self.maps[index] = mapping, memoryview(mapping)
         return known
 
@@ -401,7 +406,7 @@ class SlotReader:
             return 0, b""
         try:
             version, _, digest, _, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
-        except (OSError, RemoteProtocolError):
+        except (OSError, RemoteProtocolError, TransportBroken):
             return 0, b""
         # If the word has changed meanwhile, the header may be that of another version.
         return version if words[WANT] == want else 0, digest
@@ -426,9 +431,9 @@ class SlotReader:
 
         Raises:
             ApplyError: The sender writes to the slot, and does not finish.
-            TransportBroken: Foreign code has closed a descriptor.
+            TransportBroken: There is no room for a mapping, or foreign code has closed a
+                descriptor.
             RemoteProtocolError: The word names no slot, or an empty one.
-            OSError: There is no room for a mapping.
         """
         words, held, tries, until = self.words, self._held, 0, 0.0
         self.unread = 0
