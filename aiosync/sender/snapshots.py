@@ -259,6 +259,9 @@ class SnapshotCopier:
 
         It is for links without shared memory, for copies for which no slot is free or that the
         memory of a device cannot have, and for borrowed weights.
+
+        Raises:
+            ConfigError: There is no memory.
         """
         if self.arena is not None and self.arena.on_device:
             text = "an update goes through the host: it has values, or no device slot is free"
@@ -266,7 +269,12 @@ class SnapshotCopier:
         buffer = self._idle.pop() if self._idle else None
         if buffer is None or buffer.nbytes != prepared.layout.nbytes:
             self._idle.clear()
-            buffer = FlatBuffer(prepared.layout.nbytes)
+            nbytes = prepared.layout.nbytes
+            try:
+                buffer = FlatBuffer(nbytes)
+            except MemoryError as exc:
+                text = f"this process has no memory for a copy of {nbytes} bytes of weights"
+                raise ConfigError(text) from exc
         free = functools.partial(self._put_back, buffer)
         return Snapshot(prepared.layout, buffer, free, prepared.values)
 
@@ -548,7 +556,13 @@ class SnapshotCopier:
     def _start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
         if self._closed:
             raise TransportClosed("this scheme was closed")
-        running = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        loop, calls = asyncio.get_running_loop(), [call]
+        try:
+            running = loop.run_in_executor(self._executor, lambda: calls.pop()())
+        except RuntimeError as exc:
+            # The executor keeps what it could not start, and runs it in its next thread.
+            calls.clear()
+            raise ConfigError(f"the thread that copies weights cannot start: {exc}") from exc
         # Retrieve the exception, which each waiting caller raises: a cancelled one does not.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._has_thread = True

@@ -381,6 +381,47 @@ async def test_a_worker_without_room_for_a_slot_says_so(monkeypatch: pytest.Monk
             await worker.connect()
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (SHM, "the thread that copies weights cannot start"),
+        (
+            lambda **options: aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", **options),
+            "no memory",
+        ),
+    ],
+)
+async def test_a_trainer_without_memory_or_threads_says_so(
+    make: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sends that fail change nothing, also not in the sends after them."""
+    take, start = mmap.mmap, threading.Thread.start
+
+    def mapping(fd: int, nbytes: int, *args: Any, **options: Any) -> mmap.mmap:
+        if fd < 0:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return take(fd, nbytes, *args, **options)
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith("aiosync-snapshot"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    init = {"weights": {"small": torch.zeros(16), "large": torch.zeros(2**22)}}
+    source = {"weights": {"small": torch.ones(16)}}
+    scheme = make(strict=False, guard="reading", timeout=harness.PATIENCE)
+    async with harness.here(scheme, None, sender=source, receiver=init) as (sender, receiver):
+        with monkeypatch.context() as patch:
+            patch.setattr(mmap, "mmap", mapping)
+            patch.setattr(threading.Thread, "start", starting)
+            for _ in range(2):
+                with pytest.raises(aiosync.ConfigError, match=text):
+                    await sender.send({"large": torch.full((2**22,), 2.0)})
+        assert (await sender.send({"large": torch.full((2**22,), 3.0)})).acked == {0}
+        async with receiver.reading():
+            assert {float(x) for x in receiver.weights["large"].aminmax()} == {3.0}
+
+
 def reordered(model: nn.Module) -> dict[str, Any]:
     """Return the weights in another order, which is another manifest."""
     return dict(reversed(list(model.state_dict().items())))
