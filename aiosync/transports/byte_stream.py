@@ -40,7 +40,8 @@ class ByteStream:
             :meth:`flush` goes on with them.
         readv: Reads some bytes, and returns their number; 0 at the end of the stream. ``readv`` and
             ``writev`` raise ``BlockingIOError`` instead of waiting, and may be replaced by other
-            functions later.
+            functions later. ``readv`` raises ``InterruptedError`` if it is to be called again in
+            the next turn of the loop.
         writev: Writes some bytes of several buffers, and returns their number.
     """
 

@@ -187,7 +187,10 @@ class FrameReader:
         buffer = buffer[: min(most, _READ_NBYTES)]
         try:
             nbytes = io.readv([buffer])
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
+            return 0
+        except InterruptedError:
+            self._read_soon()
             return 0
         except OSError as exc:
             self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))

@@ -214,11 +214,14 @@ class FramedTransport(Transport):
         self._close_descriptors(farewell=True)
 
     def _read_rest(self) -> None:
-        """Drop unread bytes, which would turn an orderly end of the stream into a reset."""
+        """Drop unread bytes, which would turn an orderly end of the stream into a reset.
+
+        They are read from the socket, as no TLS has to decrypt them.
+        """
         scratch = memoryview(bytearray(65536))
         with contextlib.suppress(OSError):
             for _ in range(64):
-                if not self.io.readv([scratch]):
+                if not os.readv(self.io.fd, [scratch]):
                     break
 
     def _take_leave(self, error: LinkError | None) -> None:

@@ -21,10 +21,13 @@ from aiosync.wire import MAGIC, Refuse, encode_frame
 
 __all__ = ["TlsStream", "why_refused"]
 
-_READ_NBYTES = 256 * 1024
+# One call of OpenSSL handles all that was read: up to 30 ms if that is nothing but changes of keys.
+_READ_NBYTES = 64 * 1024
 _ONE_SIDED = "the other end does not use TLS: pass tls= on both sides or on neither"
 # Greatest number of encrypted bytes that are kept while the kernel does not take them.
 _ENCRYPT_NBYTES = 256 * 1024
+# Greatest number of bytes of OpenSSL's own answers that are kept.
+_ANSWERS_NBYTES = 64 * 1024
 
 
 class _Scratch(threading.local):
@@ -133,21 +136,36 @@ class TlsStream(ByteStream):
     # -- the stream ----------------------------------------------------------------------------
 
     def _readv(self, buffers: Sequence[memoryview]) -> int:
-        (buffer,) = buffers
-        total = 0
+        try:
+            return self._decrypt_into(*buffers)
+        finally:
+            # TLS sometimes answers by itself, such as to a change of keys. An error does not undo
+            # what was read; the next write raises it.
+            with contextlib.suppress(OSError):
+                self.flush()
+
+    def _decrypt_into(self, buffer: memoryview) -> int:
+        if self._out.pending > _ANSWERS_NBYTES:
+            raise OSError("the peer asks TLS for answers, and does not read them")
+        total = overhead = 0
         while total < len(buffer):
             try:
                 nbytes = int(self._ssl.read(len(buffer) - total, buffer[total:]))
                 if not nbytes:
                     break
                 total += nbytes
+                overhead -= nbytes
             except ssl.SSLWantReadError:
+                # Records without data, or with little, must not keep the loop from its turns.
                 try:
+                    if overhead >= _READ_NBYTES:
+                        raise InterruptedError
                     nbytes = self.sock.recv_into(_scratch.memory)
-                except BlockingIOError:
+                except (BlockingIOError, InterruptedError):
                     if total:
                         break
                     raise
+                overhead += nbytes
                 if nbytes:
                     self._in.write(_scratch.memory[:nbytes])
                 else:
@@ -155,10 +173,6 @@ class TlsStream(ByteStream):
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 # The end of the stream is not an error here: frames show if one was cut.
                 break
-        # TLS sometimes answers by itself, such as to a change of keys. An error does not undo what
-        # was read; the next write raises it.
-        with contextlib.suppress(OSError):
-            self.flush()
         return total
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:

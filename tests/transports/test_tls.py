@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import itertools
 import os
 import socket
 import ssl
+import struct
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from aiosync.errors import TransportBroken
+from aiosync.errors import ConnectError, RemoteProtocolError, TransportBroken
 from aiosync.testing import FaultProxy, Faults, Plan
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -121,3 +127,105 @@ async def test_a_forked_child_ends_no_stream_of_its_parent() -> None:
         assert (await two.recv(timeout=PATIENCE)).message == Fetch(1)
         await two.send(Fetch(2))
         assert (await one.recv(timeout=PATIENCE)).message == Fetch(2)
+
+
+class RawPeer:
+    """A peer of a listener that encrypts its records by itself, so that they may be any."""
+
+    def __init__(self, sock: socket.socket, keys: Path) -> None:
+        self.sock, self._keys = sock, keys
+
+    async def handshake(self) -> None:
+        loop = asyncio.get_running_loop()
+        context = certificates().dialling.dialling_context()
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.keylog_filename = str(self._keys)
+        received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(received, to_send, server_hostname="localhost")
+        done = False
+        while not done:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+                done = True
+            await loop.sock_sendall(self.sock, to_send.read())
+            if not done:
+                received.write(await loop.sock_recv(self.sock, 65536))
+        assert tls.cipher() == ("TLS_AES_256_GCM_SHA384", "TLSv1.3", 256)
+        (line,) = [each for each in self._keys.read_text().splitlines() if "CLIENT_TRAFFIC" in each]
+        self._begin(bytes.fromhex(line.split()[-1]))
+
+    def _begin(self, secret: bytes) -> None:
+        """Take new keys, as RFC 8446 derives them."""
+        self._secret, self._number = secret, 0
+        self._aead, self._iv = AESGCM(self._expand(b"key", 32)), self._expand(b"iv", 12)
+
+    def _expand(self, label: bytes, nbytes: int) -> bytes:
+        info = bytes([0, nbytes, 6 + len(label)]) + b"tls13 " + label + b"\0\1"
+        return hmac.digest(self._secret, info, hashlib.sha384)[:nbytes]
+
+    def record(self, content: bytes, kind: int = 23) -> bytes:
+        head = bytes([23, 3, 3]) + (len(content) + 17).to_bytes(2, "big")
+        nonce = int.from_bytes(self._iv, "big") ^ self._number
+        self._number += 1
+        inner = content + bytes([kind])
+        return head + self._aead.encrypt(nonce.to_bytes(12, "big"), inner, head)
+
+    def key_update(self, *, asks: bool = False) -> bytes:
+        made = self.record(bytes([24, 0, 0, 1, asks]), kind=22)
+        self._begin(self._expand(b"traffic upd", 48))
+        return made
+
+
+@contextlib.asynccontextmanager
+async def stranger(keys: Path) -> AsyncIterator[tuple[RawPeer, asyncio.Task[TCPTransport]]]:
+    """A peer after the handshake of TLS, and the call that accepts it."""
+    credentials = Credentials(tls=certificates().listening.listening_context())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        # Accepted sockets inherit the sizes: a flood fits in, and few answers fit out.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**21)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.create_connection(listening.getsockname()) as sock:
+            sock.setblocking(False)
+            accepted = listening.accept()[0]
+            accepting = asyncio.create_task(TCPTransport.accept(accepted, credentials=credentials))
+            try:
+                peer = RawPeer(sock, keys)
+                await peer.handshake()
+                # The listener's challenge has arrived, so it reads frames now.
+                await asyncio.get_running_loop().sock_recv(sock, 65536)
+                await asyncio.sleep(0.1)
+                yield peer, accepting
+            finally:
+                accepting.cancel()
+                await asyncio.wait({accepting})
+
+
+@pytest.mark.parametrize("kind", ["changes of keys", "changes and data"])
+async def test_records_without_data_leave_the_loop_its_turns(kind: str, tmp_path: Path) -> None:
+    async with stranger(tmp_path / "keys") as (peer, accepting):
+        # The prefix of a frame that announces a header of 2,000 bytes.
+        records = [peer.record(struct.pack("<4sBBHIIQ", b"AIOS", 2, 0, 0, 2_000, 0, 0))]
+        for number in range(20_000):
+            records.append(peer.key_update())
+            if kind == "changes and data" and number % 10 == 0 and number < 19_000:
+                records.append(peer.record(b"x"))
+        flood = b"".join([*records, peer.record(bytes(2_000))])
+        assert peer.sock.send(flood) == len(flood)
+        turns = [time.perf_counter()]
+        while not accepting.done():
+            await asyncio.sleep(0)
+            turns.append(time.perf_counter())
+        with pytest.raises(RemoteProtocolError):
+            accepting.result()
+    longest = max(after - before for before, after in itertools.pairwise(turns))
+    assert longest < (turns[-1] - turns[0]) / 2
+
+
+async def test_answers_that_the_peer_does_not_read_are_not_kept_for_ever(tmp_path: Path) -> None:
+    """OpenSSL answers each change of keys that asks for one."""
+    async with stranger(tmp_path / "keys") as (peer, accepting):
+        flood = b"".join(peer.key_update(asks=True) for _ in range(20_000))
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(peer.sock, flood)
+        with pytest.raises(ConnectError):
+            await asyncio.wait_for(accepting, 5)
