@@ -179,13 +179,13 @@ class FrameReader:
         link, io, decoder = self._link, self._io, self.decoder
         if link is None:
             return 0
-        buffer = decoder.get_buffer()
-        # An event waits for recv(), and 64 KiB behind it were read.
-        if not buffer:
-            self._pause()
-            return 0
-        buffer = buffer[: min(most, _READ_NBYTES)]
         try:
+            buffer = decoder.get_buffer()
+            # An event waits for recv(), and 64 KiB behind it were read.
+            if not buffer:
+                self._pause()
+                return 0
+            buffer = buffer[: min(most, _READ_NBYTES)]
             nbytes = io.readv([buffer])
         except BlockingIOError:
             return 0
@@ -194,6 +194,11 @@ class FrameReader:
             return 0
         except OSError as exc:
             self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
+            return 0
+        except MemoryError as exc:
+            error = TransportBroken(f"this process has no memory for a message from {link.name}")
+            error.__cause__ = exc
+            link.fail(error)
             return 0
         if nbytes:
             decoder.buffer_updated(nbytes)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import socket
 import struct
 import warnings
@@ -18,12 +19,14 @@ import pytest
 from aiosync.errors import (
     ConfigError,
     ConnectError,
+    TransportBroken,
     TransportError,
 )
 from aiosync.rendezvous.listener import Listener, StreamListener
 from aiosync.transports.base import Received
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
+from aiosync.types import Limits
 from aiosync.wire import Current, Fetch, Hello, encode_frame
 from tests.schemes._harness import PATIENCE
 
@@ -172,3 +175,20 @@ async def test_a_listener_in_a_cycle_closes_its_sockets_before_they_are_collecte
         warnings.simplefilter("error", ResourceWarning)
         gc.collect()
     assert gone() is None
+
+
+def address_space_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+async def test_a_header_that_fits_into_no_memory_ends_the_link() -> None:
+    nbytes = 2**28
+    async with linked("tcp://127.0.0.1:0", limits=Limits(max_header_nbytes=nbytes)) as (peer, link):
+        peer.channel.io.sock.send(struct.pack("<4sBBHIIQ", b"AIOS", 2, 0, 0, nbytes, 0, 0))
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_nbytes() + nbytes // 2, limits[1]))
+        try:
+            with pytest.raises(TransportBroken, match="no memory"):
+                await link.recv(timeout=PATIENCE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
