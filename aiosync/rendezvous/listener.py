@@ -323,6 +323,7 @@ class StreamListener(Listener):
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
         super().__init__(sock)
         self.url: str = str(self._address)
+        self._file = _identity_of(self._address.path)
 
     def start(
         self,
@@ -405,12 +406,13 @@ class StreamListener(Listener):
         """Stop accepting connections, and cancel all handshakes. Idempotent; links stay open."""
         if self._sock.fileno() < 0:
             return
+        # Until the socket is closed, no other file gets the number of its inode.
+        if self._file is not None and _identity_of(self._address.path) == self._file:
+            with contextlib.suppress(OSError):
+                os.unlink(self._address.path)
         super().close()
         if self._tasks is not None:
             self._tasks.abort()
-        if self._address.scheme == "unix":
-            with contextlib.suppress(OSError):
-                os.unlink(self._address.path)
 
     async def aclose(self) -> None:
         """Do as :meth:`close`, and wait until no task of this object runs any more."""
@@ -439,6 +441,14 @@ def _check_beyond_this_host(credentials: Credentials, address: Address) -> None:
         if nbytes < _LEAST_TOKEN_NBYTES:
             raise ConfigError(short)
         warnings.warn(short, stacklevel=3)
+
+
+def _identity_of(path: str) -> tuple[int, int] | None:
+    """Return device and inode of the file at ``path``; ``None`` if there is none."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _name_of(sock: socket.socket) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -156,3 +157,21 @@ def test_a_listener_removes_its_file(tmp_path: Path) -> None:
     listener.close()
     assert not path.exists()
     listener.close()
+
+
+@pytest.mark.parametrize("other", ["file", "socket", "link"])
+def test_a_listener_leaves_what_took_the_place_of_its_file(tmp_path: Path, other: str) -> None:
+    path, moved = tmp_path / "socket", tmp_path / "moved"
+    with contextlib.ExitStack() as stack:
+        listener = StreamListener(f"unix://{path}")
+        stack.callback(listener.close)
+        path.rename(moved) if other == "link" else path.unlink()
+        if other == "file":
+            path.write_text("precious")
+        elif other == "link":
+            path.symlink_to(moved)
+        else:
+            stack.enter_context(bind(Address("unix", path=str(path)))[0])
+        before = path.lstat().st_ino
+        listener.close()
+        assert path.lstat().st_ino == before
