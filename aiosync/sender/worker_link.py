@@ -378,9 +378,13 @@ class WorkerLink:
 
     def _steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None = None) -> Steps:
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
-        if self._chunks is not None and self._timer is None:
-            # The worker owes an answer from now on. The link may take no byte even of the manifest.
-            self._drop_if_stalled()
+        if self._chunks is not None:
+            # An attempt that was abandoned may have stopped at the same byte of the same version.
+            self._progress = None
+            if self._timer is None:
+                # The worker owes an answer from now on. The link may take no byte even of the
+                # manifest.
+                self._drop_if_stalled()
         if digest != self._digest:
             yield ManifestMessage(snapshot.layout.manifest), ()
             self._digest = digest

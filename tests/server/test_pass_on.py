@@ -280,11 +280,13 @@ async def raw_trainer(url: str) -> Any:
         yield link
 
 
-async def send_chunks(link: Any, version: int, value: float, stop: int = COUNT) -> None:
-    """Send the first chunks of a version whose elements are all ``value``."""
+async def send_chunks(
+    link: Any, version: int, value: float, stop: int = COUNT, *, start: int = 0
+) -> None:
+    """Send chunks of a version whose elements are all ``value``; by default all of them."""
     chunk = torch.full((CHUNK // 4,), value).numpy().tobytes()
     sums = [checksum(chunk)] * COUNT
-    for index in range(stop):
+    for index in range(start, stop):
         state = state_checksum(MANIFEST.digest, sums) if index == COUNT - 1 else None
         place = (index, COUNT)
         update = Update(5, version, MANIFEST.digest, chunk=place, checksum=sums[index], state=state)
@@ -309,6 +311,30 @@ async def test_a_version_that_begins_anew_is_not_mixed_with_its_first_half() -> 
                 await send_chunks(again, 2, 3.0)
                 await below.wait_for_version(2)
                 assert holds(below, 3.0)
+
+
+async def test_a_trainer_that_stalls_and_begins_anew_costs_no_worker_its_link() -> None:
+    """The bytes of the second attempt are as many as those of the first, which no worker took."""
+    stall = 0.5
+    async with WeightServer(URL, stall_timeout=stall, **OPTIONS) as server:
+        async with contextlib.AsyncExitStack() as stack:
+            async with raw_trainer(server.url) as link:
+                await send_chunks(link, 1, 1.0)
+                await until(lambda: described(server)["version"] == 1)
+                below = await stack.enter_async_context(worker(server, model=large()))
+                before = sent_nbytes(server)
+                await send_chunks(link, 2, 2.0, COUNT // 2)
+                await until(lambda: sent_nbytes(server) - before >= SIZE // 2)
+                await asyncio.sleep(2.5 * stall)
+            await until(lambda: described(server)["trainer"] is None)
+            again = await stack.enter_async_context(raw_trainer(server.url))
+            await send_chunks(again, 2, 2.0, 1)
+            # A single chunk is not passed on yet, so that the worker owes no answer.
+            await asyncio.sleep(1.5 * stall)
+            await send_chunks(again, 2, 2.0, start=1)
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            assert below.stats().reconnects == 0
 
 
 async def test_a_follower_that_asks_is_answered_while_the_rest_is_missing() -> None:
