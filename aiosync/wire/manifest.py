@@ -252,7 +252,7 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
         try:
             dims = tuple(int(size) for size in shape)
             aliases = tuple(aliases)
-        except (TypeError, ValueError) as exc:
+        except (TypeError, ValueError, OverflowError) as exc:
             raise InvalidData(f"{where} has a shape or aliases that are none") from exc
         if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
             raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")

@@ -259,6 +259,10 @@ def _rewritten(path: Path, **changes: str | None) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
 
 
+# A manifest of one leaf, whose shape is [inf].
+ENDLESS = "kwFAAZehd6dmbG9hdDMykct/8AAAAAAAAAAEpXBhcmFtkA=="
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -271,6 +275,7 @@ def _rewritten(path: Path, **changes: str | None) -> None:
         ({"strategy": "\ud800"}, "its header is damaged"),
         ({"manifest": "AAAA"}, "its header is damaged, .*: invalid manifest"),
         ({"manifest": "!"}, "its header is damaged"),
+        ({"manifest": ENDLESS}, "its header is damaged, .*: invalid manifest"),
         ({"values": "wQ=="}, "its header is damaged"),
         ({"values": "kA=="}, "its header is damaged"),
         ({"checksum": "0" * 32}, "its header is damaged"),

@@ -151,6 +151,8 @@ for _ in range(500):
         ({"shape": [1] * 33}, "shape"),
         ({"shape": [2**63, 2**63]}, "larger than"),
         ({"shape": [0, 2**62, 2**62], "nbytes": 0}, "larger than"),
+        ({"shape": [float("inf")]}, "shape"),
+        ({"shape": [float("nan")]}, "shape"),
         ({"shape": [3]}, "canonical"),
         ({"nbytes": 7}, "canonical"),
         ({"nbytes": 9}, "canonical"),
