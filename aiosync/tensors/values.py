@@ -145,13 +145,24 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     Raises:
         ConfigError: The value is not of the form that :func:`pack_value` gives.
     """
+    try:
+        return _unpack(value, tensor)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as exc:
+        # A peer may send items that a container does not take, such as a list as a key.
+        raise ConfigError(f"a packed value cannot be rebuilt: {type(exc).__name__}: {exc}") from exc
+
+
+def _unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuild a value; errors of the types that it is made of are not caught."""
     if isinstance(value, list | tuple):
-        return [unpack_value(item, tensor) for item in value]
+        return [_unpack(item, tensor) for item in value]
     if not isinstance(value, Mapping):
         return value
     if _MARK in value:
         return _unpack_marked(value, tensor)
-    return {key: unpack_value(item, tensor) for key, item in value.items()}
+    return {key: _unpack(item, tensor) for key, item in value.items()}
 
 
 def _unpack_marked(value: Mapping[Any, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -160,11 +171,11 @@ def _unpack_marked(value: Mapping[Any, Any], tensor: Callable[[str], torch.Tenso
         case {"__aiosync__": "tensor", "name": str(name)}:
             return tensor(name)
         case {"__aiosync__": "tuple", "items": [*items]}:
-            return tuple(unpack_value(item, tensor) for item in items)
+            return tuple(_unpack(item, tensor) for item in items)
         case {"__aiosync__": "dict", "items": [*pairs]} if all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
         ):
-            return {key: unpack_value(item, tensor) for key, item in pairs}
+            return {key: _unpack(item, tensor) for key, item in pairs}
         case {"__aiosync__": "tensordict", "batch_size": [*size], "items": dict(mapping)}:
             return _unpack_tensordict(size, mapping, tensor)
         case {"__aiosync__": str(special), "items": content} if special in _SPECIAL:
@@ -180,17 +191,14 @@ def _unpack_tensordict(
 
     inner = TensorDict({}, batch_size=batch_size)
     for key, item in items.items():
-        set_item(inner, key, unpack_value(item, tensor))
+        set_item(inner, key, _unpack(item, tensor))
     return inner
 
 
 def _unpack_special(kind: str, items: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """Rebuild a value of a type of _SPECIAL, such as OrderedDict, from its packed items."""
     cls, *first = _SPECIAL[kind]
-    try:
-        return cls(*first, unpack_value(items, tensor))
-    except (TypeError, ValueError) as exc:
-        raise ConfigError(f"a packed {kind} has other items: {exc}") from exc
+    return cls(*first, _unpack(items, tensor))
 
 
 def set_item(td: Any, key: Any, value: Any) -> None:

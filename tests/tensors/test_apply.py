@@ -575,6 +575,14 @@ def test_a_value_that_refers_to_no_tensor_is_refused(copy: bool) -> None:
         {"__aiosync__": "OrderedDict", "items": 3},
         {"__aiosync__": "Size", "items": ["x"]},
         {"__aiosync__": "defaultdict", "items": [1]},
+        {"__aiosync__": "dict", "items": [[[1], 2]]},
+        {"__aiosync__": "Counter", "items": [[1]]},
+        {"__aiosync__": "tensordict", "batch_size": ["x"], "items": {}},
+        {
+            "__aiosync__": "tensordict",
+            "batch_size": [7],
+            "items": {"a": {"__aiosync__": "tensor", "name": "w"}},
+        },
     ],
 )
 def test_values_packed_by_nobody_are_refused(value: Any, copy: bool) -> None:
