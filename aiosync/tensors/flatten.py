@@ -39,8 +39,10 @@ from aiosync.tensors.walk import (
     ModuleTree,
     Source,
     group_tied,
+    is_freed,
     memory_key,
     outline,
+    refuse_valueless,
     to_leaves,
     walk,
 )
@@ -175,7 +177,7 @@ class Prepared:
             pool: Threads that share the copies of large tensors.
 
         Raises:
-            ConfigError: The buffer is too small.
+            ConfigError: The buffer is too small, or the storage of a tensor was freed.
         """
         layout, plan, program = self.layout, self.plan, self.plan.program
         if flat.padded_for != layout.digest:
@@ -191,6 +193,10 @@ class Prepared:
             return
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         if program is None or program.addresses != addresses:
+            if not all(addresses):
+                # The plan may be one that was made before the memory was freed.
+                names = (leaf.name for leaf in layout.manifest.leaves)
+                refuse_valueless(zip(names, self.tensors, strict=True))
             program = self._prepare_program(addresses)
         if program is None:
             views = flat.views(layout)
@@ -487,10 +493,12 @@ class LiveBytes:
         """Return the live bytes of tensors, or ``None`` if a copy is better.
 
         A copy is better for tensors that are not one block of memory of this process, and for many
-        small ones, as each piece costs a little of every write.
+        small ones, as each piece costs a little of every write. A copy also refuses freed ones.
         """
         small = layout.nbytes < LARGE_NBYTES * max(1, len(tensors))
-        return None if small or not all(map(is_plain_cpu, tensors)) else cls(layout, tensors)
+        if small or not all(map(is_plain_cpu, tensors)) or any(map(is_freed, tensors)):
+            return None
+        return cls(layout, tensors)
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes from ``start`` to ``stop``, as pieces in order."""

@@ -17,7 +17,7 @@ from torch import nn
 from aiosync.errors import ManifestMismatch
 from aiosync.tensors.buffer import Layout
 from aiosync.tensors.values import EXTRA_STATE, inner_names
-from aiosync.tensors.walk import PLAIN, Found, Place, plain_name
+from aiosync.tensors.walk import PLAIN, Found, Place, is_freed, plain_name
 
 __all__ = ["BufferChoice", "Matching", "Spot", "Strict"]
 
@@ -251,6 +251,8 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
             "plain strided tensors and parameters, that are no conjugate, negative, expanded or "
             "inference tensors, take weights: use load= instead of model="
         )
+    if is_freed(tensor):
+        return "the storage of the target was freed: give it memory before an update"
     parts = []
     if tuple(tensor.shape) != shape:
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")

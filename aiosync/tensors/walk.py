@@ -50,11 +50,13 @@ __all__ = [
     "find_nested",
     "group_tied",
     "has_values",
+    "is_freed",
     "is_nested",
     "lacks_memory",
     "memory_key",
     "outline",
     "plain_name",
+    "refuse_valueless",
     "to_leaves",
     "walk",
 ]
@@ -575,7 +577,7 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     Raises:
         ConfigError: Something cannot travel; all such tensors are named.
     """
-    _refuse_valueless(found.places)
+    refuse_valueless((place.name, place.tensor) for place in found.places)
     names = Counter([*values, *(place.name for place in found.places)])
     wrong = [name for name, count in names.items() if count > 1 or not name]
     if wrong:
@@ -590,13 +592,18 @@ def to_leaves(found: Found, values: dict[str, Any]) -> Leaves:
     return Leaves(tuple(leaves), values)
 
 
-def _refuse_valueless(places: Iterable[Place]) -> None:
-    """Raise if tensors cannot travel, with the names of all of them."""
+def refuse_valueless(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise if tensors cannot travel, or their memory was freed, with the names of all of them.
+
+    Raises:
+        ConfigError: Some cannot.
+    """
     bad = [
-        f"{place.name!r} is a {type(tensor).__name__} on the {tensor.device} device"
+        f"{name!r} is a {type(tensor).__name__} on the {tensor.device} device"
         f" ({'nested' if tensor.is_nested else tensor.layout}, {tensor.dtype})"
-        for place in places
-        if not has_values(tensor := place.tensor)
+        + (" whose storage was freed" if sound else "")
+        for name, tensor in tensors
+        if not (sound := has_values(tensor)) or is_freed(tensor)
     ]
     if bad:
         raise ConfigError(
@@ -618,6 +625,18 @@ def has_values(tensor: torch.Tensor) -> bool:
         or tensor.is_meta
         or tensor.dtype not in DTYPES
     )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return True if the storage of a strided tensor was resized, and lacks some of its elements.
+
+    ``untyped_storage().resize_(0)`` is the usual way to offload weights.
+    """
+    if not tensor.numel():
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in steps)
+    return (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def group_tied(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

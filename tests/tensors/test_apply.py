@@ -602,6 +602,12 @@ def _inference() -> torch.Tensor:
         return torch.ones(2, 3)
 
 
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(2, 3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 COMPLEX = torch.ones(2, 3, dtype=torch.complex64)
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
@@ -612,6 +618,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "conjugate": lambda: COMPLEX.conj(),
     "negative": lambda: COMPLEX.conj().imag,
     "inference": _inference,
+    "freed": _freed,
     "expanded": lambda: torch.ones(2, 1).expand(2, 3),
     "subclass": lambda: torch.ones(2, 3).as_subclass(Labelled),
     "quantised": lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.qint8),

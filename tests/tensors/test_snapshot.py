@@ -76,7 +76,14 @@ def test_tensors_of_any_kind(tensor: torch.Tensor) -> None:
     assert got["z"] == bits(torch.ones(2))
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(1)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 UNSENDABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "freed": freed,
     "nested": lambda: torch.nested.nested_tensor([torch.ones(1)]),
     "torch.jagged": lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
     "torch.sparse_csr": lambda: torch.ones(2, 4).to_sparse_csr(),
@@ -97,6 +104,20 @@ def test_what_cannot_be_sent_is_refused_after_a_plan_too(kind: str, first: str) 
     with pytest.raises(ConfigError, match=f"'weight' .*{why}"):
         flattener.prepare({**good, "weight": bad})
     assert contents(flattener, good)["weight"] == bits(good["weight"])
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["same dtype", "cast"])
+def test_weights_freed_after_a_plan_are_refused(cast: torch.dtype | None) -> None:
+    model = nn.Linear(4, 2)
+    flattener = Flattener(dtype=cast)
+    for _ in range(2):
+        contents(flattener, model)
+    model.weight.data = torch.ones(2, 4)
+    model.weight.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="'weight' .*freed"):
+        contents(flattener, model)
+    model.weight.data = torch.ones(2, 4)
+    contents(flattener, model)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel])
