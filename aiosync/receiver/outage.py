@@ -5,7 +5,8 @@ state       begins when                                            reads and ``r
 ==========  =====================================================  ============================
 linked      a link is of use                                       never
 cut off     the link ends, or a new one brings nothing newer yet   after ``max_staleness``
-lost        no link replaced it in time, and it had no farewell    with ``on_lost="raise"``
+lost        no link replaced it in time, and it had no farewell;   with ``on_lost="raise"``
+            or the receiver ended by itself
 ==========  =====================================================  ============================
 
 Belongs to the loop of its receiver, except for :meth:`Outage.check`. Must not import transports.
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PeerClosed
+from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PeerClosed, TransportClosed
 from aiosync.receiver.guard import Guard, weakly
 from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
 
@@ -124,6 +125,31 @@ class Outage:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(pause + _EARLY_SECONDS, self._note_stale, version, wake)
 
+    def end_receiver(
+        self, error: BaseException, version: int, wake: Callable[[], object]
+    ) -> AiosyncError | None:
+        """Note that the receiver ended by itself, and replaces no link any more.
+
+        Args:
+            error: The exception that ended it.
+            version: The version that the model has.
+            wake: As for :meth:`end_link`.
+
+        Returns:
+            The reason to :meth:`give_up` for; ``None`` if the trainer was lost before.
+        """
+        if self._lost is not None:
+            return None
+        reason = error
+        if not isinstance(reason, AiosyncError):
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = TransportClosed(f"this worker receives no more: {why}")
+            reason.__cause__ = error
+        # A farewell of the trainer is no reason to compute on: the receiver finds no other one.
+        self.farewell = False
+        self.end_link(reason, version, True, wake)
+        return reason
+
     def _log_end(self, error: AiosyncError, version: int, is_last: bool) -> None:
         """Log that the trainer has closed its link, or that the link was lost."""
         held = f"; the model keeps version {version}" if is_last else ""
@@ -166,7 +192,7 @@ class Outage:
     async def give_up(self, error: AiosyncError) -> None:
         """Declare the trainer lost, and call the ``lost`` hook, unless it said farewell."""
         self.lost_link = error
-        if not self.farewell:
+        if not self.farewell and self._lost is None:
             self._lost = error
             if (lost := self._hooks().lost) is not None:
                 await run_hook(lost, error)

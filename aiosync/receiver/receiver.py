@@ -44,7 +44,7 @@ from aiosync.receiver.model import WorkerModel
 from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reads import Methods
-from aiosync.receiver.scheme_hooks import AfterApply
+from aiosync.receiver.scheme_hooks import AfterApply, run_hook
 from aiosync.receiver.transformer import Transform, Transformer
 from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.receiver.waits import VersionWaits
@@ -183,6 +183,15 @@ class WeightReceiver:
         self._tasks.start(self._run(), "aiosync receiver")
 
     def fail(self, error: BaseException) -> None:
+        """Receive nothing more, for this reason, which is no end of a link; the trainer is lost."""
+        if self.error is None and not self._closed:
+            notify = self.waits.changed.notify
+            reason = self.outage.end_receiver(without_frames(error), self.version, notify)
+            if reason is not None:
+                self._tasks.start(self.outage.give_up(reason), "aiosync lost hook")
+        self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
         """Receive nothing more, for this reason; the calls that wait raise it."""
         if self.error is None and not self._closed:
             self.error = without_frames(error)
@@ -231,7 +240,7 @@ class WeightReceiver:
         outage.end_link(lost, self.version, reconnect is None, self.waits.changed.notify)
         if reconnect is None:
             await outage.give_up(lost)
-            self.fail(lost)
+            self._stop(lost)
             return None
         self.transport.abort()
         try:
@@ -240,7 +249,7 @@ class WeightReceiver:
             held = f"the model keeps version {self.version}"
             self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
             await outage.give_up(without_frames(exc))
-            self.fail(exc)
+            self._stop(exc)
             return None
 
     async def _take_last_word(self) -> None:
@@ -514,7 +523,7 @@ class WeightReceiver:
         """Await the hook for a version that was applied, and answer with its result."""
         after, epoch, version = applied
         try:
-            await after(epoch, version)
+            await run_hook(after, epoch, version)
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._refuse(epoch, version, exc)
             self.meter.ended("refused", epoch, version, time.perf_counter())

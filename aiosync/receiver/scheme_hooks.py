@@ -5,6 +5,7 @@ Must not import transports.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 from aiosync._tasks import WorkerThread
 from aiosync.errors import AiosyncError, ConfigError
 
-__all__ = ["AfterApply", "SchemeHooks", "in_thread", "run_hook"]
+__all__ = ["AfterApply", "SchemeHooks", "error_of_hook", "in_thread", "run_hook"]
 
 AfterApply: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Awaited with the epoch and the version that the model has now, before the trainer is told."""
@@ -45,10 +46,12 @@ class SchemeHooks:
             raises.
         connected: Called with nothing when there is a link to the trainer, before anything is
             received over it: in ``connect()``, and again for each link that replaces a lost one. If
-            it raises, the link ends, and the calls that wait for an update raise the same.
+            it raises, the link ends, the trainer is lost, and the calls that wait for an update
+            raise the same, unless they raise that the trainer is lost.
         lost: Called with the error when the trainer is lost: it said no farewell, and no link
-            replaced the last one within ``reconnect`` seconds. If it raises, the calls that wait
-            for an update raise the same, unless they raise that the trainer is lost.
+            replaced the last one within ``reconnect`` seconds; or a hook or code that cancels
+            tasks ended the receiver. If it raises, the calls that wait for an update raise the
+            same, unless they raise that the trainer is lost.
 
     Raises:
         ConfigError: A hook cannot be called.
@@ -98,7 +101,26 @@ async def in_thread(call: Callable[[], object]) -> None:
 
 
 async def run_hook(hook: Callable[..., object], *args: object) -> None:
-    """Call a hook, and await its result if that is awaitable."""
-    result = hook(*args)
-    if inspect.isawaitable(result):
-        await result
+    """Call a hook, and await its result if that is awaitable.
+
+    Raises:
+        Exception: Whatever the hook raised. A ``CancelledError`` is the cause of a ``RuntimeError``
+            if the calling task was not cancelled: the hook awaited something that was.
+    """
+    try:
+        result = hook(*args)
+        if inspect.isawaitable(result):
+            await result
+    except asyncio.CancelledError as exc:
+        task = asyncio.current_task()
+        # Passed on, it would end the task of the receiver as if other code had cancelled it.
+        if task is None or task.cancelling():
+            raise
+        raise error_of_hook(exc) from exc
+
+
+def error_of_hook(error: Exception | asyncio.CancelledError) -> Exception:
+    """Return what counts as the error of a hook that raised, in a task that was not cancelled."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError("CancelledError was raised in a hook: it awaited a task that was cancelled")

@@ -256,6 +256,88 @@ async def test_what_hooks_raise_is_raised() -> None:
                 pass
 
 
+@all_schemes
+@pytest.mark.parametrize("bound", [{"on_lost": "raise"}, {"max_staleness": 0.2}], ids=str)
+@pytest.mark.asyncio
+async def test_a_worker_whose_tasks_are_cancelled_has_lost_its_trainer(
+    make: Any, bound: Any, caplog: Any
+) -> None:
+    """Code that cancels every task of the loop ends the receiver; no read may go on for ever."""
+    model, told, others = nn.Linear(4, 2), list[object](), asyncio.all_tasks()
+    hooks = aiosync.SchemeHooks(lost=told.append)
+    async with _worker(make(reconnect=None), model, hooks=hooks, **bound) as (worker, _):
+        before = _read(worker, model)
+        for task in asyncio.all_tasks() - others:
+            task.cancel()
+        await until(lambda: worker.link_lost is not None and bool(told))
+        assert "was cancelled" in str(worker.link_lost)
+        assert told == [worker.link_lost]
+        [record] = [each for each in caplog.records if each.phase == "lost"]
+        assert record.levelno == logging.WARNING
+        assert "the model keeps version 2" in record.getMessage()
+        await asyncio.sleep(bound.get("max_staleness", 0))
+        with pytest.raises(aiosync.PeerClosed, match="was cancelled"):
+            _read(worker, model)
+        with pytest.raises(aiosync.PeerClosed, match="was cancelled"):
+            await worker.receive(timeout=PATIENCE)
+    assert torch.equal(model(X), before)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_hook_refuses_a_new_link_has_lost_its_trainer(caplog: Any) -> None:
+    links, told = list[int](), list[object]()
+
+    def connected() -> None:
+        links.append(1)
+        if len(links) == 2:
+            raise ValueError("no use for another trainer")
+
+    model, scheme = nn.Linear(4, 2), SCHEMES["TCP"](reconnect=None)
+    hooks = aiosync.SchemeHooks(connected=connected, lost=told.append)
+    async with _worker(scheme, model, hooks=hooks, on_lost="raise") as (worker, end):
+        end("closed")
+        with _trainer(scheme):
+            await until(lambda: bool(told))
+            assert told == [worker.link_lost]
+            assert "ValueError: no use for another trainer" in str(worker.link_lost)
+            [record] = [each for each in caplog.records if each.phase == "lost"]
+            assert record.levelno == logging.WARNING
+            assert "no use for another trainer" in record.getMessage()
+            with pytest.raises(aiosync.PeerClosed, match="no use for another trainer"):
+                _read(worker, model)
+            with pytest.raises(aiosync.PeerClosed, match="no use for another trainer"):
+                await worker.wait_for_version(9, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["function", "coroutine"])
+@pytest.mark.parametrize("name", ["applied", "before_apply"])
+@pytest.mark.asyncio
+async def test_a_cancelled_task_in_a_hook_only_refuses_the_update(name: str, plain: bool) -> None:
+    """The receiver was not cancelled, so it goes on."""
+
+    async def cancelled(_: int, version: int) -> None:
+        if version == 2:
+            task = asyncio.create_task(asyncio.sleep(PATIENCE))
+            task.cancel()
+            await task
+
+    def plainly(_: int, version: int) -> None:
+        if version == 2:
+            raise asyncio.CancelledError
+
+    trainer = aiosync.SharedMemWeightSyncScheme()
+    trainer.init_on_sender(model=nn.Linear(4, 2))
+    worker = copy.copy(trainer)
+    hooks = aiosync.SchemeHooks(**{name: plainly if plain else cancelled})
+    worker.init_on_receiver(model=nn.Linear(4, 2), hooks=hooks)
+    async with trainer, worker:
+        await asyncio.gather(trainer.connect(timeout=PATIENCE), worker.connect(timeout=PATIENCE))
+        with pytest.raises(aiosync.PartialSyncError, match="CancelledError"):
+            await trainer.send(timeout=PATIENCE)
+        assert (await trainer.send(timeout=PATIENCE)).acked == {0}
+        assert worker.link_lost is None
+
+
 @pytest.mark.parametrize("make", [aiosync.sync.SharedMemWeightSyncScheme])
 def test_a_blocking_worker_raises_too(make: Any) -> None:
     model, scheme = nn.Linear(4, 2), make()
