@@ -537,7 +537,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def wait_for_version(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until the model has at least ``version`` (sender: until every subscriber has).
 
-        If all of a trainer's workers have left, the call does not wait for a version that was sent.
+        If all subscribers of a trainer have left, the call does not wait for a version that was
+        sent. A worker that the version was not sent to keeps the call until the timeout.
 
         Args:
             version: Version of the current epoch.

@@ -67,10 +67,20 @@ class WorkerWaits:
             # No subscriber has it: later ones get it. The call does not wait for those that left.
             records = self._workers.records.values()
             if not versions and version <= self._workers.version:
-                return bool(records) and all(each.has_left for each in records)
+                return bool(records) and all(
+                    each.has_left or not each.subscribes for each in records
+                )
             return bool(versions) and len(acked) == len(versions)
 
-        await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
+        try:
+            await self.wait_until(reached, timeout=timeout, late=late, waiting=waiting)
+        except SyncTimeout as exc:
+            history = self._workers.history
+            newest = {idx: history.for_worker(idx).version for idx in found()}
+            text = ", ".join(f"{idx}" for idx, each in newest.items() if each < version)
+            if not text or version > self._workers.version:
+                raise
+            raise type(late)(f"{late}: it was not sent to workers {text}") from exc.__cause__
         # Workers may have joined or gone meanwhile.
         return max(version, min(found().values(), default=version))
 

@@ -18,6 +18,7 @@ from torch import nn
 import aiosync
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import PATIENCE, until
 
 both = pytest.mark.parametrize("make", harness.SCHEMES)
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -224,3 +225,36 @@ async def test_a_send_behind_one_that_waits_for_an_optimizer_keeps_its_deadline(
         go.set()
         await stepping
         assert (await first).acked == {0}
+
+
+async def test_a_trainer_does_not_wait_for_workers_that_do_not_subscribe() -> None:
+    """The last subscriber has left, and the one that is still linked only pulls."""
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    trainer.init_on_sender(model=models.linear())
+    async with trainer:
+        await trainer.connect(timeout=PATIENCE)
+        pulls = aiosync.TCPWeightSyncScheme(trainer.address, subscribe=False)
+        subscribes = aiosync.TCPWeightSyncScheme(trainer.address)
+        async with pulls:
+            async with subscribes:
+                for worker in (pulls, subscribes):
+                    worker.init_on_receiver(model=models.linear())
+                    await worker.connect(timeout=PATIENCE)
+                await trainer.send(timeout=PATIENCE)
+            await until(lambda: len(trainer.worker_versions) == 1)
+            await trainer.send(timeout=PATIENCE)
+            assert await trainer.wait_for_version(trainer.version, timeout=1) == trainer.version
+
+
+@both
+async def test_a_wait_names_the_workers_that_never_get_the_version(make: Any) -> None:
+    targets = [models.linear() for _ in range(3)]
+    async with harness.crowd(make(), targets, sender={"model": models.linear()}) as (sender, _):
+        report = await sender.send(worker_ids=[0], timeout=PATIENCE)
+        for wait in (sender.wait_for_version, sender.wait_staged):
+            with pytest.raises(aiosync.RecvTimeout, match="was not sent to workers 1, 2\n"):
+                await wait(report.version, timeout=0.1)
+        # No worker lacks a version only because it was not sent yet.
+        with pytest.raises(aiosync.RecvTimeout) as info:
+            await sender.wait_for_version(report.version + 1, timeout=0.1)
+        assert "not sent" not in str(info.value)
