@@ -22,9 +22,11 @@ __all__ = [
     "as_count",
     "as_index",
     "as_indices",
+    "as_pids",
     "as_version",
     "seconds_text",
     "validate_require",
+    "validate_schemes",
     "validate_seconds",
     "validate_timeout",
 ]
@@ -32,6 +34,8 @@ __all__ = [
 
 # Most characters of a value that an error shows.
 _MAX_SHOWN = 80
+# Linux has no larger process ids.
+_MAX_PID = 2**22
 
 
 def validate_timeout(timeout: Any) -> None:
@@ -168,6 +172,44 @@ def as_names(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, Collection) or not all(isinstance(each, str) for each in value):
         raise ConfigError(f"{name} must be a list of names, got {_show(value)}")
     return tuple(value)
+
+
+def as_pids(name: str, value: Any) -> list[int]:
+    """Return the process ids of a list of processes, or of their ids.
+
+    Raises:
+        ConfigError: The value is no list, or one of its elements is neither a started process nor
+            the id of one.
+    """
+    wanted = f"{name} must be a list of started processes, none of them closed, or of their ids"
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise ConfigError(f"{wanted}, got {_show(value)}")
+    pids: list[int] = []
+    for each in value:
+        pid: Any = None
+        # A closed multiprocessing.Process raises this.
+        with contextlib.suppress(ValueError):
+            pid = getattr(each, "pid", each)
+        if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid <= _MAX_PID:
+            raise ConfigError(f"{wanted}, got {_show(each)} in it")
+        pids.append(pid)
+    return pids
+
+
+def validate_schemes(schemes: Iterable[Any], has: str, text: str) -> None:
+    """Check the schemes that ``connect_all()`` is to connect.
+
+    Args:
+        schemes: The arguments of the call.
+        has: Name of an attribute that these schemes have.
+        text: The start of the error, which says what the call takes.
+
+    Raises:
+        ConfigError: One of them is no such scheme, but perhaps a list of them.
+    """
+    for each in schemes:
+        if not hasattr(each, has):
+            raise ConfigError(f"{text}, got {_show(each)}: of a list pass connect_all(*schemes)")
 
 
 def as_chunk_nbytes(name: str, value: Any) -> int:

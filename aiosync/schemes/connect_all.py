@@ -8,6 +8,7 @@ from typing import Any
 
 from aiosync._tasks import running_loop
 from aiosync.errors import AiosyncError
+from aiosync.protocol import validate_schemes
 from aiosync.schemes.base import WeightSyncScheme
 
 __all__ = ["connect_all"]
@@ -27,6 +28,7 @@ async def connect_all(
         processes: As for :meth:`WeightSyncScheme.connect`, if every sender has the same workers.
 
     Raises:
+        ConfigError: An argument is no scheme: a list of schemes is passed as ``*schemes``.
         AiosyncError: The error of the first ``connect()`` that failed; its notes have the errors of
             the others. Schemes that have not connected are closed.
 
@@ -37,6 +39,7 @@ async def connect_all(
     async def connect(scheme: WeightSyncScheme) -> None:
         await scheme.connect(timeout=timeout, processes=processes)
 
+    validate_schemes(schemes, "connect", "connect_all() takes schemes one by one")
     loop = running_loop()
     tasks = [loop.create_task(connect(scheme)) for scheme in schemes]
     try:

@@ -22,6 +22,7 @@ from aiosync.protocol import as_index, as_indices
 from aiosync.schemes.options import refuse
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
+from aiosync.transports.base import Transport
 from aiosync.wire import DEFAULT_LIMITS
 
 __all__ = [
@@ -74,9 +75,11 @@ class Sources:
             ConfigError: This is no mapping, the number of workers is another one, or pipes were
                 given, too.
         """
-        if not isinstance(transports, Mapping):
+        if not isinstance(transports, Mapping) or not all(
+            isinstance(each, Transport) for each in transports.values()
+        ):
             text = f"transports must be a mapping of worker_idx to link, not {transports!r}"
-            raise ConfigError(text)
+            raise ConfigError(f"{text}; connections are passed as pipes=[...]")
         links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
         if self.pipes is not None:
             raise ConfigError("pipes cannot be provided if transports is provided")

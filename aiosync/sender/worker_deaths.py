@@ -13,7 +13,8 @@ import select
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from aiosync.errors import ConfigError, ConnectError
+from aiosync.errors import ConnectError
+from aiosync.protocol import as_pids
 from aiosync.transports._process_end import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
 
@@ -125,12 +126,8 @@ class ProcessWatch:
 
     def watch_new(self) -> list[int]:
         """Watch the processes that are new, and return the process ids by index."""
-        pids: list[int] = []
-        for each in self._processes:
-            pid = each if isinstance(each, int) else getattr(each, "pid", None)
-            if pid is None:
-                raise ConfigError(f"{each!r} is neither a started process nor a process id")
-            pids.append(pid)
+        pids = as_pids("processes", self._processes)
+        for pid in pids:
             if pid not in self._pidfds:
                 self._watch(pid)
         return pids

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import multiprocessing
+import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -196,3 +200,41 @@ async def test_epochs_are_hexadecimal() -> None:
     inbox.offer(0x0123456789ABCDEF, 1)
     with pytest.raises(aiosync.StaleVersion, match="version 1 of epoch 0123456789abcdef "):
         inbox.offer(0x0123456789ABCDEF, 1)
+
+
+async def test_processes_that_are_none_are_refused_at_once() -> None:
+    closed = multiprocessing.get_context("fork").Process(target=int)
+    closed.start()
+    closed.join()
+    closed.close()
+    unstarted = multiprocessing.Process(target=int)
+    scheme = aiosync.SharedMemWeightSyncScheme(timeout=0.1)
+    scheme.init_on_sender(model=models.linear(), num_workers=1)
+    async with scheme:
+        with concurrent.futures.ProcessPoolExecutor() as executor:
+            several: list[Any] = [None, executor, os.getpid(), iter([os.getpid()])]
+            singles = [closed, unstarted, 0, -1, 2**40, True, 1.5, None, "1"]
+            for given in several + [[each] for each in singles]:
+                with pytest.raises(aiosync.ConfigError, match="processes must be a list of"):
+                    await scheme.connect(processes=given)
+        # The scheme can still connect: it waits for the worker.
+        with pytest.raises(aiosync.ConnectTimeout):
+            await scheme.connect(processes=[os.getpid()])
+
+
+async def test_a_list_of_schemes_is_refused() -> None:
+    advice = re.escape("pass connect_all(*schemes)")
+    for given in ([aiosync.SharedMemWeightSyncScheme()], None):
+        with pytest.raises(aiosync.ConfigError, match=advice):
+            await aiosync.connect_all(given)  # type: ignore[arg-type]
+    blocking = [aiosync.sync.SharedMemWeightSyncScheme()]
+    for wrong in (blocking, None, aiosync.SharedMemWeightSyncScheme()):
+        with pytest.raises(aiosync.ConfigError, match="takes blocking schemes"):
+            aiosync.sync.connect_all(wrong)  # type: ignore[arg-type]
+
+
+async def test_transports_that_are_none_are_refused() -> None:
+    for given in ({0: 3}, [3], {0: None}):
+        scheme = aiosync.SharedMemWeightSyncScheme()
+        with pytest.raises(aiosync.ConfigError, match="must be a mapping of worker_idx to link"):
+            scheme.init_on_sender(model=models.linear(), transports=given)  # type: ignore[arg-type]
