@@ -192,6 +192,11 @@ class World:
             finally:
                 self._dispose()
                 self._loop.close()
+                if self._loop.files:
+                    # Objects of dead processes may close some.
+                    gc.collect()
+                    for fd in [*self._loop.files]:
+                        os.close(fd)
 
     def _dispose(self) -> None:
         """Drop the tasks of processes that did not end by themselves.
