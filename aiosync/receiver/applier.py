@@ -25,7 +25,6 @@ from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, weakly
 from aiosync.receiver.interrupts import is_interrupt
 from aiosync.receiver.model import WorkerModel
 from aiosync.receiver.promise import ReadPromise
-from aiosync.receiver.scheme_hooks import error_of_hook
 from aiosync.receiver.turns import Turns
 from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.tensors import Target
@@ -375,11 +374,10 @@ class Applier:
         try:
             if self.flipped is not None:
                 self.flipped(staged.epoch, staged.version)
-        except (Exception, asyncio.CancelledError) as exc:
-            # The hook raised. The trainer gets it, if it is no interrupt.
+        except Exception as exc:  # The hook raised. The trainer gets it, if it is no interrupt.
             if is_interrupt(exc):
                 raise
-            error = error_of_hook(exc)
+            error = exc
         # Readers see the new version number only once the model has all its weights.
         self._ledger.inbox.applied(staged.epoch, staged.version)
         self._guard.held = staged.epoch, staged.version

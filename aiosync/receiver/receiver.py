@@ -44,7 +44,7 @@ from aiosync.receiver.model import WorkerModel
 from aiosync.receiver.outage import Outage
 from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.reads import Methods
-from aiosync.receiver.scheme_hooks import AfterApply, run_hook
+from aiosync.receiver.scheme_hooks import AfterApply
 from aiosync.receiver.transformer import Transform, Transformer
 from aiosync.receiver.update_reader import Staged, UpdateReader
 from aiosync.receiver.waits import VersionWaits
@@ -523,7 +523,7 @@ class WeightReceiver:
         """Await the hook for a version that was applied, and answer with its result."""
         after, epoch, version = applied
         try:
-            await run_hook(after, epoch, version)
+            await after(epoch, version)
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._refuse(epoch, version, exc)
             self.meter.ended("refused", epoch, version, time.perf_counter())

@@ -5,7 +5,6 @@ Must not import transports.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import inspect
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from aiosync._tasks import WorkerThread
 from aiosync.errors import AiosyncError, ConfigError
 
-__all__ = ["AfterApply", "SchemeHooks", "error_of_hook", "in_thread", "run_hook"]
+__all__ = ["AfterApply", "SchemeHooks", "in_thread", "run_hook"]
 
 AfterApply: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Awaited with the epoch and the version that the model has now, before the trainer is told."""
@@ -101,26 +100,7 @@ async def in_thread(call: Callable[[], object]) -> None:
 
 
 async def run_hook(hook: Callable[..., object], *args: object) -> None:
-    """Call a hook, and await its result if that is awaitable.
-
-    Raises:
-        Exception: Whatever the hook raised. A ``CancelledError`` is the cause of a ``RuntimeError``
-            if the calling task was not cancelled: the hook awaited something that was.
-    """
-    try:
-        result = hook(*args)
-        if inspect.isawaitable(result):
-            await result
-    except asyncio.CancelledError as exc:
-        task = asyncio.current_task()
-        # Passed on, it would end the task of the receiver as if other code had cancelled it.
-        if task is None or task.cancelling():
-            raise
-        raise error_of_hook(exc) from exc
-
-
-def error_of_hook(error: Exception | asyncio.CancelledError) -> Exception:
-    """Return what counts as the error of a hook that raised, in a task that was not cancelled."""
-    if isinstance(error, Exception):
-        return error
-    return RuntimeError("CancelledError was raised in a hook: it awaited a task that was cancelled")
+    """Call a hook, and await its result if that is awaitable."""
+    result = hook(*args)
+    if inspect.isawaitable(result):
+        await result

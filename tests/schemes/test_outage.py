@@ -309,35 +309,6 @@ async def test_a_worker_whose_hook_refuses_a_new_link_has_lost_its_trainer(caplo
                 await worker.wait_for_version(9, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["function", "coroutine"])
-@pytest.mark.parametrize("name", ["applied", "before_apply"])
-@pytest.mark.asyncio
-async def test_a_cancelled_task_in_a_hook_only_refuses_the_update(name: str, plain: bool) -> None:
-    """The receiver was not cancelled, so it goes on."""
-
-    async def cancelled(_: int, version: int) -> None:
-        if version == 2:
-            task = asyncio.create_task(asyncio.sleep(PATIENCE))
-            task.cancel()
-            await task
-
-    def plainly(_: int, version: int) -> None:
-        if version == 2:
-            raise asyncio.CancelledError
-
-    trainer = aiosync.SharedMemWeightSyncScheme()
-    trainer.init_on_sender(model=nn.Linear(4, 2))
-    worker = copy.copy(trainer)
-    hooks = aiosync.SchemeHooks(**{name: plainly if plain else cancelled})
-    worker.init_on_receiver(model=nn.Linear(4, 2), hooks=hooks)
-    async with trainer, worker:
-        await asyncio.gather(trainer.connect(timeout=PATIENCE), worker.connect(timeout=PATIENCE))
-        with pytest.raises(aiosync.PartialSyncError, match="CancelledError"):
-            await trainer.send(timeout=PATIENCE)
-        assert (await trainer.send(timeout=PATIENCE)).acked == {0}
-        assert worker.link_lost is None
-
-
 @pytest.mark.parametrize("make", [aiosync.sync.SharedMemWeightSyncScheme])
 def test_a_blocking_worker_raises_too(make: Any) -> None:
     model, scheme = nn.Linear(4, 2), make()
