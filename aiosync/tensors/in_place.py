@@ -99,7 +99,8 @@ class InPlaceCopies:
             copy_tensors(zip(targets, given, strict=True))
         if flat is not None:
             for copies, tensors in self._on_devices:
-                copies.scatter(flat, tensors)
+                targets_there = {leaf: fresh.get(id(each), each) for leaf, each in tensors.items()}
+                copies.scatter(flat, targets_there)
         # The copies do not tell autograd, and a backward pass must not use new weights silently.
         torch.autograd.graph.increment_version(self.tensors)
 

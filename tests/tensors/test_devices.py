@@ -237,3 +237,15 @@ def test_only_the_next_tensor_is_ahead_of_the_loader(device: Deferred) -> None:
     sent = [(str(n), torch.full((1024,), float(n))) for n in range(10)]
     for number, _ in enumerate(uploaded(sent, torch.device("cpu")), start=2):
         assert device.taken == min(number, 10) * 4096
+
+
+def test_what_is_kept_of_a_model_keeps_its_values(device: Deferred) -> None:
+    model, flattener = nn.Linear(4, 2), Flattener()
+    to, kept = Target(model, strict=False), []
+    for value in (2.0, 3.0, 4.0):
+        prepared = flattener.prepare({"weight": torch.full((2, 4), value)})
+        flat = private(prepared.layout.nbytes)
+        prepared.copy_into(flat)
+        to.apply_(prepared.layout, flat, {}, copy=False)
+        kept.append((value, model.weight.detach()))
+        assert all(bool(each.eq(was).all()) for was, each in kept)
