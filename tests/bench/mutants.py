@@ -517,7 +517,7 @@ MUTANTS = [
         "tensors/copying.py",
         "        for device in devices:\n            api.synchronize(device)\n\n\ndef _copy(",
         "        pass\n\n\ndef _copy(",
-        "tests/schemes/test_device_memory.py -k 'pass_the_host'",
+        "tests/tensors/test_devices.py -k 'between_tensors'",
     ),
     Mutant(
         "a slot goes back in the middle of a copy as the link ends",

@@ -88,7 +88,7 @@ MUTANTS = [
         "transports/shared_memory/slots.py",
         "        except BlockingIOError:\n            return False\n        self.locked = True\n",
         "        except BlockingIOError:\n            pass\n        self.locked = True\n",
-        16,
+        3,
     ),
     Mutant(
         "an update counts as taken by a worker that promised nothing",

@@ -14,6 +14,7 @@ from torch import nn
 from aiosync.device_memory import DeviceMemory
 from aiosync.errors import ConfigError
 from aiosync.tensors import FlatBuffer, Flattener, Target
+from aiosync.tensors.copying import copy_tensors
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import BLOCK_NBYTES, uploaded
 from aiosync.tensors.mapping import check_dtypes
@@ -249,3 +250,9 @@ def test_what_is_kept_of_a_model_keeps_its_values(device: Deferred) -> None:
         to.apply_(prepared.layout, flat, {}, copy=False)
         kept.append((value, model.weight.detach()))
         assert all(bool(each.eq(was).all()) for was, each in kept)
+
+
+def test_a_copy_between_tensors_of_the_device_has_ended(device: Deferred) -> None:
+    targets = [torch.zeros(5), torch.zeros(3, 2)]
+    copy_tensors([(each, torch.ones_like(each)) for each in targets])
+    assert all(bool(each.eq(1.0).all()) for each in targets)
