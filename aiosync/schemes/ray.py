@@ -577,7 +577,7 @@ class RayModuleTransformReceiver:
         self._key = (id(transform), model_id)
         self.joined: Future[None] = Future()
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        # What close() has to cancel; None before start(), and once the task closes the scheme.
+        # The task that close() cancels; None before start(), and once it closes the scheme itself.
         self._task: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 

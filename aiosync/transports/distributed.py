@@ -302,7 +302,7 @@ class DistributedTransport(DataPlaneTransport):
             self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
         except AiosyncError:
             raise
-        except Exception as exc:
+        except Exception as exc:  # Gloo raises errors of many types. The link ends with this one.
             raise TransportBroken(
                 f"Gloo could not connect {self._host} and the peer's host: {_PORTS}. It said: "
                 f"{first_line(exc)}"

@@ -157,7 +157,7 @@ async def test_an_odd_error_in_the_thread_reaches_the_trainer(device: Deferred) 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 async def test_the_gate_of_a_server_on_an_accelerator(name: str, device: Deferred) -> None:
-    """What requests queued comes before a switch; a busy accelerator holds back no loop."""
+    """Queued work of requests precedes a switch; a busy accelerator holds back no loop."""
     source, target = net(1.0, 100), net(0.0, 100)
     sender: Any = SCHEMES[name](timeout=60)
     sender.init_on_sender(model_id="policy", model=source, num_workers=1)

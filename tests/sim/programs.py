@@ -92,7 +92,7 @@ class Bed:
             timeout=20.0, require=plan.require, apply="manual" if plan.manual else "auto"
         )
         self.promised: dict[int, tuple[int, int]] = {}
-        # What the models of workers had that have left.
+        # The versions that workers had when they left.
         self.left: dict[int, tuple[int, int]] = {}
         self.is_known = False
         self.calm = asyncio.Event()

@@ -17,7 +17,7 @@ from tests.sim.programs import run
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one seed did, and the text of the fault that it found, if any."""
+    """Kind and steps of one run, and the text of the fault that it found, if any."""
 
     kind: str
     steps: int
