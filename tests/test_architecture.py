@@ -228,10 +228,11 @@ print(json.dumps({{"names": names, "loaded": [n for n in forbidden if n in sys.m
 
 
 IMPORT_PROBE = """
-import json, logging, os, sys, threading, time
+import gc, json, logging, os, sys, threading, time
 start = time.process_time()
 import torch
 between = time.process_time()
+gc.collect()  # a pass over all that torch has made is due soon, and would count for the next import
 environment = dict(os.environ)
 handlers = list(logging.getLogger().handlers), logging.getLogger().level
 names = set(logging.Logger.manager.loggerDict)
@@ -296,9 +297,9 @@ def test_import_has_no_side_effects_and_costs_little() -> None:
     # The ratio is CPU time beside that of torch, which a user of aiosync imports anyway. A busy
     # machine can spoil one measurement, but hardly three.
     for _ in range(2):
-        if ratio >= 0.15:
+        if ratio >= 0.1:
             ratio = min(ratio, _run(IMPORT_PROBE)["ratio"])
-    assert ratio < 0.15
+    assert ratio < 0.1
 
 
 TENSORDICT_PROBE = """

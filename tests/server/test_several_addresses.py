@@ -37,12 +37,15 @@ async def test_what_a_server_leaves_behind_goes_on_at_another_one() -> None:
         await send(source, 1.0)
         middle = WeightServer(URL, model_ids=["policy"], upstream=root.url)
         await stack.enter_async_context(middle)
-        urls: Any = [middle.url, root.url]
+        # Nobody is at the next address at first: else a stall of the machine sends them there.
+        next_one = await stack.enter_async_context(FaultProxy(nowhere()))
+        urls: Any = [middle.url, next_one.url]
         leaf = WeightServer(URL, model_ids=["policy"], upstream=urls)
         await stack.enter_async_context(leaf)
         below = await stack.enter_async_context(worker(urls))
         behind = await stack.enter_async_context(worker(leaf))
         assert len(described(middle)["workers"]) == 2
+        next_one.upstream = root.url
         await middle.aclose()
         report = await send(source, 2.0)
         for each in (below, behind):
