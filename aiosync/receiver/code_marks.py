@@ -47,7 +47,7 @@ def is_automatic(read: object) -> bool:
 
 
 def itself(function: _F) -> _F:
-    """Return the function: the pickle of a guarded one calls this, as copies are not guarded."""
+    """Return the function: the pickle of a guarded one calls this, so that copies are unguarded."""
     return function
 
 

@@ -25,6 +25,7 @@ from aiosync.receiver.guard import Guard
 
 __all__ = ["Copies"]
 
+# A change waits this long for the reads of other threads.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -92,7 +93,7 @@ class _Door:
             self.restore(vars(module))
 
     def restore(self, table: dict[str, Any]) -> None:
-        """Put back the attribute that a module had before this door."""
+        """Put the attribute from before this door back into a module's table, or a copy of it."""
         if self._before is None:
             del table[self._name]
         else:
@@ -175,6 +176,7 @@ class _Change(_Door):
         change: Callable[[], object] = lambda: done.append(read(*args, **kwargs))  # noqa: E731
         read = super().__call__
         for guard in self.guards:
+            # A version that was sent before the change must not overwrite it later.
             guard.take()
             change = functools.partial(_exclude, guard, change)
         change()

@@ -29,6 +29,7 @@ __all__ = ["Forwards", "has_no_forward", "why_unguarded"]
 _MOST_LOOKS = 1000
 # Functions of torch that call a module's hooks, and that run as long as its forward.
 _CALL_FRAMES = frozenset({"_call_impl", "inner"})
+# Flags of generators and coroutines, whose frames pause before they end.
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _NO_FORWARD = nn.Module.forward
 
@@ -175,10 +176,17 @@ class _Watch:
     The hooks look at the first thousand calls, and are removed then for their cost, up to a tenth
     of the forward of a small model. After torch has compiled something they stay and do nothing,
     because without them it would have to compile anew.
+
+    Args:
+        guard: Knows the reads.
+        model: The model; not kept alive.
+        parts: The modules inside the model whose forwards are reads.
     """
 
     def __init__(self, guard: ReadGuard, model: nn.Module, parts: Set[nn.Module]) -> None:
+        # The last of these is the number of calls that are still looked at.
         self._guard, self._model, self._left = guard, weakref.ref(model), _MOST_LOOKS
+        # True if the model has no forward, so that the parts are guarded instead of it.
         self._in_parts = has_no_forward(model)
         inside = set(model.modules()) - {model}
         if not self._in_parts:
@@ -238,7 +246,7 @@ def _calling_method(model: nn.Module) -> str | None:
 
 
 def why_unguarded(model: object) -> str | None:
-    """Return why hooks cannot guard the forward passes of a model; ``None`` if they can."""
+    """Return, as the end of a sentence, why hooks cannot guard a model; ``None`` if they can."""
     if not isinstance(model, nn.Module):
         return "has no forward pass to guard"
     scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]  # public all the same

@@ -43,6 +43,7 @@ __all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]
 PATIENCE_SECONDS = 30.0
 """Seconds for which a call in one thread waits for another thread."""
 
+# A thread that waits looks again at the latest after this, and a coroutine after this pause.
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 0.001
 # A read that begins lets an update go first that waits for other reads: for so long at first, then
@@ -114,7 +115,8 @@ class Guard:
         at_read: True while an update is applied by a read that begins or ends.
         words: Shared memory whose first word reads look at, see :meth:`watch_word`.
         seen: The last word that was handled.
-        before_next_read: Called under the lock when the next read starts, before it sees anything.
+        before_next_read: Called once under the lock when the next read starts, before it sees
+            anything; ``None`` for nothing to call.
         check: Called under the lock when an outermost read that computes begins; the read raises
             the exception that this raises.
         held: Epoch and version of the weights that reads see, (0, 0) for none; set by
@@ -185,7 +187,7 @@ class Guard:
         """Make every read that begins from now on raise, as no more updates can come."""
 
         def refuse() -> None:
-            # The guard drops the function before it calls it.
+            # The guard drops the function before it calls it, so that only one read would raise.
             self.before_next_read = refuse
             # Closing the scheme reads, too, and has to work.
             if self._applying is not None:
@@ -366,7 +368,7 @@ class Guard:
             self._open.pop(thread, None)
 
     def _is_inside(self, thread: int) -> bool:
-        """Return True if this thread runs code inside a forward, or inside a block of its task."""
+        """Return True if a forward or a block of this task is open: spans count outer reads."""
         task = current_task()
         reads = self._open.get(thread, ())
         return any(read is task or isinstance(read, FrameType) for read in reads)
@@ -378,6 +380,7 @@ class Guard:
         self._sweep()
         if self._applying is not None and self._applying[0] != thread:
             return _LOOK_SECONDS
+        # A loop must not be held up. Without open reads and claims this read applies the update.
         if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
         if not _is_block(read) and any(map(_is_block, chain.from_iterable(self._open.values()))):
@@ -393,6 +396,7 @@ class Guard:
         now = time.monotonic()
         self._met_since = self._met_since or now
         waited = now - self._met_since
+        # In even turns the update goes first, in odd ones the reads; each is twice as long.
         turn = int(math.log2(waited / _FIRST_TURN_SECONDS + 1))
         ends = _FIRST_TURN_SECONDS * (2 ** (turn + 1) - 1)
         return 0.0 if turn % 2 or turn > _LAST_TURN else ends - waited
@@ -404,12 +408,14 @@ class Guard:
             return self._turn_left() if self._open else 0.0
 
     def _new_waiter(self) -> threading.Lock:
+        """Return a lock that this thread cannot acquire before the guard changes."""
         waiter = threading.Lock()
         waiter.acquire()
         self._waiters.append(waiter)
         return waiter
 
     def _wake(self) -> None:
+        """Let every thread go on that waits for a change of the guard."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.release()
@@ -417,7 +423,7 @@ class Guard:
     # -- reads that ended without leave() ------------------------------------------------------
 
     def _drop_ended(self, thread: int) -> list[_Read]:
-        """Return the open reads of a thread, without those whose frames have ended."""
+        """Forget the reads of a thread whose frames have ended; return those that are open."""
         reads = [read for read in self._open.get(thread, ()) if not _has_ended(read)]
         if reads:
             self._open[thread] = reads
@@ -427,7 +433,7 @@ class Guard:
         return reads
 
     def _sweep(self) -> None:
-        """Forget every read and every apply whose frame has ended."""
+        """Forget reads whose frames have ended; let an apply that an interrupt ended wait anew."""
         for thread in list(self._open):
             self._drop_ended(thread)
         if self._applying is not None:
@@ -456,7 +462,7 @@ class Guard:
             self._apply, self._pending = apply, True
 
     def apply_offered(self) -> bool:
-        """Run the waiting apply, as :meth:`submit` does. On any thread."""
+        """Run the waiting apply if no thread reads; return True if none waits. On any thread."""
         with self._lock:
             if not self._pending:
                 return True
@@ -550,7 +556,7 @@ class Guard:
 
     @property
     def has_news(self) -> bool:
-        """True if an update waits for reads to end."""
+        """True if an update waits to be applied, or the word that is watched names a new one."""
         words = self.words
         return self._pending or (words is not None and words[0] != self.seen)
 
@@ -603,7 +609,7 @@ class Guard:
         self._pending = False
 
     def _run(self, *, done: bool = False) -> None:
-        """Run the claimed apply, unless ``done``, and then any apply that waits."""
+        """Run the claimed apply, unless it is ``done``; then let reads in, or run a waiting one."""
         while True:
             # Caches are cleared first, so that no view in them keeps memory that the model no
             # longer has.
@@ -647,6 +653,7 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
 def _reset_all() -> None:
+    """Forget the reads of the parent, in a forked child."""
     for guard in list(_guards):
         guard.reset()
 
@@ -655,11 +662,12 @@ os.register_at_fork(after_in_child=_reset_all)
 
 
 def _is_block(read: _Read) -> bool:
+    """Return True for a block or an automatic read, which may wait for a read elsewhere."""
     return not isinstance(read, FrameType) or is_automatic(read)
 
 
 def _has_ended(read: _Read) -> bool:
-    """Return True if a read, or an update, is known by a frame that no longer runs.
+    """Return True if a read, or an apply, is known by a frame that no longer runs.
 
     Only the frame itself is asked. Walking the stack of another thread in CPython 3.11 may collect
     garbage. The other thread then runs on, and its frames may be freed while they are walked.

@@ -79,13 +79,14 @@ class WorkerModel:
         # Held while the forwards of a model become guarded. Re-entrant, because a signal's handler
         # may close a scheme inside.
         self._choosing = threading.RLock()
+        # The model that `target` gives weights to.
         self._target_of: Any = None
         # True once it was warned that compiled code has weights in it.
         self._warned = False
         # True if None was assigned during a read: the model is still to be let go.
         self._dropped = False
 
-    # -- what it can ---------------------------------------------------------------------------
+    # -- abilities -----------------------------------------------------------------------------
 
     def is_quick(self, staged: Staged) -> bool:
         """Return True if taking an update is little more than a change of pointers."""
@@ -121,7 +122,7 @@ class WorkerModel:
     # -- weights -------------------------------------------------------------------------------
 
     def load(self, staged: Staged) -> BaseException | None:
-        """Put an update into the model; return why it refused it, and raise an interrupt."""
+        """Put an update into the model; return the error if that fails, but raise an interrupt."""
         target = self.target
         try:
             assert target is not None
@@ -145,7 +146,7 @@ class WorkerModel:
     def detach(self) -> None:
         """Give the model memory of its own; its values stay the same."""
         if self._copies.model_is_gone:
-            # Other views keep that memory alive.
+            # The model is being freed, and calls of it would fail. Other views keep the memory.
             return
         if isinstance(self.target, Target) and self.current is not None and not self.copy:
             self.target.detach_(self.current.flat)
@@ -153,11 +154,11 @@ class WorkerModel:
     # -- another model -------------------------------------------------------------------------
 
     def follow(self, waiting: Staged | None, *, closed: bool) -> bool:
-        """Guard the model that :attr:`resolve` returns, if that is another one now.
+        """Guard the model that :attr:`resolve` returns, and give it the weights, if it is another.
 
         Args:
             waiting: The update that waits for the model; ``None`` for none.
-            closed: Change nothing any more.
+            closed: True after the end, when nothing is to change any more.
 
         Returns:
             True if there is a model to give weights to.
@@ -200,6 +201,7 @@ class WorkerModel:
                 chosen()
 
     def _target_for(self, model: Any) -> Target | LoadTarget:
+        """Return what gives weights to a model: a target, or the load function in its place."""
         if isinstance(model, LoadTarget):
             return model
         return Target(model, strict=self.strict, buffers=self._buffers)
@@ -207,7 +209,7 @@ class WorkerModel:
     def _adopt(
         self, model: Any, waiting: Staged | None, chosen: Callable[[], object] | None = None
     ) -> None:
-        """Put the version of the old model into the new one. Runs under the guard."""
+        """Guard a model, and give it the version of the one that it replaces. Under the guard."""
         if model is None:
             self._let_go(chosen)
             return
@@ -215,7 +217,7 @@ class WorkerModel:
             self._let_go()
         self._check_fits(model, waiting)
         target = self._target_for(model)
-        # There may be no version yet, and a load function is replaced by no model.
+        # There may be no version yet. A load function never takes the place of a model.
         if self.current is not None and isinstance(target, Target):
             try:
                 self._move_version(self.current, target)
@@ -239,6 +241,7 @@ class WorkerModel:
         target.apply_tensors(layout, tensors, leaves.values)
 
     def _check_fits(self, model: Any, waiting: Staged | None) -> None:
+        """Raise :class:`ApplyError` if the present or the waiting weights do not fit a model."""
         newest = self.current or waiting
         if model is not None and newest is not None:
             try:
@@ -247,6 +250,7 @@ class WorkerModel:
                 raise _misfit(newest.version, exc) from exc
 
     def _use(self, model: Any, chosen: Callable[[], object] | None = None) -> None:
+        """Guard this model, give updates to it from now on, and call ``chosen``."""
         with self._choosing:
             # Another model may have been chosen meanwhile, and then that one is guarded already.
             if chosen is not None or self.resolve() is model:
@@ -257,6 +261,7 @@ class WorkerModel:
         self._target_of, self._dropped = model, False
 
     def _guard_forwards(self, model: Any) -> None:
+        """Make forwards, methods and copies of this model reads, if hooks can; of no other one."""
         guarded = self._methods is not None and why_unguarded(model) is None
         # Walking over the model below is no read of it.
         self._wrap(None)
@@ -267,6 +272,7 @@ class WorkerModel:
             self._guard.uninstall()
 
     def _wrap(self, model: nn.Module | None) -> None:
+        """Make methods and copies of this model reads, and no longer those of another."""
         if self._methods is not None:
             self._methods.wrap(model)
         self._copies.wrap(model)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Guarded", "Methods", "Reading", "is_held_by_caller", "on_behalf_of_reader"]
 
 _PAUSE_SECONDS = 0.001
+# An automatic read that keeps an update waiting for longer warns.
 _LONG_SECONDS = 1.0
 
 # Guards in whose reads this task is, or a task that started it: no update can go first.
@@ -193,6 +194,7 @@ class Guarded:
         return result
 
     async def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Await a coroutine of the function inside a read."""
         async with Reading(self._guard):
             return await coroutine
 
@@ -207,8 +209,8 @@ def _generates(name: str) -> ConfigError:
 class _Automatic(Guarded):
     """A method that is a read although the user did not ask for it, so that it must not disturb.
 
-    Generators and coroutines that the method returns go on unguarded, and the read ends if the
-    method waits for an update.
+    Generators and coroutines that the method returns go on unguarded, with a warning, and the read
+    ends if the method waits for an update.
     """
 
     def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
@@ -254,6 +256,7 @@ def _automatic_names(model: nn.Module) -> list[str]:
     """
     own, has_forward = type(model).__module__.partition(".")[0], not has_no_forward(model)
     names: dict[str, None] = {}
+    # Classes of an installed package are the user's only if the model's own class is of it, too.
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0]
         if package != "torch" and (package == own or not _is_installed(kind)):
@@ -326,6 +329,7 @@ class Methods:
             try:
                 kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
             except TypeError as exc:
+                # The module can have no class of its own: an error only if the user named methods.
                 if self._names is not None:
                     raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
                 return
@@ -341,6 +345,7 @@ class Methods:
             )
 
     def _unwrap(self) -> None:
+        """Stop entering this guard; give a module its class back if no guard is left."""
         while self._wrapped:
             owner, kind = self._wrapped.pop()
             names = vars(kind)[_GUARDS]
