@@ -31,6 +31,7 @@ from aiosync.tensors import Target
 
 __all__ = ["Applier", "not_applied"]
 
+# Longest wait of a read for a manifest that the loop has not read yet, and the pause between looks.
 _MANIFEST_SECONDS, _PAUSE_SECONDS = 5.0, 0.001
 
 
@@ -43,10 +44,10 @@ class Applier:
         model: The model.
         guard: Keeps reads and updates apart.
         ledger: Has the versions that the model has, and those of which a call has to hear.
-        promise: The promise that reads take the versions of a manifest, of which nobody hears.
+        promise: The promise that reads take the versions of a manifest without an answer.
         updates: Reads the update that the word names.
         manual: Apply only in calls that ask for it.
-        reads_words: Take the update that the word names without a transform.
+        reads_words: Take the update that the word names; false if a transform takes it first.
         flipped: Called with epoch and version as soon as the model has them, under the guard, on
             any thread; must not wait. What it raises is the error of a version that was taken.
         meter: Counts the outcomes of updates.
@@ -99,6 +100,7 @@ class Applier:
         self._report = report
         self._fail = fail
         self._loop = asyncio.get_running_loop()
+        # Guards the moves of an update into `waiting`, and from there into _taking.
         self._lock = threading.Lock()
         # The update that is being applied. After an interrupt it stays here, and is applied again.
         self._taking: Staged | None = None
@@ -126,28 +128,31 @@ class Applier:
         """Number of versions by which the applied version is behind the newest one that arrived."""
         inbox = self._ledger.inbox
         newest = max(inbox.newest, self._updates.named_version)
+        # The model has none of the versions of another epoch.
         return newest - inbox.version if inbox.newest_epoch == inbox.epoch else newest
 
     @property
     def is_quick(self) -> bool:
         """True if applying the waiting update is little more than a change of pointers."""
+        # A named update is not opened for this: the present one has its layout, as a rule.
         staged = self.waiting or (self.model.current if self._updates.named_version else None)
         return staged is not None and self.model.is_quick(staged)
 
     # -- requests ------------------------------------------------------------------------------
 
     def offer(self, staged: Staged | None) -> Staged | None:
-        """Make an update the waiting one; return the update that it replaces, if never applied."""
+        """Make an update, or none, the waiting one; return the old one if it is never applied."""
         with self._lock:
             old, self.waiting = self.waiting, staged
-            # An interrupt may have left the update in both places.
+            # An interrupt may have left the old one in both places: it is applied again then.
             return None if old is self._taking else old
 
     def note_owed(self, version: int) -> int:
         """Note that a message asks for a version that the word names.
 
         Returns:
-            The version that a message asked for before, if the model will not take it; else 0.
+            The version that a message asked for before, if the model will not take it: the caller
+            answers that it was skipped; else 0.
         """
         taking = self._taking
         begun = taking.version if taking is not None and taking.slot is not None else 0
@@ -161,9 +166,10 @@ class Applier:
             self.turns.submit()
 
     def _end_turn(self, changed: bool) -> None:
+        """Report results after a try to apply; with True a thread has applied an update."""
         self._report(changed)
         if changed:
-            # Another update may have come.
+            # Another update may have come while the thread applied that one.
             self.apply_soon()
 
     def apply_by_hand(self) -> None:
@@ -262,7 +268,7 @@ class Applier:
                 return result
 
     def _raise_refused(self, want: int, error: BaseException) -> None:
-        """Raise, in the read that begins, why the word's update was refused."""
+        """Raise why the word's update was refused, once, and only in a read that begins or ends."""
         guard, words = self._guard, self._guard.words
         if guard.at_read:
             self._refused_word, guard.seen = None, want
@@ -298,7 +304,7 @@ class Applier:
         assert staged is not None
         inbox = self._ledger.inbox
         has = inbox.version if staged.epoch == inbox.epoch else 0
-        # The word has overtaken this update.
+        # The word has overtaken this update: it ends neither taken nor refused, so as skipped.
         if staged.slot is None and staged.version < has:
             self._tell(staged, None)
             self._taking = None
@@ -348,19 +354,20 @@ class Applier:
             if unused is not None and unused.slot is not None:
                 unused.give_back()
             return True
+        # If a read runs this, it raises the refusal itself, after this.
         next_read_raises = read_has_to_raise and not self._guard.at_read
         has_to_tell = self._finish_slot_update(staged, unused, next_read_raises)
         # An error of an update that was taken is that of the hook.
         return has_to_tell or (staged.taken and staged.error is not None)
 
     def _leave_model(self, staged: Staged, target: object) -> None:
-        """Do for a model what the loop, which has closed it meanwhile, can no longer do."""
+        """Detach a model from an update that it got in a thread after the loop had closed it."""
         if not self.model.copy and isinstance(target, Target):
             target.detach_(staged.flat)
         self.model.current = None
 
     def _raise_at_read(self, version: int, error: BaseException, read_has_to_raise: bool) -> None:
-        """Raise an interrupt; and a refusal, if the read that begins promised to see the update."""
+        """Raise what is no Exception; any other error only in a read that has to see the update."""
         if not isinstance(error, Exception):
             raise error
         if read_has_to_raise and self._guard.at_read:
@@ -446,6 +453,7 @@ class Applier:
             # An interrupt may have left some locked.
             slots.leave_others()
         ledger = self._ledger
+        # The trainer counts a promised version as applied, unless a message or a call asks for it.
         return self._promise.digest != staged.layout.digest or ledger.owed > 0 or ledger.is_asked
 
     def _note_refused_word(self, word: int, error: BaseException | None) -> None:
@@ -456,7 +464,7 @@ class Applier:
             self._guard.seen, self._refused_word = word, None
 
     def open_named_update(self) -> Staged | None:
-        """Return the update that the word names, locked; ``None`` if it is not new.
+        """Return the update that the word names, locked; ``None`` if there is none to take now.
 
         Runs under the guard, on any thread.
 
@@ -465,13 +473,14 @@ class Applier:
         """
         slots, until, guard = self._updates.slots, 0.0, self._guard
         while slots is not None:
+            # The guard watches the word as long as the trainer may count on reads.
             read_must_see = guard.at_read and guard.words is not None
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
                 # If another link has replaced this one meanwhile, the new one goes on.
                 if slots is self._updates.slots:
-                    self._lose_link(exc, read_must_see)
+                    self._fail_reading(exc, read_must_see)
                 return None
             if staged is not None or not (read_must_see and slots.is_behind):
                 return staged
@@ -487,8 +496,8 @@ class Applier:
                 self._pause_for_manifest(until)
         return None
 
-    def _lose_link(self, exc: Exception, read_must_see: bool) -> None:
-        """End the link, as the update that the word names cannot be read.
+    def _fail_reading(self, exc: Exception, read_must_see: bool) -> None:
+        """Have the receiver end, as the update that the word names cannot be read.
 
         Raises:
             ApplyError: The read that begins has to see the update.

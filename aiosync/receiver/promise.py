@@ -27,6 +27,7 @@ from aiosync.wire import Message, Promise
 
 __all__ = ["ReadPromise"]
 
+# After so many versions in a row that no read took, the promise is withdrawn.
 _MOST_RUNG = 8
 
 
@@ -76,6 +77,7 @@ class ReadPromise:
         self._guard.on_compute = None
 
     def _note_compute(self) -> None:
+        """Have the loop offer a promise, as a read computes and there is none. On any thread."""
         if self._may and self.digest is None:
             if asyncio._get_running_loop() is self._loop:
                 self._offer()
@@ -102,6 +104,7 @@ class ReadPromise:
     def withdraw(self) -> None:
         """Tell the trainer that reads may no longer take every version. Idempotent."""
         if self.digest is not None:
+            # Reads go on looking at the word until the trainer has confirmed this.
             self.digest = None
             self._say(Promise(b""))
 

@@ -62,7 +62,7 @@ class Turns:
         self._thread = 0
 
     def submit(self, pause: float = _RETRY_SECONDS[0]) -> None:
-        """Apply the noted updates between two reads: now, or as soon as the reads end."""
+        """Apply the noted updates now, or when reads end; ``pause`` seconds before the next try."""
         if self._in_thread is not None or (self._model.waits and not self.has_ended):
             # A read that begins before the thread does applies the updates.
             self._guard.offer(self.take)
@@ -87,6 +87,7 @@ class Turns:
         )
 
     def _apply_offered(self) -> bool:
+        """Apply in the thread what was offered to the guard; return False if a read is open."""
         self._thread = threading.get_ident()
         try:
             return self._guard.apply_offered()
@@ -112,11 +113,13 @@ class Turns:
             self._end_turn(done, pause, changed=changed)
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
+        """Tell the owner that a try has ended; plan the next one unless this was ``done``."""
         if not done and self._timer is None and not self.has_ended:
             self._timer = self._loop.call_later(pause, self._try_again, pause)
         self._ended(changed)
 
     def _try_again(self, pause: float) -> None:
+        """Try again; if the reads go on, the next try comes after twice the pause."""
         self._timer = None
         if not self.has_ended:
             self.submit(min(2 * pause, _RETRY_SECONDS[1]))
