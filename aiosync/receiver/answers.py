@@ -11,7 +11,7 @@ from aiosync.wire import Message
 
 __all__ = ["Outgoing"]
 
-# Messages that the peer has not read. It is owed only a few at a time.
+# Most messages that may wait for the link: a peer that reads its answers is owed only a few.
 _MAX_WAITING = 1024
 
 
@@ -66,6 +66,7 @@ class Outgoing:
             self._tasks.start(self._write(), "aiosync answers")
 
     async def _write(self) -> None:
+        """Send the messages that wait, one by one, for as long as the link is busy."""
         try:
             while self._waiting:
                 transport = self._transport

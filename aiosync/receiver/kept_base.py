@@ -93,6 +93,7 @@ class KeptBase:
             return
         now = (update.epoch, update.version)
         if self._replacing_id not in (None, now):
+            # Some bytes are of an update that stopped in between.
             self._base_id = None
         self._replacing_id = now
         copy_bytes(base[start:stop], memory[start:stop])

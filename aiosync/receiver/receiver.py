@@ -179,6 +179,7 @@ class WeightReceiver:
 
     def start(self) -> None:
         """Guard the model, and begin to receive in the background."""
+        # Each try to apply guards the model first, also if no update is here.
         self.applier.turns.submit()
         self._tasks.start(self._run(), "aiosync receiver")
 
@@ -235,7 +236,7 @@ class WeightReceiver:
             return without_frames(exc)
 
     async def _find_next_link(self, lost: AiosyncError) -> tuple[Transport, Welcome] | None:
-        """Dial the link that replaces a lost one; fail with the reason if there is none."""
+        """Dial the link that replaces a lost one; if there is none, stop, and return ``None``."""
         outage, reconnect = self.outage, self._reconnect
         outage.end_link(lost, self.version, reconnect is None, self.waits.changed.notify)
         if reconnect is None:
@@ -291,6 +292,7 @@ class WeightReceiver:
         self._fetch()
 
     def _on_message(self, received: Received) -> None:
+        """Handle a message of the trainer; an error that this raises ends the link."""
         # The link is about to be closed.
         if self._closed:
             return
@@ -300,7 +302,7 @@ class WeightReceiver:
             self.outage.progress += isinstance(message, Update)
             staged = self.updates.read(received)
             if isinstance(message, ManifestMessage):
-                # The trainer names its versions only after this.
+                # The trainer names a version of this manifest only after the withdrawal.
                 self._promise.withdraw()
             if staged is not None:
                 self._stage(staged)
@@ -319,7 +321,7 @@ class WeightReceiver:
             self.updates.refuse(message)
 
     def _on_current(self, message: Current) -> None:
-        """Handle the trainer's word on its newest version."""
+        """Handle the answer to a Fetch, which says which version is the trainer's newest."""
         self.outage.progress += 1
         if self.guard.words is not None:
             self.applier.apply_soon()
@@ -363,15 +365,17 @@ class WeightReceiver:
         """Read the update that the word names, and leave its slot to the transform."""
         staged = self.applier.open_named_update()
         if staged is None:
+            # At an earlier Take the word named this version, or a newer one, already.
             stale = StaleVersion(f"version {version} is older than what the model has")
             self._repeat_answer(epoch, version, stale)
             return
         if staged.slot is not None:
+            # The word counts as handled. The slot stays locked until the transform has read it.
             slots.refuse(staged.slot)
         self._stage(staged)
 
     def _register_arrival(self, epoch: int, version: int, *, named: bool = False) -> bool:
-        """Register a version that arrived; False for an old one, whose answer is repeated."""
+        """Register a version that arrived; repeat the answer of an old one, and return False."""
         try:
             self.ledger.arrive(epoch, version)
         except StaleVersion as exc:
@@ -389,6 +393,7 @@ class WeightReceiver:
             self._outgoing.say(Fetch(least))
 
     def _has_come(self, epoch: int, version: int) -> None:
+        """Note that a version is here; ask for the next wanted one, and wake the calls."""
         if self.ledger.has_come(epoch, version):
             self._fetch()
         self.waits.changed.notify()
@@ -414,13 +419,15 @@ class WeightReceiver:
         self._apply_and_answer(staged.epoch, staged.version)
 
     def _apply_and_answer(self, epoch: int, version: int) -> None:
+        """Have a version that arrived applied, and answer RECEIVED if it has to wait."""
         self.applier.apply_soon()
         if not self.ledger.has_reported(epoch, version):
-            # The update has to wait. APPLIED or NACK at once would have implied RECEIVED.
+            # APPLIED or NACK at once would have implied RECEIVED.
             self._answer(epoch, version, AckStatus.RECEIVED)
         self.waits.changed.notify()
 
     def _transformed(self, staged: Staged, error: BaseException | None) -> None:
+        """Offer a transformed update to the model; with an error, refuse the untransformed one."""
         # The trainer of this update is gone.
         if staged.epoch != self.ledger.inbox.newest_epoch:
             staged.give_back()
@@ -441,12 +448,14 @@ class WeightReceiver:
         self._say(self.ledger.report(epoch, version, status, error))
 
     def _say(self, answer: Answer) -> None:
+        """Send an answer, with the mark of a version to which the next may be a delta."""
         is_base = self.updates.base == answer[:2]
         self._outgoing.say(make_ack(*answer, is_base=is_base))
 
     def _repeat_answer(
         self, epoch: int, version: int, error: StaleVersion, *, named: bool = False
     ) -> None:
+        """Answer again for a version that came before; with ``named``, a Take asked for it."""
         self._say(
             self.ledger.repeat(
                 epoch,
@@ -459,6 +468,7 @@ class WeightReceiver:
         )
 
     def _skip(self, staged: Staged) -> None:
+        """Give back an update that a newer one has replaced, and answer SKIPPED."""
         staged.give_back()
         self.applier.note("skipped", staged)
         # This answer precedes those about the newer update. Without it the trainer would keep this
@@ -466,6 +476,7 @@ class WeightReceiver:
         self._answer(staged.epoch, staged.version, AckStatus.SKIPPED)
 
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
+        """Answer NACK for a version that the model, the transform or a hook refused."""
         answer = self.ledger.refuse(epoch, version, without_frames(error), time.monotonic())
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
@@ -481,7 +492,7 @@ class WeightReceiver:
         results = self.applier.results
         while results:
             staged, unused = results.popleft()
-            # An interrupt had the update repeated.
+            # After an interrupt the update was applied again, and so is in the queue twice.
             if staged.reported:
                 continue
             staged.reported = True
@@ -587,7 +598,7 @@ class WeightReceiver:
     # -- waiting -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error that ended the link, if it has ended."""
+        """Raise why no update can come: this is closed, the trainer is gone, or a task failed."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         self.outage.check()
@@ -634,7 +645,7 @@ class WeightReceiver:
         if self._owes_read:
             # No read follows that would take it.
             self.applier.turns.submit()
-        # Each callback runs, even if others raise.
+        # Each callback runs, even if others raise: after the block, and the last one first.
         with contextlib.ExitStack() as last:
             last.callback(self.waits.changed.notify)
             last.callback(self.updates.close)

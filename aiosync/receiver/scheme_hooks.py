@@ -90,7 +90,7 @@ class SchemeHooks:
 async def in_thread(call: Callable[[], object]) -> None:
     """Run a call that may block in a thread of its own, and wait for it.
 
-    A thread of a pool would keep the process from ending if its workers do not answer.
+    A thread of a pool would keep the process from ending if the call never returns.
     """
     thread = WorkerThread("aiosync-cascade")
     try:

@@ -49,7 +49,7 @@ class Transformer:
             the update as it arrived and the error: the caller then gives the memory back.
 
     Attributes:
-        updates: The updates that are to be transformed.
+        updates: Transforms one update at a time, and of those that come meanwhile the newest.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Transformer:
         self._thread.close(patience=_CLOSE_SECONDS)
 
     async def _run(self, staged: Staged) -> None:
+        """Call the hook and the transform for one update, give its memory back, and hand over."""
         work = functools.partial(self._work, staged)
         try:
             if self._before is not None:
@@ -112,10 +113,11 @@ class Transformer:
             return self._result_of(staged)
         finally:
             if self._closed and staged.slot is not None:
-                # The task that waits for this may be cancelled.
+                # The task that waits for this may be cancelled, and then gives no slot back.
                 staged.give_back()
 
     def _result_of(self, staged: Staged) -> tuple[Layout, FlatBuffer]:
+        """Transform an update; without a transform, copy it."""
         if self._transform is None:
             # The copy waits for the model in the update's place, so that the link's memory is free.
             return staged.layout, self._copy_of(staged)

@@ -36,9 +36,10 @@ class Staged:
     """One complete update that waits to be applied, or that the module views.
 
     Attributes:
+        give_back: Call this once, when the model no longer needs the memory.
         taken: True if the model has it, or had it. If it is false, and there is no error, a newer
             update came before it.
-        error: The reason of a refusal; or the exception that ``flipped`` raised.
+        error: The reason of a refusal; or, if it was taken, the exception of the ``applied`` hook.
         reported: True once the receiver knows the outcome.
     """
 
@@ -135,8 +136,10 @@ class UpdateReader:
         self._kept = KeptBase() if takes_deltas else None
         # The chunk that is landing, if it is a delta.
         self._encoded: memoryview | None = None
+        # The layouts of the newest manifests, by their digests.
         self._layouts: dict[bytes, Layout] = {}
         self._buffers = Buffers()
+        # The buffer of the update that arrives.
         self._landing: FlatBuffer | None = None
         # True if a server passes on what has landed there.
         self._is_shared = False
@@ -145,6 +148,7 @@ class UpdateReader:
         # The chunk that is landing, and the checksum over its bytes.
         self._chunk = memoryview(b"")
         self._running: RunningChecksum | None = None
+        # Buffers over slots, and over memory that the link lends, by the key of that memory.
         self._mapped: dict[tuple[Any, ...], FlatBuffer] = {}
         # True if each chunk has a checksum.
         self._in_chunks = False
@@ -277,6 +281,7 @@ class UpdateReader:
             del self._layouts[next(iter(self._layouts))]
 
     def _layout_of(self, message: Message, nbytes: int) -> tuple[Update, Layout]:
+        """Return a message and its layout; raise if it is no update that this link may carry."""
         if not isinstance(message, Update):
             self.refuse(message)
         layout = self._layouts.get(message.digest)
@@ -318,6 +323,7 @@ class UpdateReader:
         return current, landing
 
     def _take_landing(self, nbytes: int) -> FlatBuffer:
+        """Take a buffer for the arriving update; a shared one before it stays with the server."""
         self._landing, self._is_shared = None, False
         landing = self._landing = self._buffers.take(nbytes)
         return landing
@@ -325,8 +331,8 @@ class UpdateReader:
     def heavy_work(self, received: Received) -> Callable[[], None] | None:
         """Return the work on a chunk that must not hold the loop, if there is any.
 
-        It is done in a thread before :meth:`read`, and raises :class:`TransportBroken` for a chunk
-        that cannot be decoded.
+        With deltas, each chunk is decoded and kept for the next delta, in a thread before
+        :meth:`read`. This raises :class:`TransportBroken` for a chunk that cannot be decoded.
         """
         update, kept, landing = received.message, self._kept, self._landing
         assembly, running = self._assembly, self._running
@@ -431,7 +437,7 @@ class UpdateReader:
             self.slots.leave(staged.slot, keep=True)
 
     def close(self) -> None:
-        """Forget every buffer."""
+        """Forget every buffer, and give every slot back."""
         # Buffers that are put back after this are not kept.
         self._buffers = Buffers()
         self._assembly = self._landing = self._running = None
@@ -450,6 +456,7 @@ def _nothing() -> None:
 
 
 def _memory_of(slot: NamedSlot) -> FlatBuffer:
+    """Return a slot's memory as a buffer; that of a device is opened when tensors view it."""
     block = slot.block
     if block is None:
         return FlatBuffer(slot.memory, share=slot.share)

@@ -118,7 +118,7 @@ class VersionWaits:
                 # Updates arrive on this loop, and need a turn of it.
                 await asyncio.sleep(0)
                 return
-            # Now, not before: this has the trainer told of each update.
+            # Not before: from here on the trainer is told of each update.
             self._ledger.num_waiting += 1
             try:
                 with waiting:
@@ -129,6 +129,7 @@ class VersionWaits:
                             # Another thread may have taken it without waking this call.
                             await self.changed.wait(unless=set_bell_and_check)
             except TimeoutError as exc:
+                # The check or the condition raised it: the time is not over.
                 if isinstance(exc, SyncTimeout):
                     raise
                 applier.apply_soon()
@@ -162,7 +163,7 @@ class VersionWaits:
     def _check_not_inside(
         self, method: str, timeout: float | None, unless: Callable[[], bool] = lambda: False
     ) -> None:
-        """Raise if the caller is about to wait for an update that its own read holds back."""
+        """Raise if the call would wait for what its own read holds back; not if ``unless()``."""
         if timeout != 0 and is_held_by_caller(self._guard) and not unless():
             self._check()
             raise LocalProtocolError(
