@@ -93,17 +93,17 @@ class CudaDriver:
         self.granularity: int = size.value
 
     def create(self, nbytes: int) -> int:
-        """See :meth:`Driver.create`."""
+        """Allocate memory of the device; return a handle of it."""
         handle = c_uint64()
-        self._there(
+        self._call_in_context(
             "cuMemCreate", byref(handle), c_size_t(nbytes), byref(self._properties), c_uint64(0)
         )
         return handle.value
 
     def export(self, handle: int) -> int:
-        """See :meth:`Driver.export`."""
+        """Return a new descriptor of memory, closed in programs that this process starts."""
         fd = c_int()
-        self._there(
+        self._call_in_context(
             "cuMemExportToShareableHandle",
             byref(fd),
             c_uint64(handle),
@@ -114,19 +114,21 @@ class CudaDriver:
         return fd.value
 
     def import_fd(self, fd: int) -> int:
-        """See :meth:`Driver.import_fd`."""
+        """Return a handle of the memory that a descriptor stands for. The descriptor stays open."""
         handle = c_uint64()
-        self._there("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), c_int(_POSIX_FD))
+        self._call_in_context(
+            "cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), c_int(_POSIX_FD)
+        )
         return handle.value
 
     def release(self, handle: int) -> None:
-        """See :meth:`Driver.release`."""
-        self._there("cuMemRelease", c_uint64(handle))
+        """Give a handle of memory back. Mappings and descriptors keep the memory."""
+        self._call_in_context("cuMemRelease", c_uint64(handle))
 
     def reserve(self, nbytes: int) -> int:
-        """See :meth:`Driver.reserve`."""
+        """Reserve addresses of the device for a mapping; return the first."""
         address, any_place = c_uint64(), c_uint64(0)
-        self._there(
+        self._call_in_context(
             "cuMemAddressReserve",
             byref(address),
             c_size_t(nbytes),
@@ -137,32 +139,32 @@ class CudaDriver:
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
-        """See :meth:`Driver.free`."""
-        self._there("cuMemAddressFree", c_uint64(address), c_size_t(nbytes))
+        """Give reserved addresses back."""
+        self._call_in_context("cuMemAddressFree", c_uint64(address), c_size_t(nbytes))
 
     def map(self, address: int, nbytes: int, handle: int, *, writable: bool) -> None:
-        """See :meth:`Driver.map`."""
+        """Map memory at reserved addresses, to be read or, if ``writable``, written as well."""
         at, size = c_uint64(address), c_size_t(nbytes)
-        self._there("cuMemMap", at, size, c_size_t(0), c_uint64(handle), c_uint64(0))
+        self._call_in_context("cuMemMap", at, size, c_size_t(0), c_uint64(handle), c_uint64(0))
         access = _Access(self._location, _READ_WRITE if writable else _READ)
         try:
-            self._there("cuMemSetAccess", at, size, byref(access), c_size_t(1))
+            self._call_in_context("cuMemSetAccess", at, size, byref(access), c_size_t(1))
         except DriverError:
             self.unmap(address, nbytes)
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """See :meth:`Driver.unmap`."""
-        self._there("cuMemUnmap", c_uint64(address), c_size_t(nbytes))
+        """End a mapping of memory; no work on the device may use it any more."""
+        self._call_in_context("cuMemUnmap", c_uint64(address), c_size_t(nbytes))
 
     def make_room(self) -> int:
-        """See :meth:`Driver.make_room`."""
+        """Give memory back that torch caches; return the number of free bytes of the device."""
         self._empty_cache()
         free, total = c_size_t(), c_size_t()
-        self._there("cuMemGetInfo_v2", byref(free), byref(total))
+        self._call_in_context("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
-    def _there(self, name: str, *args: object) -> None:
+    def _call_in_context(self, name: str, *args: object) -> None:
         """Make a call in the device's context, which the calling thread need not have."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
@@ -187,6 +189,7 @@ def uuid_of(index: int) -> bytes:
 
 
 def _library() -> ctypes.CDLL:
+    """Load the library of the graphics driver, and initialise it."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as exc:
@@ -196,6 +199,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _call(library: ctypes.CDLL, name: str, *args: object) -> None:
+    """Call a function of the library; raise DriverError if it is missing or fails."""
     function = getattr(library, name, None)
     if function is None:
         raise DriverError(f"{name}: this driver is too old")

@@ -76,7 +76,8 @@ class DeviceMemory:
         driver: The device's driver.
         nbytes: Bytes of the block, a multiple of the driver's granularity.
         handle: Handle of the block; owned from now on.
-        shared: This process writes to the block, and others map it.
+        shared: True if this process writes to the block, and others map it; False for a block of
+            another process, which this one only reads.
 
     Attributes:
         driver: As given.
@@ -102,6 +103,7 @@ class DeviceMemory:
                 driver.map(self.address, nbytes, handle, writable=shared)
                 undo.callback(driver.unmap, self.address, nbytes)
             finally:
+                # The mapping and the descriptor keep the memory without it.
                 driver.release(handle)
             undo.pop_all()
         self._give_back = weakref.finalize(
@@ -163,6 +165,7 @@ def _give_back(
     file: tuple[int, int] | None,
     pid: int,
 ) -> None:
+    """Close the descriptor and end the mapping of a block to which nothing refers any more."""
     _close(fd, file)
     if os.getpid() == pid:  # a forked child must never call the driver
         try:
@@ -172,6 +175,7 @@ def _give_back(
 
 
 def _close(fd: int, file: tuple[int, int] | None) -> None:
+    """Close a descriptor if it still is one of this file."""
     # If foreign code has closed a descriptor, another file may have its number.
     if fd >= 0 and file is not None and file_of(fd) == file:
         os.close(fd)
