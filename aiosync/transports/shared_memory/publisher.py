@@ -64,6 +64,7 @@ class SlotPublisher:
         self._page_fd = -1
         # The slots that the word may name, the newest last.
         self._slots: tuple[Slot, ...] = ()
+        # The number of words stored so far; the version of ``holds`` once the link has ended.
         self._count = self._held = 0
         arena.num_links += 1
 
@@ -118,7 +119,7 @@ class SlotPublisher:
             self._page_fd = -1
 
     def store(self, slot: Slot, version: int) -> bool:
-        """Name a slot to the peer, whose next read then uses it; return False if none will come.
+        """Name a slot to the peer, whose next read then uses it; return False if it reads no more.
 
         Args:
             slot: A sealed slot of a segment that was announced to the peer.
@@ -127,6 +128,7 @@ class SlotPublisher:
         words = self._words
         if words is None:
             return False
+        # The word names this version already.
         if self._slots and slot is self._slots[-1] and version == self.version:
             return words[BELL] < GONE
         # An exception of a signal's handler may end this between any two steps. In this order, the
@@ -141,13 +143,15 @@ class SlotPublisher:
             if each is not slot:
                 each.namers.discard(self)
         self._slots = (slot,)
-        # The peer says that it leaves before it looks at the word for the last time.
+        # This check comes after the word, as the peer says that it leaves before it looks at the
+        # word for the last time.
         return words[BELL] < GONE
 
     def overtaken(self) -> None:
-        """Free the slots in device memory: the worker has a newer version, which came by message.
+        """Free the named slots in device memory: the worker has a newer version, from a message.
 
-        There are only two, and the worker has taken or refused what its word names.
+        It has taken or refused the version that its word names. Device memory has only two slots,
+        and a slot that is named is not free.
         """
         for slot in self._slots:
             if slot.device is not None:
@@ -160,6 +164,7 @@ class SlotPublisher:
 
         Once the link has ended, this is the last such version.
         """
+        # The peer writes the word, so a version that was never named does not count.
         return self._held if self._words is None else min(self._words[HOLDS], self.version)
 
     @property

@@ -97,7 +97,8 @@ class _SegmentView:
     def __init__(self, fd: int, about: Segment) -> None:
         self.segment_id: int = about.segment_id
         self.on_device: bool = about.on_device
-        # An accelerator may read slots elsewhere than in the private mapping, which alone is kept.
+        # True if an accelerator may read slots elsewhere than in the private mappings: keep() does
+        # not preserve that content, so close() leaves such locked slots to leave().
         self.is_read_directly: bool = about.on_device
         # Indices of all slots that are locked; after an interrupt perhaps of more.
         self.locked: set[int] = set()
@@ -108,6 +109,7 @@ class _SegmentView:
         # No code reads or writes through this open file: its position is a mark of it. To look at
         # the mark takes a quarter of the time of os.fstat().
         self._mark = os.lseek(self._lock_fd, secrets.randbits(62), os.SEEK_SET)
+        # The private mapping, and the device memory, of slots, by the slot's index.
         self.maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
         self.blocks: dict[int, SharedBlock] = {}
 
@@ -306,6 +308,7 @@ class SlotReader:
         self.outlives_link: bool = False
         self._descriptors = descriptors
         self.segments: dict[int, _SegmentView] = {}
+        # The slot with the version that the model has.
         self._held: NamedSlot | None = None
         # The last word that was handled: its slot was applied or refused.
         self._seen = 0
@@ -373,6 +376,7 @@ class SlotReader:
         self._drop_old_segments()
 
     def _drop_old_segments(self) -> None:
+        """Close older segments in which no slot is locked; raise if too many segments are left."""
         # Without this lock, another thread could lock a slot of a segment that is being closed.
         with FORKING:
             for key, view in list(self.segments.items())[:-1]:
@@ -389,7 +393,10 @@ class SlotReader:
 
     @property
     def next_unread(self) -> int:
-        """:attr:`unread`, if it is the first word since a slot was applied or refused; else 0."""
+        """:attr:`unread`, if it is the first word since a slot was applied or refused; else 0.
+
+        The sender named no version in between, so reads may go on with the version before it.
+        """
         return self.unread if (self.unread >> 16) - (self._seen >> 16) == 1 else 0
 
     @property
@@ -447,6 +454,7 @@ class SlotReader:
                 if view is None or (view.on_device and index not in view.blocks):
                     self.unread = want
                     return None
+                # The word may name the slot that the model uses: its lock and content stay then.
                 held_here = held is not None and held.view is view and held.index == index
                 locked = view.lock(index)
                 if locked and words[WANT] == want:

@@ -86,6 +86,7 @@ SET_LOCK: int = fcntl.F_OFD_SETLK
 These locks belong to open file descriptions.
 """
 
+# A struct flock of one byte. Each slot has a byte for the lock of its content, at the slot's index.
 _pack = struct.Struct("hhqqi4x").pack
 SHARED, _EXCLUSIVE, UNLOCKED = (
     tuple(_pack(kind, 0, index, 1, 0) for index in range(MAX_SLOTS))
@@ -203,7 +204,7 @@ class Segment:
         return [slot for slot in self.slots if slot.has_memory]
 
     def fits(self, nbytes: int, driver: Driver | None) -> bool:
-        """Return True if a payload of so many bytes fits a slot, in memory of this driver."""
+        """Return True if slots have room for so many bytes, in memory of the driver, or here."""
         return driver is self.driver and nbytes <= self._room
 
     def grow(self) -> Slot:
@@ -221,7 +222,8 @@ class Segment:
             os.posix_fallocate(self._fd, index * nbytes, nbytes)
             if index == len(self.slots):
                 mapping = mmap.mmap(self._fd, nbytes, offset=index * nbytes)
-                # A child of a fork knows of every descriptor.
+                # No fork may come before the slot is in the list, because the child closes the
+                # descriptors of listed slots.
                 with OPENING:
                     device = None
                     if self.driver is not None:
@@ -411,6 +413,7 @@ class Arena:
         self._retired: list[Segment] = []
         self._abandoned: list[AbandonedSlots] = []
         self._segment_ids = itertools.count(1)
+        # The number of acquisitions so far; the indices of the slots of the last two.
         self._num_acquired = self._last = self._before_last = 0
         self._closed = False
         close_in_child(self)

@@ -46,6 +46,7 @@ class DescriptorStream(ByteStream):
     def __init__(self, end: Connection | socket.socket) -> None:
         super().__init__(end)
         self.received_fds: deque[int] = deque()
+        # The functions that move bytes only.
         self._plain = self.readv, self.writev
         self.take_fds(True)
 
@@ -54,6 +55,7 @@ class DescriptorStream(ByteStream):
         self.readv = self._recv_with_fds if wanted else self._plain[0]
 
     def _recv_with_fds(self, buffers: Sequence[memoryview]) -> int:
+        """Read bytes as :attr:`readv` does, and keep the descriptors that came beside them."""
         nbytes, ancillary, _flags, _address = self.sock.recvmsg_into(
             buffers, _SPACE, socket.MSG_CMSG_CLOEXEC
         )
@@ -62,6 +64,7 @@ class DescriptorStream(ByteStream):
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self.received_fds.extend(fds)
+        # A peer must not use up the descriptors of this process.
         while len(self.received_fds) > _MAX_QUEUED_FDS:
             os.close(self.received_fds.pop())
         return nbytes
@@ -141,5 +144,6 @@ class SharedMemTransport(FramedTransport):
     def abort(self) -> None:
         """See :meth:`FramedTransport.abort`."""
         super().abort()
+        # Otherwise the receiver closes it, after it has read the last slot that was named.
         if not self.slots.outlives_link:
             self.slots.close()
