@@ -49,11 +49,13 @@ _open: weakref.WeakSet[_ForkAware | socket.socket] = weakref.WeakSet()
 
 
 def _keep_memory() -> None:
+    """Copy the registered memory, in the parent before a fork."""
     for item in list(_memory):
         item.before_fork()
 
 
 def _close_copies() -> None:
+    """Close the inherited descriptors, in the child after a fork."""
     for item in list(_open):
         if isinstance(item, socket.socket):
             item.close()
@@ -80,6 +82,7 @@ def _register() -> None:
 
 
 def _holding(lock: Any) -> dict[str, Callable[[], object]]:
+    """Return the hooks that hold the lock from before a fork until after it, on both sides."""
     release = lock.release
     return {"before": lock.acquire, "after_in_parent": release, "after_in_child": release}
 

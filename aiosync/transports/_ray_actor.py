@@ -78,6 +78,7 @@ def flat_memory(arrays: Sequence[Any], nbytes: int) -> Any:
 
 
 def _second_mapping(arrays: Sequence[Any], nbytes: int) -> Any:
+    """Map the arrays once more, read-only; return None if they have gaps or are not shared."""
     start: int = arrays[0].__array_interface__["data"][0]
     at = start
     for array in arrays:

@@ -168,10 +168,10 @@ def _is_stale(path: str) -> bool:
 
 
 def own_host(towards: str | None) -> str:
-    """Return the address of this host at which the host ``towards`` can reach it.
+    """Return the address at which the host ``towards``, and hosts near it, can reach this host.
 
-    Hosts near it can use this address, too. It is the loopback address if ``towards`` is ``None``
-    or there is no route to it. The call may look up a host name, and sends nothing to that host.
+    The result is the loopback address if ``towards`` is ``None`` or there is no route to it. The
+    call may look up a host name, and sends nothing to that host.
     """
     if towards:
         for family in (socket.AF_INET, socket.AF_INET6):

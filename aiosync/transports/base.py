@@ -345,7 +345,10 @@ def make_ack(
     *,
     is_base: bool = False,
 ) -> Ack:
-    """Build the acknowledgement message, with the error's type name and text for a NACK."""
+    """Build the acknowledgement message, with the error's type name and text for a NACK.
+
+    ``is_base`` tells the sender that the next update may come as a delta to this one.
+    """
     if error is None:
         return Ack(epoch=epoch, version=version, status=status, is_base=is_base)
     return Ack(
@@ -392,6 +395,7 @@ async def in_time(seconds: float | None, late: type[SyncTimeout], what: str) -> 
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as exc:
+        # The block itself may raise a SyncTimeout, which is a TimeoutError, too.
         if isinstance(exc, AiosyncError):
             raise
         raise late(f"{what} within {seconds_text(seconds)}") from exc

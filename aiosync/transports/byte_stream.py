@@ -77,6 +77,7 @@ class ByteStream:
 
 
 def _closed(_: object) -> int:
+    """Raise in place of a read or a write of a closed stream."""
     raise OSError("the stream was closed")
 
 

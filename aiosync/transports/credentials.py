@@ -58,7 +58,7 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
 
 
 def _read_file(path: str | os.PathLike[str], option: str) -> bytes:
-    """Return the bytes of a file or a pipe, of a large one at least one more than a token has."""
+    """Return the bytes of a file or a pipe, or the first ones if all are too large for a token."""
     try:
         with open(path, "rb", opener=_open_nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -75,6 +75,7 @@ def _read_file(path: str | os.PathLike[str], option: str) -> bytes:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file for :func:`open`, without waiting until a pipe has a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -159,7 +160,8 @@ class Credentials:
         """
         return self.tls.dialling_context() if isinstance(self.tls, TLS) else self.tls
 
-    # Dataclasses with slots have a __getstate__() of their own in Python 3.11.2 and before.
+    # A __getstate__() would be replaced by that of dataclasses with slots in Python 3.11.2 and
+    # before.
     def __reduce__(self) -> tuple[Callable[[], Credentials], tuple[()]]:
         if isinstance(self.tls, ssl.SSLContext):
             raise ConfigError(

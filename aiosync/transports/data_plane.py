@@ -122,10 +122,11 @@ class PayloadState:
 
     Attributes:
         progress: Progress of the copy that fills the payload; ``None`` once it is complete.
-        steadily: Runs a call in another thread while the call reads the caller's own tensors, which
-            are the payload; ``None`` if the payload is a copy. It is called with a function that
-            starts a call in a thread, and with the call, and returns the future of the result.
-        unusable: Error of such a call, after which no link can send the payload.
+        steadily: Runs a call that reads the payload in another thread, and fails if the weights
+            change meanwhile, as the payload is the caller's own tensors; ``None`` if it is a copy.
+            It is called with a function that starts a call in a thread, and with the call, and
+            returns the future of the result.
+        unusable: Error of a call of ``steadily``, after which no link can send the payload.
         bring_back: Brings back bytes that a transport keeps; ``None`` if no transport does. Its
             awaitable gives the buffers in order, and raises
             :class:`~aiosync.errors.LocalProtocolError` if the bytes are gone.
@@ -178,8 +179,11 @@ class DataPlaneTransport(Transport):
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._inline_nbytes = inline_nbytes
+        # The kinds of calls that run, for in_turn().
         self._running: set[str] = set()
+        # True once send() has told the peer of its payload, so that a cut breaks the link.
         self._told = False
+        # The futures of _until_told(), by key and value of the message that each waits for.
         self._awaited: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         # True after a transfer failed: recv() then raises, even if the control stream still has
         # messages.
@@ -293,7 +297,8 @@ class DataPlaneTransport(Transport):
             async with asyncio.timeout(timeout) as deadline:
                 yield
         except BaseException as exc:
-            # The error is raised again, or replaced by the one that caused it.
+            # The error is raised again, or replaced by the one that caused it. A transfer to this
+            # side has always begun, as recv() has the message; one to the peer once it was told.
             ours = isinstance(exc, AiosyncError)
             if (
                 late is RecvTimeout
@@ -308,6 +313,7 @@ class DataPlaneTransport(Transport):
             raise
 
     def _fail(self, error: BaseException, what: str) -> None:
+        """End the link after a failed transfer, with the link's error, or as cut in mid-payload."""
         control = self._control
         if control.closed:
             return
@@ -376,7 +382,7 @@ class DataPlaneTransport(Transport):
         return True
 
     def _on_setup(self, message: Setup) -> None:
-        """Wake the call that waits for this message of the peer's back-end, or hand it over."""
+        """Wake the call that waits for this message of the peer, or hand it to :meth:`_hear`."""
         if message.kind != self._kind:
             raise RemoteProtocolError(
                 f"the peer moves payloads by {message.kind[:40]!a}, this side by "
@@ -424,6 +430,7 @@ class DataPlaneTransport(Transport):
     async def _take_beside(
         self, received: Received, ext: Mapping[str, ExtValue], into: Lender | None
     ) -> None:
+        """Check the size that the peer announced, and put the fetched payload into ``received``."""
         limits, nbytes = self._control.limits, ext[_NBYTES]
         if type(nbytes) is not int or nbytes < 1:
             raise RemoteProtocolError("a payload beside the stream has no valid size")

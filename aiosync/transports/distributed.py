@@ -79,6 +79,7 @@ _Wait: TypeAlias = "Callable[[timedelta], object]"
 """Waits for a chunk; raises RuntimeError if it was not moved in that time. It has to be called."""
 
 _Post: TypeAlias = "Callable[[list[memoryview]], _Wait]"
+"""Begins to send or to receive the chunk in these buffers."""
 
 _of_parents: list[Any] = []
 """Groups of the process from which this one was forked.
@@ -120,6 +121,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         self._changed = threading.Condition()
         # Names under which the other side confirms each key that this side has set.
         self._acks: list[str] = []
+        # The value that this side has set last.
         self._own = b""
         self._closed = False
 
@@ -135,7 +137,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Make every wait fail."""
+        """Make every wait for a key fail, as the link has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -143,6 +145,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
     # Torch calls the following methods, on its threads.
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Set a key here and on the other side, which will confirm it."""
         value = value.encode() if isinstance(value, str) else bytes(value)
         self._own = value
         self._acks.append(f"{_HAVE} {key}")
@@ -150,6 +153,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         self._say(key, value)
 
     def get(self, key: str) -> bytes:
+        """Wait for the value of a key, and return it if it has the sizes of this side's own."""
         self.wait([key])
         value = self._values[key]
         # Gloo reads what these sizes promise, also behind the end of the value.
@@ -161,6 +165,7 @@ class _LinkStore(_Store):  # type: ignore[misc]  # a class of torch's
         return value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until the keys are set, and the other side has confirmed those of this side."""
         # The timeout is meant for the connection, which comes after this.
         del timeout
 
@@ -232,6 +237,7 @@ class DistributedTransport(DataPlaneTransport):
         self._met: asyncio.Future[None] | None = None
         self._store = _LinkStore(self._say_soon)
         self._threads = Threads("aiosync-gloo", 2)
+        # True once no transfer can go on: the link has ended, or a transfer was cancelled.
         self._stop = False
         close_in_child(self)
         super().__init__(control, inline_nbytes)
@@ -285,6 +291,7 @@ class DistributedTransport(DataPlaneTransport):
             raise TransportBroken("the link has ended")
 
     def _say_soon(self, key: str, value: bytes) -> None:
+        """Send the peer a Setup message, from a thread."""
         self._loop.call_soon_threadsafe(self._say, key, value)
 
     def _make_group(self) -> None:
@@ -316,7 +323,7 @@ class DistributedTransport(DataPlaneTransport):
     async def _offer(
         self, payload: list[memoryview], state: PayloadState
     ) -> tuple[Mapping[str, ExtValue], Callable[[], Awaitable[None]]]:
-        """See :class:`DataPlaneTransport`."""
+        """See :class:`DataPlaneTransport`. Makes the group; the sending waits for the peer."""
         await self._meet()
         going, taken = self._until_told(_GO), self._until_told(_GOT)
 
@@ -332,7 +339,7 @@ class DistributedTransport(DataPlaneTransport):
     async def _fetch(
         self, ext: Mapping[str, ExtValue], nbytes: int, lend: Callable[[], list[memoryview]] | None
     ) -> tuple[Sequence[memoryview], Hashable]:
-        """See :class:`DataPlaneTransport`."""
+        """See :class:`DataPlaneTransport`. Makes the group, then says that this side is ready."""
         assert lend is not None
         buffers = lend()
         await self._meet()
@@ -347,6 +354,8 @@ class DistributedTransport(DataPlaneTransport):
     async def _move(
         self, pieces: list[memoryview], post: _Post, copying: Progress | None = None
     ) -> None:
+        """Move a payload by ``post`` on a thread; ``copying`` is the copy that still fills it."""
+
         def stop() -> None:
             self._stop = True
 
@@ -359,6 +368,7 @@ class DistributedTransport(DataPlaneTransport):
             raise TransportBroken(f"the transfer over Gloo failed: {first_line(exc)}") from exc
 
     def _move_here(self, pieces: list[memoryview], post: _Post, copying: Progress | None) -> None:
+        """Move a payload on this thread, with several chunks under way at a time."""
         waits: deque[_Wait] = deque()
         nbytes = sum(view.nbytes for view in pieces)
         sizes = [min(_CHUNK_NBYTES, nbytes - at) for at in range(0, nbytes, _CHUNK_NBYTES)]
@@ -384,6 +394,7 @@ class DistributedTransport(DataPlaneTransport):
             raise TransportBroken("the link has ended")
 
     def _send(self, chunk: list[memoryview]) -> _Wait:
+        """Begin to send a chunk; return the call that waits for its end."""
         arrays = [np.frombuffer(view, np.uint8) for view in chunk]
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         # Torch warns if the memory of a tensor is read-only, so such memory is copied.
@@ -392,6 +403,7 @@ class DistributedTransport(DataPlaneTransport):
         return wait
 
     def _receive(self, chunk: list[memoryview]) -> _Wait:
+        """Begin to receive a chunk; return the call that waits for its end."""
         whole = len(chunk) == 1
         size = sum(view.nbytes for view in chunk)
         array = np.frombuffer(chunk[0], np.uint8) if whole else np.empty(size, np.uint8)
@@ -407,7 +419,7 @@ class DistributedTransport(DataPlaneTransport):
     # -- closing -------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """See :class:`DataPlaneTransport`."""
+        """Make transfers fail soon, and drop the group, as the link has ended. Never waits."""
         super()._end()
         self._stop = True
         self._store.close()

@@ -1,8 +1,9 @@
 """The receiving half of a framed link: reads the stream when it is readable, and takes frames.
 
-The link handles a message without payload at once, and so may a lender that of a ``recv()`` that
-waits, if the payload is here. Every other frame waits for ``recv()``, and nothing behind it is
-decoded meanwhile. Must not import torch, anyio, schemes, or a transport.
+The link handles a message without payload at once. If a ``recv()`` waits and a whole payload was
+read, the lender of that call may take the message at once, too. Every other frame waits for
+``recv()``, and nothing behind it is decoded meanwhile. Must not import torch, anyio, schemes, or a
+transport.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Link(Protocol):
     name: str
 
     def deliver(self, received: Received) -> bool:
-        """Handle a message without payload. False leaves it to ``recv()``."""
+        """Handle a message without payload. Return False to leave it to ``recv()``."""
 
     def fail(self, error: LinkError) -> None:
         """End the link with ``error``."""
@@ -59,11 +60,12 @@ class FrameReader:
         decoder: The decoder of the frames.
         event: The event that waits for ``recv()``; ``None`` for none.
         arrival: Wakes ``recv()`` for such an event, or for the end of the link.
-        landed: Called after each read of the present payload; ``None`` for no call.
+        landed: Called after each read of the present payload, to tell its lender; ``None`` for no
+            call.
         deliver_whole: While a ``recv()`` waits, takes messages whose payload was read whole;
             ``None`` to leave them to it.
         in_recv: True while a ``recv()`` runs, which alone may take the event.
-        is_last: True while :meth:`read_last` runs, so that nothing may be written.
+        is_last: True while :meth:`read_last` runs; the link must write nothing then.
     """
 
     def __init__(self, link: _Link, io: ByteStream, limits: Limits) -> None:
@@ -79,6 +81,8 @@ class FrameReader:
         self._loop = asyncio.get_running_loop()
         # The error that ends the link once every message that was read is handled.
         self._gone: PeerClosed | None = None
+        # In this order: the descriptor is registered with the loop; a read, or a step of decoding a
+        # manifest, is due in the next turn of the loop.
         self._watching = self._read_again = self._next_step_due = False
 
     def stop(self) -> None:
@@ -110,12 +114,13 @@ class FrameReader:
 
         They still count.
         """
+        # _read() does nothing while another read is due.
         self._read_again, self.is_last = False, True
         self._read()
         self.is_last = False
 
     def hand_over(self) -> None:
-        """Let the link handle the message that waits, if no ``recv()`` waits for it."""
+        """Offer the message that waits to the link's new handler, unless a ``recv()`` takes it."""
         waiting = self.event
         if isinstance(waiting, FrameStart) and not waiting.payload_nbytes and not self.in_recv:
             self.event = None
@@ -139,10 +144,12 @@ class FrameReader:
                 self._read_soon()
 
     def _take_step(self) -> None:
+        """Decode the next part of a manifest, in a turn of the loop of its own."""
         self._next_step_due = False
         self.resume()
 
     def _pause(self) -> None:
+        """Stop reading; :meth:`resume` goes on."""
         if self._watching:
             self._watching = False
             self._loop.remove_reader(self._io.fd)
@@ -154,12 +161,14 @@ class FrameReader:
             self._loop.call_soon(self._on_turn)
 
     def _on_turn(self) -> None:
+        """Do the read that is due, unless it was called off or reading has stopped."""
         if self._read_again:
             self._read_again = False
             if self._watching:
                 self._read()
 
     def _read(self) -> None:
+        """Read until nothing is left, at most one window; the rest follows in the next turn."""
         # A turn of the loop reads one window only, so a read that is already scheduled is enough.
         if self._read_again:
             return
@@ -175,7 +184,7 @@ class FrameReader:
             self.arrival.notify()
 
     def _read_some(self, most: int) -> int:
-        """Read once, and handle what arrived; return the number of bytes if more may be there."""
+        """Read once, and handle the bytes; return their number if reading may go on, else 0."""
         link, io, decoder = self._link, self._io, self.decoder
         if link is None:
             return 0
@@ -193,6 +202,7 @@ class FrameReader:
             self._read_soon()
             return 0
         except OSError as exc:
+            # Between two frames, an error of the connection, such as a reset, is a close.
             self.lose(exc, cut=decoder.mid_frame or not isinstance(exc, ConnectionError))
             return 0
         except MemoryError as exc:

@@ -139,6 +139,7 @@ class FramedTransport(Transport):
         # Control frames that are sent as soon as the stream is between two other frames.
         self._queue: deque[bytes] = deque()
         self._room = Notifier()
+        # True while a send() runs; true while the loop calls _on_writable().
         self._sending = self._writing = False
 
         self._reader.resume()
@@ -146,6 +147,7 @@ class FramedTransport(Transport):
 
     @staticmethod
     def _connected_sockets() -> tuple[socket.socket, socket.socket]:
+        """Return the two sockets of a connection, for :meth:`pair`."""
         return socket.socketpair()
 
     @classmethod
@@ -199,6 +201,7 @@ class FramedTransport(Transport):
         self.abort()
 
     def _end(self, error: LinkError | None) -> None:
+        """Wake every waiter and close the stream. ``error`` is ``None`` if this side closed it."""
         self.ended = True
         # A destructor may call this after the loop was closed. Then no task waits any more.
         with contextlib.suppress(RuntimeError):
@@ -225,6 +228,7 @@ class FramedTransport(Transport):
                     break
 
     def _take_leave(self, error: LinkError | None) -> None:
+        """Drop unread bytes, and tell a peer that broke the protocol the reason."""
         self._read_rest()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
         if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
@@ -235,6 +239,7 @@ class FramedTransport(Transport):
                 self.io.writev([memoryview(encode_frame(refuse, 0, limits=self.limits))])
 
     def _close_descriptors(self, *, farewell: bool) -> None:
+        """Close the stream and the pidfd; with ``farewell`` the stream may tell the peer before."""
         self.io.close(farewell=farewell)
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -248,7 +253,10 @@ class FramedTransport(Transport):
     # -- the peer --------------------------------------------------------------------------------
 
     def refuse_payloads(self) -> None:
-        """Allow the peer only small messages, from the next frame on."""
+        """Allow the peer only small messages without payload, from the next frame on.
+
+        This is for a peer that has not proved its identity, and for a worker, which sends no more.
+        """
         self._reader.decoder.limits = _SMALL_MESSAGES
 
     def allow_payloads(self) -> None:
@@ -278,6 +286,7 @@ class FramedTransport(Transport):
             self._loop.add_reader(pidfd, self._on_process_end)
 
     def _on_process_end(self) -> None:
+        """End the link, as the pidfd shows that the peer's process has ended."""
         self._loop.remove_reader(self.pidfd)
         # Messages that the peer sent before it died still count.
         self._reader.read_last()
@@ -295,7 +304,7 @@ class FramedTransport(Transport):
         return True
 
     def deliver(self, received: Received) -> bool:
-        """Hand a message without payload to the handler. False leaves it to :meth:`recv`."""
+        """Hand a message without payload to the handler. Return False to leave it to recv()."""
         return self._handler is not None and self._handler(received) is not False
 
     async def recv(self, *, into: Lender | None = None, timeout: float | None = None) -> Received:
@@ -327,7 +336,7 @@ class FramedTransport(Transport):
             reader.in_recv, reader.deliver_whole = False, None
 
     def _deliver_whole(self, into: Lender, arrived: Handler, start: FrameStart) -> None:
-        """Hand a message whose payload was read whole to the lender, while recv() goes on."""
+        """Hand a message whose payload was read whole to the lender of recv(), which waits on."""
         decoder, nbytes = self._reader.decoder, start.payload_nbytes
         payload = take_buffers(into, start.message, nbytes, decoder.limits)
         decoder.lend(payload)
@@ -356,6 +365,7 @@ class FramedTransport(Transport):
         return "" if self.error is None else "; the link is broken, open a new one"
 
     async def _recv_payload(self, start: FrameStart, into: Lender | None) -> list[memoryview]:
+        """Read the payload of a message into lent or new buffers; the link ends if that is cut."""
         reader, nbytes = self._reader, start.payload_nbytes
         decoder = reader.decoder
         try:
@@ -386,6 +396,7 @@ class FramedTransport(Transport):
     def _frame(
         self, message: Message, payload: Payload, ext: Mapping[str, ExtValue] | None
     ) -> tuple[bytes, list[memoryview], int]:
+        """Return the encoded message, the byte views of its payload, and their total size."""
         views = [*map(flat_view, payload)]
         nbytes = sum(map(len, views))
         return encode_frame(message, nbytes, ext=ext, limits=self.limits), views, nbytes
@@ -414,7 +425,7 @@ class FramedTransport(Transport):
         return self.write_nowait(b"".join(map(encode, messages)))
 
     def write_nowait(self, frame: bytes, payload: Sequence[memoryview] = ()) -> bool:
-        """Write a small frame without waiting; False when nothing was written."""
+        """Write a small frame, a part of it perhaps later; return False if nothing was written."""
         if self.ended:
             self.check()
         if self._sending or self._out or self._reader.is_last:
@@ -501,12 +512,13 @@ class FramedTransport(Transport):
                 self._watch()
 
     async def _wait_for_room(self) -> None:
+        """Wait until the frame under way is written, or raise the error that ended the link."""
         self.check()
         await self._room.wait()
         self.check()
 
     def _abandon(self) -> None:
-        # A send that ends early leaves the link intact before its first byte, and breaks it after.
+        """Drop the frame of a send() that ends early; the link breaks if it was written in part."""
         rest, self._out = self._out, []
         if rest and self._started:
             self.fail(TransportBroken(f"a send to {self.name} was cut in mid-message"))
@@ -514,11 +526,13 @@ class FramedTransport(Transport):
             self._unwatch()
 
     def _watch(self) -> None:
+        """Have the loop call :meth:`_on_writable` while the stream can take bytes."""
         if not self._writing and not self.ended:
             self._writing = True
             self._loop.add_writer(self.io.fd, self._on_writable)
 
     def _unwatch(self) -> None:
+        """Have the loop call :meth:`_on_writable` no more."""
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self.io.fd)
@@ -531,6 +545,7 @@ class FramedTransport(Transport):
             await self._wait_for_room()
 
     def _on_writable(self) -> None:
+        """Write more of the frame under way, then a queued one; wake send() if all is written."""
         self._write()
         if not self._out and self._queue and not self._sending:
             self._out, self._started = [memoryview(self._queue.popleft())], False

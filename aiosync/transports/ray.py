@@ -106,10 +106,12 @@ _CLOSE_SECONDS = 5.0
 # smaller payloads are cut into slices of 1 MiB.
 _SLICE_NBYTES = 2**20
 _THREADED_NBYTES = 32 * 2**20
+# Key of the Setup message of a receiver that has the object, so that the sender may drop it.
 _GOT = "got"
 
 _NO_PEER = "the other end is an actor without aiosync: there is no second end to check"
 
+# Numbers for Received.key: no two objects of the store are the same memory.
 _regions = itertools.count(1)
 
 
@@ -197,7 +199,12 @@ def _are_arrays(value: Any) -> TypeGuard[list[NDArray[np.uint8]]]:
 
 
 class Entry:
-    """One payload in the object store. The hub passes it on as long as this object lives."""
+    """One payload in the object store. The hub passes it on as long as this object lives.
+
+    Attributes:
+        ref: Ray's reference to the object.
+        ticket: Random key by which receivers ask the hub for the reference.
+    """
 
     __slots__ = ("__weakref__", "ref", "ticket")
 
@@ -256,6 +263,7 @@ class RayObjects:
             raise LocalProtocolError(str(exc)) from exc
 
     def _put(self, make: Callable[[], Any]) -> Entry:
+        """Put the object that ``make()`` returns into the store, on a thread."""
         self.check_cluster()
         try:
             entry = Entry(self._ray.put(make()))
@@ -270,6 +278,7 @@ class RayObjects:
         return entry
 
     def _forget(self, ticket: bytes) -> None:
+        """Have the loop drop a ticket of the hub, as its entry is gone."""
         # The garbage collector may call this anywhere, even inside Ray, so only the loop calls Ray.
         # A closed loop raises RuntimeError; the hub has ended with it.
         with contextlib.suppress(RuntimeError):
@@ -281,6 +290,7 @@ class RayObjects:
             self._hub[1].drop.remote(ticket)
 
     def _keep(self, state: PayloadState, key: object, putting: asyncio.Future[Entry]) -> None:
+        """Let the payload be brought back from the entry that was put, or forget a failed put."""
         if state.made.get(key) is not putting:
             return
         if putting.cancelled() or putting.exception() is not None:
@@ -408,6 +418,7 @@ class RayTransport(DataPlaneTransport):
         self._ray = need_cluster()
         self._objects = RayObjects() if objects is None else objects
         self._owns_objects = objects is None
+        # Name and handle of the peer's hub, which passed on the last payload.
         self._hub: tuple[str, Any] = ("", None)
         super().__init__(control, inline_nbytes)
 
@@ -467,6 +478,7 @@ class RayTransport(DataPlaneTransport):
         return [block.cast("B")], (next(_regions), 0)
 
     async def _take(self, name: str, ticket: bytes) -> Any:
+        """Return the object for which a ticket stands, by the hub of this name."""
         self._control.check()
         self._objects.check_cluster()
         try:
@@ -484,7 +496,7 @@ class RayTransport(DataPlaneTransport):
     # -- closing -------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """See :class:`DataPlaneTransport`."""
+        """Make transfers fail soon, as the link has ended; end the hub if this link owns it."""
         super()._end()
         if self._owns_objects:
             self._objects.abort()
@@ -542,6 +554,7 @@ class RayActorTransport(Transport):
         self._objects: RayObjects | None = None
         self._manifest: Manifest | None = None
         hello = Hello("receiver", model_id, 0, strategy="any", has_target=True)
+        # Messages for recv(), which this end makes in place of the actor.
         self._answers: deque[Message] = deque([hello])
         self._arrival = Notifier()
         self._running: set[str] = set()
@@ -572,6 +585,7 @@ class RayActorTransport(Transport):
             async with in_time(timeout, SendTimeout, f"{self._name} was not called"):
                 await asyncio.sleep(0)
                 self._check()
+                # An actor without aiosync gets weights only, so other messages are dropped.
                 if isinstance(message, ManifestMessage):
                     self._manifest = message.manifest
                 elif isinstance(message, Refuse):
@@ -580,6 +594,7 @@ class RayActorTransport(Transport):
                     await self._update(message, payload)
 
     async def _update(self, message: Update, payload: Payload) -> None:
+        """Put weights into the store, unless another link has, and call the actor with them."""
         manifest = self._manifest
         if manifest is None or manifest.digest != message.digest:
             raise LocalProtocolError("an update names a manifest that was not sent last")
@@ -619,6 +634,7 @@ class RayActorTransport(Transport):
             ) from exc
 
     def _on_answer(self, epoch: int, version: int, done: asyncio.Future[Any]) -> None:
+        """Answer for the actor whose call ended: an Ack, or the end of the link if it has died."""
         if self._closed or done.cancelled():
             return
         error, exceptions = done.exception(), self._ray.exceptions
@@ -637,6 +653,7 @@ class RayActorTransport(Transport):
         self._arrival.notify()
 
     def _end(self, error: AiosyncError) -> None:
+        """End the link with an error that send() and recv() raise from now on."""
         self._error = error
         self._arrival.notify()
 
@@ -669,7 +686,7 @@ class RayActorTransport(Transport):
             await self._objects.aclose()
 
     def abort(self) -> None:
-        """See :meth:`aclose`."""
+        """Close the link as :meth:`aclose` does, but without waiting for the last calls of Ray."""
         self._closed = True
         self._manifest = None
         self._arrival.notify()
@@ -678,11 +695,12 @@ class RayActorTransport(Transport):
 
 
 def _said(exc: BaseException) -> str:
+    """Return the type and the first line of an error of Ray, for the text of another error."""
     return f"{type(exc).__name__}: {first_line(exc)}"
 
 
 def _place_in_store(ext: Mapping[str, ExtValue]) -> tuple[str, bytes]:
-    """Return the hub that has the object of a payload, and the ticket of the object."""
+    """Return the name of the hub that passes a payload on, and its ticket; raise if illegal."""
     ticket, name = ext.get("ref"), ext.get("hub")
     if type(ticket) is not bytes or len(ticket) != 16:
         raise RemoteProtocolError("a payload beside the stream has no valid ticket")

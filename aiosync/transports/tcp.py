@@ -194,7 +194,7 @@ class TCPTransport(FramedTransport):
         """Return a link over ``sock``, which it owns, after the handshakes.
 
         ``hostname`` is that of the listener for the side that dialled, and ``None`` for the side
-        that listens.
+        that listens. The last four arguments are those of :meth:`connect`.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
@@ -221,7 +221,11 @@ class TCPTransport(FramedTransport):
         return transport
 
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
-        """Set the time that :meth:`connect` calls ``untaken``, once the peer's role is known."""
+        """Have the kernel end the link if the peer takes no sent byte for so many ``seconds``.
+
+        This is the option ``untaken`` of :meth:`connect`, for a link whose peer's role is only
+        known after that.
+        """
         if not self.ended:
             _prepare(self.io.sock, None, seconds)
 
@@ -230,6 +234,7 @@ class TCPTransport(FramedTransport):
 
 
 async def _open(address: Address) -> socket.socket:
+    """Return a non-blocking socket that is connected to the address, or raise ConnectError."""
     sock = None
     try:
         if address.scheme == "unix":
@@ -250,6 +255,7 @@ async def _open(address: Address) -> socket.socket:
 
 
 async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
+    """Return the addresses of a host, and use a thread only if its name needs a resolver."""
     # A numeric address and "localhost" need no resolver, which would run in a thread.
     try:
         flags = 0 if host == "localhost" else socket.AI_NUMERICHOST
@@ -260,7 +266,8 @@ async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
 
 
 def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None) -> None:
-    """Set the options of a connected socket. A Unix socket has none of them."""
+    """Set the options of a connected socket; a time of ``None`` leaves its option as it is."""
+    # A Unix socket has none of these options.
     if sock.family == socket.AF_UNIX:
         return
     set_option = functools.partial(sock.setsockopt, socket.IPPROTO_TCP)
@@ -277,6 +284,7 @@ def _prepare(sock: socket.socket, keepalive: float | None, untaken: float | None
 
 
 def _seconds(value: float) -> int:
+    """Return a time as the kernel takes it for keepalive: whole seconds in its range."""
     return max(1, round(min(value, _MAX_KEEPALIVE_SECONDS)))
 
 

@@ -80,7 +80,7 @@ class TLS:
         return context
 
     def _refuse_pipes(self) -> None:
-        """Raise if something is no regular file.
+        """Raise :class:`ConfigError` if one of the certificate files is no regular file.
 
         OpenSSL would wait until a pipe is written to, and later links would read it again.
         """

@@ -68,6 +68,7 @@ class TlsStream(ByteStream):
         hostname: str | None = None,
     ) -> None:
         super().__init__(sock)
+        # Encrypted bytes of the peer for OpenSSL, and encrypted bytes of OpenSSL for the peer.
         self._in = ssl.MemoryBIO()
         self._out = ssl.MemoryBIO()
         try:
@@ -76,6 +77,7 @@ class TlsStream(ByteStream):
             )
         except (ssl.SSLError, ValueError) as exc:
             raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
+        # Bytes that were taken out of _out, and that the kernel does not have yet.
         self._unsent = memoryview(b"")
         self.readv, self.writev = self._readv, self._writev
 
@@ -119,6 +121,7 @@ class TlsStream(ByteStream):
             self._in.write(data)
 
     def _check_peer(self, data: bytes, first: bool) -> None:
+        """Raise if the peer closed the link, or if its ``first`` bytes are plain frames."""
         if not data:
             raise ConnectError(
                 "the other end closed the link during the TLS handshake: it may not use TLS, or "
@@ -136,6 +139,7 @@ class TlsStream(ByteStream):
     # -- the stream ----------------------------------------------------------------------------
 
     def _readv(self, buffers: Sequence[memoryview]) -> int:
+        """Read and decrypt some bytes into the one buffer; see :attr:`ByteStream.readv`."""
         try:
             return self._decrypt_into(*buffers)
         finally:
@@ -145,8 +149,15 @@ class TlsStream(ByteStream):
                 self.flush()
 
     def _decrypt_into(self, buffer: memoryview) -> int:
+        """Fill the buffer as far as data arrived; return the number of bytes, 0 at the end.
+
+        Raises:
+            BlockingIOError: No data has arrived.
+            InterruptedError: Many bytes were read, and none of them had data: call again later.
+        """
         if self._out.pending > _ANSWERS_NBYTES:
             raise OSError("the peer asks TLS for answers, and does not read them")
+        # Bytes of data; and bytes that were read from the socket beyond those of data.
         total = overhead = 0
         while total < len(buffer):
             try:
@@ -176,6 +187,7 @@ class TlsStream(ByteStream):
         return total
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:
+        """Encrypt and send some bytes, unless earlier ones are unsent; return how many."""
         self.flush()
         if self.has_unsent:
             raise BlockingIOError
@@ -190,7 +202,7 @@ class TlsStream(ByteStream):
         return taken
 
     def flush(self) -> None:
-        """See :class:`ByteStream`."""
+        """Give encrypted bytes to the kernel, as many as it takes. Never blocks."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while self._unsent or self._out.pending:
                 self._unsent = self._unsent or memoryview(self._out.read())
@@ -198,7 +210,7 @@ class TlsStream(ByteStream):
         self.has_unsent: bool = bool(self._unsent) or self._out.pending > 0
 
     def close(self, *, farewell: bool = True) -> None:
-        """See :class:`ByteStream`. The farewell is sent if that needs no waiting."""
+        """Close the socket; a ``farewell`` is sent before if that needs no waiting."""
         if farewell and self.sock.fileno() >= 0:
             # unwrap() raises because it also wants the peer's answer to the farewell, or because
             # the session never began.
