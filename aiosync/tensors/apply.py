@@ -82,13 +82,14 @@ class Target:
                 tensors.
         """
         self.target = target
-        # Extra state of which was warned.
+        # Names of the missing extra state of which the last warning told.
         self._stateless: list[str] = []
-        # True once it was said that views do not follow their buffers.
+        # True once it was logged that tensors got new memory, which old views do not follow.
         self._told = False
         self.strict = strict
         self.buffers: BufferChoice = buffers
         self._transient = TransientBuffers(type(target).__name__)
+        # The last plan, unless it can be used only once, and the facts that it was made for.
         self._plan: Plan | None = None
         self._key: tuple[Any, ...] = ()
 
@@ -105,6 +106,7 @@ class Target:
             ManifestMismatch: The weights do not fit; all names are listed.
             ConfigError: The target cannot be a target.
         """
+        # With the mode of the last update the plan may be used again.
         self._resolve(layout, values, self._key[0] if self._key else "copy")
 
     def apply_(
@@ -176,7 +178,7 @@ class Target:
                 ``"flip"``.
             values: Non-tensor values by name, packed.
             mode: The way in which tensors get their values.
-            flat: The buffer that the sources are views of, if they are.
+            flat: The buffer that the sources are views of; ``None`` for other tensors.
 
         Raises:
             ManifestMismatch: The weights do not fit; nothing was changed.
@@ -201,7 +203,7 @@ class Target:
 
     @property
     def waits(self) -> bool:
-        """True if applying waits for an accelerator, as far as is known; cheap."""
+        """True if applying waits for an accelerator; before the first plan, parameters tell."""
         plan, target = self._plan, self.target
         if plan is not None:
             return bool(plan.devices)
@@ -236,6 +238,7 @@ class Target:
         """
         self._plan = None
         found, tree = walk(self.target)
+        # The table of a TensorDictParams may have parameters that a walk does not find.
         tensors = [*found.tensors, *(tree.root.parameters() if tree is not None else ())]
         with torch.inference_mode(False), torch.no_grad():
             for tensor in tensors:
@@ -243,8 +246,8 @@ class Target:
                     if flat.address <= tensor.data_ptr() < flat.address + flat.nbytes:
                         tensor.data = tensor.data.clone()
 
-    def _tell_of(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
-        """Log once that views of buffers do not follow them."""
+    def _log_new_memory(self, plan: Plan, viewed: Sequence[torch.Tensor]) -> None:
+        """Log once that viewed tensors got new memory: their views keep the old values."""
         if not self._told:
             self._told = True
             ids = set(map(id, viewed))
@@ -254,10 +257,11 @@ class Target:
             log(logging.INFO, "applied", text, model=None)
 
     def _facts(self, layout: Layout, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the facts that decide what goes where, apart from the target."""
+        """Return the facts of an update that must be the same for a plan to be used again."""
         return (layout.digest, self.strict, *values, inner_names(values))
 
     def _resolve(self, layout: Layout, values: Mapping[str, Any], mode: Mode) -> Plan:
+        """Return the last plan if it fits this update and the target as it is now, or a new one."""
         key = (mode, *self._facts(layout, values))
         plan = self._plan
         if (
@@ -276,7 +280,7 @@ class Target:
         return plan
 
     def _warn_of_missing_state(self, names: list[str]) -> None:
-        """Warn that the target keeps its extra state of these names."""
+        """Warn that the target keeps its extra state of these names, and note the names."""
         self._stateless = names
         warnings.warn(
             f"the weights lack extra state of the {type(self.target).__name__}, which keeps "
@@ -293,11 +297,12 @@ class Target:
         undo: Undo,
         flat: FlatBuffer | None,
     ) -> None:
+        """Change the target as planned; ``undo`` gets the steps for the caller after an error."""
         # Steps that can fail come before those that cannot, so that the usual case needs no backup.
         # Extra states come last, as set_extra_state() may look at the weights: then all is backed
         # up.
         new = _replacements(plan, sources)
-        # They are found before a backup views the tensors, too.
+        # These are found first, because the backup views the tensors, too.
         viewed = plan.copies.find_viewed()
         memory = _memory_of_moved(plan, sources)
         if plan.values:
@@ -308,13 +313,14 @@ class Target:
         if plan.copies.tensors:
             plan.copies.write(sources, flat, fresh)
         if isinstance(flat, DeviceBuffer):
-            # New tensors were copied on the device, too.
+            # The trainer writes to the buffer afterwards, and the copies in new tensors are only
+            # queued so far.
             accelerator().synchronize(flat.device)
         if plan.moved or viewed:
             _flip([*plan.moved, *viewed], [*memory, *(fresh[id(each)] for each in viewed)])
         if viewed:
             plan.copies.note_memory()
-            self._tell_of(plan, viewed)
+            self._log_new_memory(plan, viewed)
         self._set_values(plan, layout, sources, values)
 
     def _set_values(
@@ -324,7 +330,7 @@ class Target:
         sources: Sequence[torch.Tensor],
         values: Mapping[str, Any],
     ) -> None:
-        """Hand over the values that are not tensors, and the tensors that modules take as such."""
+        """Set the values of the target; an extra state of a module may be a bare tensor."""
 
         def own(name: str) -> torch.Tensor:
             return sources[layout.index[name]].clone()
@@ -341,7 +347,7 @@ class Target:
 
 
 def _flip(tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-    """Give each tensor the memory of its view.
+    """Give each tensor, as its ``data``, the memory of its view.
 
     The loop runs in C: no other Python thread, and no signal handler, sees only some of the tensors
     flipped. Autograd is told as of any change in place: some operations keep the parameter itself
@@ -359,13 +365,14 @@ def _back_up(plan: Plan, undo: Undo) -> None:
     """
     moved = set(map(id, plan.moved))
     for tensor in filter(is_ordinary, plan.tensors.tensors):
+        # A moved tensor leaves its old memory, so that the elements there need no copy.
         if id(tensor) not in moved:
             undo.append(partial(tensor.copy_, tensor.detach().clone()))
         undo.append(partial(_set_data, tensor, tensor.data))
 
 
 def _memory_of_moved(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors whose memory the moved ones get: their sources, or copies of these."""
+    """Return the tensor whose memory each moved one gets: its source, or a copy of the source."""
     return [
         sources[leaf]
         if is_view
@@ -408,11 +415,12 @@ def _clone_overwritten(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torc
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if that has no memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
-    """Refuse leaves that differ although they are one tensor here."""
+    """Raise if leaves that were sent separately, and are one tensor here, have other values."""
     leaves = layout.manifest.leaves
     mismatched = {
         leaves[other].name: f"tied to {leaves[first].name} here, but sent with other values"
@@ -427,6 +435,7 @@ def _check_equal(plan: Plan, layout: Layout, sources: Sequence[torch.Tensor]) ->
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of a tensor after a cast: in these, a NaN equals itself."""
     cast = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous().reshape(-1)
     return cast.view(torch.uint8) if cast.numel() else cast
 

@@ -42,7 +42,7 @@ class InPlaceCopies:
             and self.nbytes <= QUICK_NBYTES
         )
         self._all = copies
-        # From a flat buffer of the host some are copied together, by device.
+        # From a flat buffer of the host those on accelerators are copied together, by device.
         self._on_devices: list[tuple[DeviceCopies, dict[int, torch.Tensor]]] = []
         self._on_host = copies
         self._keeps_views = keeps_views
@@ -55,6 +55,7 @@ class InPlaceCopies:
 
     def allocate_on_devices(self, layout: Layout) -> None:
         """Allocate what copies from the host to accelerators need, as a copy must not fail."""
+        # If several tensors get one leaf, the first is copied with the others on its device.
         first: dict[int, torch.Tensor] = {}
         for tensor, leaf in self._all:
             first.setdefault(leaf, tensor)
@@ -63,7 +64,7 @@ class InPlaceCopies:
         self._on_host = [copy for copy in self._all if id(copy[0]) not in there]
 
     def note_memory(self) -> None:
-        """Note the present addresses of the tensors."""
+        """Note the addresses of the tensors and the views of their memory, as they are now."""
         self._addresses: list[int] = list(map(torch.Tensor.data_ptr, self.tensors))
         own = [each for each in self.tensors if self._keeps_views and each.is_cpu and each.numel()]
         self._viewed: Viewed | None = Viewed(own) if own else None
@@ -86,7 +87,7 @@ class InPlaceCopies:
 
         Args:
             sources: One tensor for each leaf.
-            flat: The buffer that the sources are views of, if they are.
+            flat: The buffer that the sources are views of; ``None`` for other tensors.
             fresh: New memory of tensors, by their ids: it gets the weights instead, and the caller
                 gives it to the tensors.
         """

@@ -120,6 +120,7 @@ class Matching:
         """Give a tensor the leaves of its names, or note why it gets none."""
         index = self._layout.index
         names = [name for place in spot.places for name in self._names.of(place)]
+        # If several names have one leaf, the first of them counts.
         sent = {index[name]: name for name in reversed(names) if name in index}
         if not sent:
             self._note_absence(spot, names)
@@ -138,7 +139,7 @@ class Matching:
                 self._mismatched[name] = why
 
     def _note_absence(self, spot: Spot, names: Iterable[str]) -> None:
-        """Note that no tensor was sent under the names of a spot; perhaps values were."""
+        """Note the names of a spot that gets no leaf: missing, or mismatched if sent as values."""
         values = [name for name in names if name in self._sent_values]
         self._mismatched |= {
             name: f"expected a tensor, got a {type(self._sent_values[name]).__name__}"
@@ -173,8 +174,9 @@ class Matching:
         missing, unexpected = self._missing, self._find_unexpected()
         is_disjoint = not self._taken and missing and unexpected
         if not (self._strict or is_disjoint):
-            # Each side may have names that the other lacks.
+            # Each side may have names that the other lacks, but some have to be common.
             missing, unexpected = [], []
+        # Values name tensors inside them that were not sent.
         lost = sorted(inner_names(self._sent_values) - self._layout.index.keys())
         if missing or lost or unexpected or self._mismatched:
             raise ManifestMismatch(
@@ -215,12 +217,13 @@ class _SentNames:
         self._prefix = _leading(found, sent) if strict else ""
 
     def of(self, place: Place) -> Sequence[str]:
-        """Return the names that were sent for a place, also with other wrappers; at least one."""
+        """Return the names sent for a place, also with other wrappers; or else its own name."""
         known = [self._prefix + place.name]
         if not self._prefix:
             others = {
                 self._by_plain_name.get(plain_name(each)) for each in (place.name, place.path)
             }
+            # A name that another place has as its own is not sent for this one.
             known += [name for name in others - self._own if name is not None]
         return [name for name in known if name in self._sent] or [place.name]
 
@@ -256,7 +259,7 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
     parts = []
     if tuple(tensor.shape) != shape:
         parts.append(f"expected shape {tuple(tensor.shape)}, got {shape}")
-    # A single wire_dtype does not round all buffers, but a model in less precision does.
+    # A single wire_dtype does not round all buffers, so a model in less precision rounds them.
     exact = strict and not (spot.is_buffer and tensor.dtype.itemsize <= dtype.itemsize)
     castable = _are_alike(tensor.dtype, dtype)
     if tensor.dtype is not dtype and (exact or not castable):
@@ -265,17 +268,18 @@ def _difference(spot: Spot, shape: tuple[int, ...], dtype: torch.dtype, strict: 
 
 
 def _are_alike(one: torch.dtype, other: torch.dtype) -> bool:
-    """Return True if both dtypes are of floating point, or both are complex."""
+    """Return True if one dtype can be cast to the other: both floating-point, or both complex."""
     return (one.is_floating_point and other.is_floating_point) or (
         one.is_complex and other.is_complex
     )
 
 
 def _takes_weights(tensor: torch.Tensor) -> bool:
-    """Return True if weights can be copied into a tensor; one on the meta device gets memory."""
+    """Return True if weights can be copied into a tensor, or into its replacement if on meta."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        # Along a dimension with step 0 all elements are one in memory.
         and all(step or n < 2 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
     )

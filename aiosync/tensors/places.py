@@ -28,7 +28,7 @@ Undo: TypeAlias = "list[Callable[[], object]]"
 
 
 def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
-    """Put a tensor object into one place of a target."""
+    """Put a tensor object into one place of a target; ``undo`` gets the step that reverts it."""
     owner, key = place.owner, place.key
     if is_tensordict_params(owner):
         table = owner._parameters if key in owner._parameters else owner._buffers
@@ -47,6 +47,7 @@ def put(root: Any, place: Place, tensor: torch.Tensor, undo: Undo) -> None:
 
 
 def _put_params(owner: Any, table: Any, key: str, path: Any, inner: Any, own: Any) -> None:
+    """Put ``inner`` into the TensorDict of a TensorDictParams, and ``own`` into a module table."""
     with _unlocked(owner._param_td) as td:
         td.set(path, inner)
     table[key] = own

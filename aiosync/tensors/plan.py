@@ -125,7 +125,8 @@ class Plan:
     def _picker(self) -> _Pick | None:
         """Return the function that picks the leaves of the moves; ``None`` if nothing moves."""
         leaves = [leaf for _, leaf, _ in self.moves]
-        # For a single index, itemgetter() would return no sequence.
+        # For a single index, itemgetter() would return no sequence. _flip() stops
+        # before the surplus view.
         return itemgetter(*leaves, leaves[-1]) if leaves else None
 
     def _sort(
@@ -149,17 +150,18 @@ class Plan:
             if is_replaced:
                 self.puts.append((spot, leaf, is_view))
             elif is_view or (is_shared and in_module) or in_flat_memory(tensor):
-                # A tensor in memory that torch shares gets other memory, too.
+                # A module's tensor in memory that torch shares gets other memory, too. So does a
+                # view of a flat buffer, which must not be written to.
                 self.moves.append((tensor, leaf, is_view))
             else:
                 copies.append((tensor, leaf))
         return copies
 
     def check_device(self, device: torch.device) -> None:
-        """Raise if the target is not on the device that has the weights.
+        """Raise if the target is not on the device that has the weights; a part may be on the CPU.
 
         Raises:
-            ConfigError: It has tensors elsewhere.
+            ConfigError: It is on another accelerator, too, or only on the CPU.
         """
         # Tensors on the meta device get memory where the weights are.
         new = any(spot.tensor.is_meta for spot, *_ in self.puts)
@@ -185,7 +187,7 @@ def _can_be_view(spot: Spot, dtype: torch.dtype) -> bool:
 
 
 def _is_split(spot: Spot) -> bool:
-    """Return True if only one of the two tables of a TensorDictParams has the tensor."""
+    """Return True if a TensorDictParams has the tensor inside, and another one in its table."""
     return any(
         is_tensordict_params(owner)
         and spot.tensor is not owner._parameters.get(key, owner._buffers.get(key))

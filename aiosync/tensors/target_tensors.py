@@ -26,7 +26,12 @@ __all__ = ["TargetTensors", "is_ordinary"]
 
 
 class _Extent(NamedTuple):
-    """The memory of a tensor, from its first element to the last one."""
+    """The memory of a tensor, from its first element to the last one.
+
+    Attributes:
+        content: The leaf that the tensor gets, and its memory key. Tensors that have both in
+            common may share memory.
+    """
 
     device: str
     start: int
@@ -36,7 +41,7 @@ class _Extent(NamedTuple):
 
     @classmethod
     def of(cls, spot: Spot) -> _Extent:
-        """Find the memory of a tensor that has elements, and the leaf that it gets."""
+        """Return the extent of a spot's tensor, which has elements."""
         tensor = spot.tensor
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()

@@ -22,12 +22,12 @@ class TransientBuffers:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        # The buffers after the last update.
+        # The buffers after the last update, each with the number of writes to it until then.
         self._left: dict[str, tuple[torch.Tensor, int]] = {}
         self._warned = False
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Compare the buffers with those after the last update, which are forgotten then."""
+        """Warn of buffers that changed since :meth:`note`; forget what that call remembered."""
         left, self._left = self._left, {}
         both = left.keys() & buffers.keys()
         changed = sorted(name for name in both if _differs(buffers[name], *left[name]))
@@ -41,12 +41,13 @@ class TransientBuffers:
             )
 
     def note(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Remember the buffers as an update has left them."""
+        """Remember the buffers as an update has left them, unless it was warned already."""
         if not self._warned:
             self._left = {name: (each, _num_writes(each)) for name, each in buffers.items()}
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
+    """Return how often torch wrote to a tensor; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

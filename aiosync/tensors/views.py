@@ -35,6 +35,7 @@ class Viewed:
         # Keeps the storages alive, as freed addresses may be reused by others.
         self._held = [tensor.detach() for tensor in tensors]
         self._storages: list[int] = [each.untyped_storage()._cdata for each in self._held]
+        # A tensor and its detached one are two references to its storage.
         known = Counter(self._storages)
         self._counts = [2 * known[each] + _own_count() for each in self._storages]
 
@@ -51,14 +52,14 @@ class Viewed:
 
 @functools.cache
 def _own_count() -> int:
-    """Return torch's count of a storage whose address was asked for, without its tensors."""
+    """Return by how much asking for the address of a storage raises torch's count of it."""
     tensor = torch.empty(1, device="cpu")
     address: int = tensor.untyped_storage()._cdata
     return 0 if use_count is None else use_count(address) - 1
 
 
 def new_memory(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Make memory for CPU tensors, by their ids; tensors in the same memory get the same again."""
+    """Return new memory for CPU tensors, by their ids, with any content; tied ones get the same."""
     made: dict[Any, torch.Tensor] = {}
     for tensor in tensors:
         key = memory_key(tensor)
