@@ -88,6 +88,7 @@ class DeltaLayout:
                 self._dtypes.append(leaf.dtype)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[slice, str]]:
+        """Cut a range of the payload into slices of one dtype each, and yield these with it."""
         first = bisect.bisect_right(self._starts, start) - 1
         last = bisect.bisect_left(self._starts, stop)
         ends = [*self._starts[first + 1 : last], stop]
@@ -203,6 +204,7 @@ def apply_delta(encoded: Buffer, base: Buffer, out: Buffer, dtype: str) -> bytes
 
 
 def _zstandard() -> Any:
+    """Import zstandard, which is optional, and return it; raise ConfigError if it is missing."""
     try:
         import zstandard
     except ImportError as exc:
@@ -226,6 +228,7 @@ def _elements(data: Buffer, dtype: str) -> _Elements:
 
 
 def _blocks(elements: _Elements) -> Iterator[slice]:
+    """Cut elements into blocks of 2 MiB, which are encoded one by one."""
     size = _BLOCK_NBYTES // elements.itemsize
     return (slice(start, start + size) for start in range(0, elements.size, size))
 
@@ -246,7 +249,8 @@ def _from_order(places: _Elements) -> _Elements:
 
 
 def _steps(base: _Elements, new: _Elements, ordered: bool) -> _Elements:
-    """Return by how much each element differs, modulo its range, with the sign as lowest bit."""
+    """Return by how many steps each element moved, with the sign as the lowest bit."""
+    # If `ordered`, a step leads to the next 16-bit float, and else to the next integer.
     step = _in_order(new) - _in_order(base) if ordered else new - base
     sign = (step.view(f"i{step.itemsize}") >> (8 * step.itemsize - 1)).view(step.dtype)
     steps: _Elements = (step << 1) ^ sign
@@ -254,13 +258,14 @@ def _steps(base: _Elements, new: _Elements, ordered: bool) -> _Elements:
 
 
 def _moved(base: _Elements, steps: _Elements, ordered: bool) -> _Elements:
-    """Return the elements that differ by these steps from ``base``."""
+    """Return the elements to which the result of :func:`_steps` leads from ``base``."""
     step = (steps >> 1) ^ np.negative(steps & 1)
     return _from_order(_in_order(base) + step) if ordered else base + step
 
 
 def _changed(base: _Elements, new: _Elements) -> _Places:
     """Return the indices of the elements that differ, in order."""
+    # Whole words of eight bytes, of `ratio` elements each, are compared first.
     ratio = 8 // base.itemsize
     whole, stride = base.size // ratio, _STRIDE_NBYTES // 8
     found, mask = list[_Places](), np.empty(_STRIDE_NBYTES // base.itemsize, np.bool_)
@@ -290,6 +295,7 @@ def _changed(base: _Elements, new: _Elements) -> _Places:
 def _encode_block(
     base: _Elements, new: _Elements, ordered: bool, compress: Callable[[Any], bytes]
 ) -> bytes:
+    """Encode one block in the smallest of the layouts that its share of changes allows."""
     places = _changed(base, new)
     if not places.size:
         return bytes([_UNCHANGED])
@@ -299,6 +305,7 @@ def _encode_block(
     if _BITMAP_FROM < share < _BITMAP_TO:
         where.append(bytes([_BITMAP]) + _pack(np.packbits(base != new), compress))
     if where:
+        # No changed element has 0 steps, so that 0 stands for the smallest change.
         changed = _steps(base.take(places), new.take(places), ordered) - 1
         made.append(min(where, key=len) + _pack_planes(changed, compress))
     if share > _DENSE_FROM:
@@ -310,10 +317,11 @@ def _encode_block(
 
 
 def _pack_gaps(places: _Places, size: int, compress: Callable[[Any], bytes]) -> bytes:
+    """Encode the indices of changed elements, of ``size`` elements, as distances."""
     mean = size / places.size
     nbytes = max(each for each, least in _LONG_GAPS.items() if mean >= least)
     limit = 256**nbytes - 1
-    # The greatest number of that many bytes stands for itself, and the next one is added to it.
+    # A longer distance takes several numbers: `limit` means that the next one is added to it.
     gap = np.diff(places, prepend=-1) - 1
     extra = gap // limit
     gaps = np.full(int(extra.sum()) + gap.size, limit, f"u{nbytes}")
@@ -323,11 +331,13 @@ def _pack_gaps(places: _Places, size: int, compress: Callable[[Any], bytes]) -> 
 
 
 def _pack_planes(numbers: _Elements, compress: Callable[[Any], bytes]) -> bytes:
+    """Encode numbers as byte planes: the lowest byte of each number, then the next one."""
     shifts = range(0, 8 * numbers.itemsize, 8)
     return b"".join(_pack((numbers >> shift).astype(np.uint8), compress) for shift in shifts)
 
 
 def _pack(plane: _Bytes, compress: Callable[[Any], bytes]) -> bytes:
+    """Return a plane with its length in front; compressed if smaller, and zeros as no bytes."""
     if not plane.any():
         return _LENGTH.pack(0)
     packed = compress(plane) if plane.size >= _MIN_ZSTD_NBYTES else b""
@@ -347,19 +357,19 @@ class _Reader:
         self._zstd = zstd
 
     def take(self, nbytes: int) -> memoryview:
-        """Return the next bytes."""
+        """Take the next bytes; raise if fewer are left."""
         if nbytes > self._left.nbytes:
             raise _malformed()
         taken, self._left = self._left[:nbytes], self._left[nbytes:]
         return taken
 
     def number(self) -> int:
-        """Return the next length."""
+        """Take a length, which is a number of four bytes."""
         [number] = _LENGTH.unpack(self.take(_LENGTH.size))
         return int(number)
 
     def plane(self, size: int) -> _Bytes:
-        """Return the next plane, which has so many bytes."""
+        """Take a plane, and unpack it to exactly ``size`` bytes, whatever the peer claims."""
         nbytes = self.number()
         if nbytes > size:
             raise _malformed()
@@ -381,14 +391,14 @@ class _Reader:
         return plane
 
     def planes(self, count: int, nbytes: int) -> _Elements:
-        """Return so many numbers, each of so many bytes."""
+        """Take the byte planes of ``count`` numbers of ``nbytes`` each; return the numbers."""
         numbers = self.plane(count).astype(f"u{nbytes}")
         for index in range(1, nbytes):
             numbers |= self.plane(count).astype(numbers.dtype) << 8 * index
         return numbers
 
     def gaps(self, size: int) -> _Places:
-        """Return the places of changed elements among so many."""
+        """Take distances; return the indices of changed elements among ``size`` elements."""
         nbytes, count, length = _GAPS_HEAD.unpack(self.take(_GAPS_HEAD.size))
         if nbytes not in _LONG_GAPS or count > size:
             raise _malformed()
@@ -410,10 +420,12 @@ class _Reader:
 
 
 def _malformed() -> RemoteProtocolError:
+    """Return the error for an encoding that no sender makes."""
     return RemoteProtocolError("a delta is malformed: it was damaged, or its sender is at fault")
 
 
 def _apply_block(body: _Reader, base: _Elements, out: _Elements, ordered: bool) -> None:
+    """Write the elements of one block, made of its encoding and of the base."""
     [layout] = body.take(1)
     if layout == _RAW:
         out.view(np.uint8)[:] = body.plane(out.nbytes)
@@ -428,6 +440,7 @@ def _apply_block(body: _Reader, base: _Elements, out: _Elements, ordered: bool) 
         else:
             bits = body.plane(-(-base.size // 8))
             places = np.flatnonzero(np.unpackbits(bits, count=base.size).view(np.bool_))
+        # The encoding of a changed element is one less than its steps.
         steps = body.planes(places.size, base.itemsize) + 1
         out[places] = _moved(base.take(places), steps, ordered)
     else:
