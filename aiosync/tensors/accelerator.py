@@ -34,7 +34,8 @@ class HostMemory(Protocol):
         nbytes: Number of bytes.
         read_only: True if nothing may write to the memory.
         block: Lives as long as the memory.
-        pinned: Ends the registration when it is called, or when ``block`` goes.
+        pinned: Ends the registration when it is called, or when ``block`` goes; ``None`` if the
+            memory is not registered.
     """
 
     address: int
@@ -45,7 +46,10 @@ class HostMemory(Protocol):
 
 
 class Accelerator(Protocol):
-    """The calls that copies make of accelerators. Copies may end later than their calls."""
+    """The calls by which aiosync copies on accelerators.
+
+    Calls queue copies on the current stream of their thread, and may return before these end.
+    """
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of a tensor is on an accelerator."""
@@ -54,22 +58,22 @@ class Accelerator(Protocol):
         """Wait for all work that is queued on a device, on any stream."""
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy tensors on one device into others there, after all work that was begun here."""
+        """Queue copies of tensors into others on the same device, after the work of the stream."""
 
     def transfer(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a block between a device and the host, after all work that was begun here."""
+        """Queue the copy of a block between device and host, after the work of the stream."""
 
     def mark(self, device: torch.device) -> Callable[[], object]:
-        """Return a function that waits for all work that was begun here so far."""
+        """Return a function that waits for the work that is on the device's stream now."""
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory of the device."""
+        """Return uint8 memory of the device, with any content; ConfigError if it has none left."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return memory of the host that the device reads directly."""
+        """Return uint8 memory of the host that is pinned; RuntimeError if that is impossible."""
 
     def pin(self, flat: HostMemory, device: torch.device) -> None:
-        """Let the device reach a flat buffer directly, if it can: then the buffer is ``pinned``."""
+        """Pin a flat buffer for the device, and set its ``pinned``; on failure change nothing."""
 
     def driver(self, device: torch.device) -> Driver:
         """Return the driver of a device whose memory other processes can map.
@@ -132,6 +136,7 @@ class _Torch:
                     torch.zeros(1, device=device).add_(1)
                 return
         flat.pinned = weakref.finalize(flat.block, _unpin, flat.address, device, os.getpid())
+        # A registration ends with the process anyway.
         flat.pinned.atexit = False
 
     def driver(self, device: torch.device) -> Driver:
@@ -155,13 +160,14 @@ class _Torch:
 
 
 class _Block:
-    """A block of device memory, as torch takes it over from other libraries."""
+    """A block of device memory, in the form that torch takes over; the tensor keeps this object."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
         self.__cuda_array_interface__ = {
             "shape": (memory.nbytes,),
             "typestr": "|u1",
+            # torch takes no memory that is marked as read-only.
             "data": (memory.address, False),
             "version": 3,
         }
@@ -169,6 +175,7 @@ class _Block:
 
 @functools.cache
 def _cuda_driver(index: int) -> CudaDriver:
+    """Return the driver of a CUDA device, always the same object."""
     try:
         return CudaDriver(index, torch.cuda.empty_cache)
     except DriverError as exc:
@@ -176,6 +183,7 @@ def _cuda_driver(index: int) -> CudaDriver:
 
 
 def _unpin(address: int, device: torch.device, pid: int) -> None:
+    """End the pinning of host memory, in the process that pinned it."""
     # A forked child has no pinned memory to release.
     if os.getpid() == pid:
         with torch.cuda.device(device):
@@ -186,11 +194,11 @@ _chosen: Accelerator = _Torch()
 
 
 def accelerator() -> Accelerator:
-    """Return the object through which accelerators are reached."""
+    """Return the object through which this process reaches accelerators."""
     return _chosen
 
 
 def use_accelerator(other: Accelerator) -> None:
-    """Replace that object in this process, for tests."""
+    """Replace the object that :func:`accelerator` returns, for tests."""
     global _chosen
     _chosen = other

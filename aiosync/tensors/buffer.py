@@ -41,6 +41,7 @@ __all__ = [
     "use_count",
 ]
 
+# Bytes from which memory is mapped, not allocated by malloc.
 _MAPPED_NBYTES = 2**20
 
 use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -156,7 +157,7 @@ class FlatBuffer:
         block: The object that keeps the memory alive; ``None`` if there is no memory.
         pinnable: True if an accelerator may be told to reach the memory directly.
         read_only: True if nothing may write to the memory.
-        is_shareable: True if :meth:`shared` may return another buffer.
+        is_shareable: True if :meth:`shared` may return a buffer, as the memory can be mapped again.
         was_transferred: True if the buffer was copied from or to an accelerator before.
         pinned: Undoes the pinning of the memory for an accelerator.
     """
@@ -214,7 +215,9 @@ class FlatBuffer:
             self.block._owner = array
             _blocks[self.address] = self.block
         self._lock = threading.Lock()
+        # Views and their addresses, by the digest of their layout.
         self._views: dict[bytes, tuple[list[torch.Tensor], list[int]]] = {}
+        # This sets the attributes with which exclusive() counts references.
         self.release()
 
     def memoryview(self) -> memoryview:
@@ -228,9 +231,9 @@ class FlatBuffer:
         return torch.frombuffer(self.block, dtype=torch.uint8)
 
     def shared(self) -> FlatBuffer | None:
-        """Return the same memory as its owners see it, always the same object.
+        """Return the same memory, mapped once more so that it can be pinned.
 
-        ``None`` if there is no such memory.
+        Always the same object; ``None`` if ``share`` was not given or has failed.
         """
         if self._shared is None and self._share is not None:
             try:
@@ -243,6 +246,7 @@ class FlatBuffer:
         """End the direct access of accelerators to the memory."""
         if self.pinned is not None:
             self.pinned()
+            # The next transfer counts as the first one again.
             self.pinned, self.was_transferred = None, False
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
@@ -293,12 +297,13 @@ class FlatBuffer:
     def named_views(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and tensors in the order of a layout; a tied one under each of its names."""
         for leaf, view in zip(layout.manifest.leaves, self.views(layout), strict=True):
-            # If other code keeps a detached tensor, exclusive() sees that.
+            # The view itself stays here. If other code keeps a detached one, exclusive() sees that.
             tensor = view.detach()
             for name in (leaf.name, *leaf.aliases):
                 yield name, tensor
 
     def _make(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
+        """Make a view, and add the references that its storage has now to the baseline."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")

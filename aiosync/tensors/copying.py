@@ -97,6 +97,7 @@ class CopyPool:
             _take(function, left)
         finally:
             for helper in helpers:
+                # A helper that has not begun is not needed any more.
                 if not helper.cancel():
                     helper.result()
 
@@ -106,6 +107,7 @@ class CopyPool:
 
 
 def _take(function: Callable[[Any], object], left: Iterator[Any]) -> None:
+    """Call a function for each item that no other thread takes from the iterator first."""
     for item in left:
         function(item)
 
@@ -134,6 +136,7 @@ def is_plain_cpu(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.is_cpu
+        # The accelerator of the tests has its tensors on the CPU.
         and not accelerator().has(tensor)
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -175,7 +178,7 @@ def copy_tensors(pairs: Iterable[TensorPair], pool: CopyPool | None = None) -> N
 
 
 def _copy(pairs: list[TensorPair], pool: CopyPool | None) -> None:
-    """Copy tensors into others on this thread, or on those of the pool."""
+    """Copy each pair as its size and kind allow, on this thread or on those of the pool, too."""
     blocks, batches, small = list[_Pair](), list[_Batch](), list[TensorPair]()
     for target, source in pairs:
         if target.numel() <= _PIECE:
@@ -236,7 +239,7 @@ def _copy_there(pairs: list[TensorPair]) -> list[TensorPair]:
 
 
 def _are_on_one_accelerator(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return True if one accelerator has both tensors, with their values as they are in memory."""
+    """Return True if one accelerator has both tensors, and none is a conjugate or negative view."""
     has = accelerator().has
     if not (has(target) and has(source) and target.device == source.device):
         return False

@@ -23,8 +23,8 @@ __all__ = ["DeviceBuffer"]
 class DeviceBuffer(FlatBuffer):
     """A flat buffer whose bytes are on a device, and not on the CPU.
 
-    Whoever writes to it or reads it waits for the device before and after: no other process knows
-    of work that is queued.
+    A writer or reader waits for the device before and after, as no other process knows of the work
+    that is queued.
 
     Args:
         nbytes: Size in bytes.
@@ -33,6 +33,7 @@ class DeviceBuffer(FlatBuffer):
     """
 
     def __init__(self, nbytes: int, find: Callable[[], DeviceMemory]) -> None:
+        # There is no memory of the host.
         super().__init__(0)
         self.nbytes = nbytes
         self._find = find
@@ -57,9 +58,10 @@ class DeviceBuffer(FlatBuffer):
         return host.memoryview()
 
     def exclusive(self) -> bool:
-        """Return True: views are valid only as long as the reader of the slot says."""
+        """Return True: kept views do not count, as they are valid only while the slot is in use."""
         return True
 
     def _make(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
+        """Make a view of the device memory; :meth:`exclusive` needs no count of its references."""
         nbytes = prod(shape) * dtype.itemsize
         return self.tensor()[offset : offset + nbytes].view(dtype).view(tuple(shape))

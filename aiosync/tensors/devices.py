@@ -152,7 +152,8 @@ class DeviceCopies:
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])
-        # Blocks share the device's memory, so that gaps hold bytes of the block before.
+        # Padding is sent as zeros, and blocks share the device's memory, so that gaps hold bytes of
+        # the block before.
         for block in self._blocks:
             for start, stop in block.gaps:
                 flat.array[start:stop] = 0
@@ -198,7 +199,7 @@ class DeviceCopies:
         return large[block.at : block.at + block.stop - block.start]
 
     def _pinned_ring(self) -> _Ring | None:
-        """Return the pinned blocks for large transfers; ``None`` for small ones, or no memory."""
+        """Return pinned blocks; ``None`` if all transfers are small, or nothing can be pinned."""
         if self._largest < PINNED_NBYTES:
             return None
         # Without memory to pin, the copy is only slower.
@@ -209,10 +210,12 @@ class DeviceCopies:
         return self._ring
 
     def _seen(self, flat: FlatBuffer) -> FlatBuffer:
-        """Return the memory of a flat buffer; from its second transfer on pinned, if that works."""
+        """Return the buffer to transfer with: from the second transfer on pinned, if that works."""
+        # Pinning takes long, so it pays only for memory that is used again.
         again, flat.was_transferred = flat.was_transferred, True
         if not again or flat.nbytes < PINNED_NBYTES:
             return flat
+        # A private mapping must not be pinned, but the same memory mapped shared may be.
         seen = flat.shared() or flat
         if seen.pinnable:
             self._api.pin(seen, self.device)
@@ -227,23 +230,25 @@ class _Ring:
     ) -> None:
         self._api, self._device = api, device
         self._blocks = [api.pinned(nbytes) for _ in range(min(num_blocks, 2))]
+        # The function of each block that waits for its last transfer.
         self._waits: list[Callable[[], object]] = [_nothing] * len(self._blocks)
         self._turn = 0
 
     def fill(self, source: NDArray[np.uint8], pool: CopyPool) -> torch.Tensor:
-        """Copy bytes into the next block and return it; a call of :meth:`used` has to follow."""
+        """Copy bytes into the next block once it is free; a call of :meth:`used` has to follow."""
         self._waits[self._turn]()
         block = self._blocks[self._turn][: source.size]
         pool.copy([(block.numpy(), source)])
         return block
 
     def used(self) -> None:
-        """Note that the transfer from the block has begun."""
+        """Note that the transfer from the block of :meth:`fill` has begun; it is not free yet."""
         self._waits[self._turn] = self._api.mark(self._device)
         self._turn = (self._turn + 1) % len(self._blocks)
 
 
 def _nothing() -> None:
+    """Do nothing, as a new block has no transfer to wait for."""
     return None
 
 
@@ -304,6 +309,7 @@ def uploaded(
         ahead: tuple[str, torch.Tensor, Callable[[], object]] | None = None
         for name, tensor in items:
             ready, ahead = ahead, (name, *uploads.begin(tensor))
+            # The third item of a triple waits until the copy has arrived.
             if ready is not None:
                 ready[2]()
                 yield ready[:2]
@@ -313,7 +319,7 @@ def uploaded(
 
 
 class _Uploads:
-    """Transfers of whole tensors to a device, through pinned blocks of so many bytes."""
+    """Transfers of whole tensors to a device, through pinned blocks of ``nbytes`` if that pays."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._api, self._device, self._ring = accelerator(), device, None
