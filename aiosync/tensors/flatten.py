@@ -69,9 +69,10 @@ try:
 except ImportError:  # pragma: no cover - depends on the version of torch
     _new_guards = None  # type: ignore[assignment,misc]
 
+# Bytes that are copied with the GIL held, at a time.
 _BATCH_NBYTES = 2 * 2**20
 _PADDING = memoryview(bytes(ALIGNMENT))
-_look = attrgetter("dtype", "device", "layout", "shape")
+_properties = attrgetter("dtype", "device", "layout", "shape")
 
 
 class Signature:
@@ -102,9 +103,10 @@ class Signature:
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the properties of each tensor; of one without strides, which object it is."""
     # A conjugate view differs from its base only in a flag, not even in its address.
     return [
-        (type(t), _look(t), t.stride(), t.is_conj(), t.is_neg())
+        (type(t), _properties(t), t.stride(), t.is_conj(), t.is_neg())
         if t.layout is torch.strided and not t.is_nested
         else (t.layout, id(t))
         for t in tensors
@@ -112,6 +114,7 @@ def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return torch's quick comparison with tensors like these; ``None`` if it has none for them."""
     if _new_guards is None or any(t.is_nested or t.layout is not torch.strided for t in tensors):
         # torch ends the process for some tensors without strides.
         return None
@@ -147,11 +150,11 @@ class Prepared:
 
     @property
     def fits_device(self) -> bool:
-        """True if all of it may be in a device's memory: extra state is read on the CPU."""
+        """True if the copy may be on a device: values and extra state are read on the CPU."""
         return not (self.values or self.plan.has_extra_state)
 
     def driver(self) -> Driver:
-        """Return the driver of the device whose memory is to have a copy.
+        """Return the driver of the device that has the weights, and is to have their copy.
 
         Raises:
             ConfigError: There is not exactly one device, or it cannot share memory.
@@ -181,7 +184,7 @@ class Prepared:
         """
         layout, plan, program = self.layout, self.plan, self.plan.program
         if flat.padded_for != layout.digest:
-            # A device buffer is never padded.
+            # A device buffer is never padded, so that each copy into one ends here.
             if isinstance(flat, DeviceBuffer):
                 copy_tensors(zip(flat.views(layout), self.tensors, strict=True), pool)
                 return
@@ -220,7 +223,24 @@ class Prepared:
 
 
 class _Plan:
-    """The layout of one source, and the conditions under which it is still right."""
+    """The layout of one source, and the conditions under which it is still right.
+
+    Attributes:
+        layout: Layout of the flat buffer.
+        names: The name, kind and persistence of each place.
+        firsts: For each leaf, the index of its first place.
+        tied: Indices of the places of each tied tensor.
+        in_all_places: The tensors of the last source, by place.
+        tensors: The tensors of the last source, by leaf.
+        signature: Properties of the tensors.
+        on_host: Indices of the leaves on the CPU.
+        devices: The accelerators that have the other leaves.
+        has_extra_state: True if a leaf belongs to an extra state.
+        is_cast: True if the layout has another dtype for some tensor.
+        outline: The keys of a container that needs no walk; ``None`` for other sources.
+        program: The copies of tensors that stay where they are; ``None`` before the first ones.
+        addresses: Addresses of the tensors that were copied last.
+    """
 
     def __init__(self, found: Found, layout: Layout) -> None:
         self.layout: Layout = layout
@@ -229,7 +249,6 @@ class _Plan:
         groups = group_tied(tensors)
         self.firsts: list[int] = [group[0] for group in groups]
         self.tied: list[list[int]] = [group for group in groups if len(group) > 1]
-        # The tensors of the last source.
         self.in_all_places: Sequence[torch.Tensor] = tensors
         self.tensors: list[torch.Tensor] = [tensors[first] for first in self.firsts]
         self.signature: Signature = Signature(self.tensors)
@@ -242,7 +261,6 @@ class _Plan:
         self.is_cast: bool = [each.dtype for each in self.tensors] != [*layout.dtypes]
         self.outline: list[object] | None = None
         self.program: _Program | None = None
-        # Addresses of the tensors that were copied last.
         self.addresses: list[int] = []
 
     @property
@@ -254,7 +272,7 @@ class _Plan:
         return self._on_devices
 
     def prepared(self, tensors: Sequence[torch.Tensor], values: dict[str, Any]) -> Prepared:
-        """Return what this plan copies: the first of each group of tied tensors, and the values."""
+        """Take over the tensors of a source that fits, and return them ready to be copied."""
         self.in_all_places, self.tensors = tensors, [tensors[first] for first in self.firsts]
         signature = None if self.is_cast else self.signature
         return Prepared(self, self.layout, self.tensors, values, signature)
@@ -262,6 +280,7 @@ class _Plan:
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if other tensors of the same names have the same shapes, dtypes and ties."""
         unique = [tensors[first] for first in self.firsts]
+        # The signature takes no nested tensors but its own.
         if not all(map(is_, unique, self.tensors)) and any(each.is_nested for each in unique):
             return False
         return self.signature.same(unique) and (not self.tied or self.still_tied(tensors))
@@ -277,6 +296,7 @@ class _Plan:
 
 
 def _names(found: Found) -> list[tuple[str, str, bool]]:
+    """Return the name, kind and persistence of each place, on which a plan depends."""
     return [(place.name, place.kind, place.persistent) for place in found.places]
 
 
@@ -341,7 +361,9 @@ class Flattener:
         return self._prepare_anew(source, tree)
 
     def _prepare_anew(self, source: Source, tree: ModuleTree | None) -> Prepared:
+        """Prepare a source that the last result does not fit; ``tree`` is its walk if that does."""
         plan = self._plan
+        # A container with the same keys, and with tensors like the last ones, needs no walk.
         keys, tensors = outline(source) or (None, [])
         if plan is not None and keys is not None and keys == plan.outline and plan.fits(tensors):
             return plan.prepared(tensors, {})
@@ -408,6 +430,7 @@ class Flattener:
                     exact.append(leaf.name)
                     dtype = now
                 elif not any(buffers[name].persistent for name in names):
+                    # A computed buffer may get more precision, but no less.
                     dtype = max(now, dtype, key=attrgetter("itemsize"))
             dtypes.append(dtype)
         if exact and exact != self._told:
@@ -430,8 +453,10 @@ class _Program:
     def __init__(self, prepared: Prepared, addresses: list[int]) -> None:
         self.layout: Layout = prepared.layout
         self.addresses = addresses
+        # Ranges of the flat buffer and bytes of the tensors, for small tensors in batches.
         self._batches: list[tuple[list[slice], list[memoryview]]] = []
         self._large: list[tuple[slice, NDArray[np.uint8]]] = []
+        # Indices of the leaves on the CPU that torch has to copy.
         self._others: list[int] = []
         filled, here = _BATCH_NBYTES, set(prepared.plan.on_host)
         leaves = zip(self.layout.manifest.leaves, prepared.tensors, strict=True)
@@ -450,6 +475,7 @@ class _Program:
                 self._batches[-1][1].append(as_bytes(tensor).data)
 
     def run(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer, pool: CopyPool | None) -> None:
+        """Copy the tensors on the CPU into a flat buffer; plain ones at the addresses they had."""
         # Each batch runs in C with the GIL held, half a millisecond at most. Releasing the GIL for
         # every small copy would cost a switch interval (5 ms) each, next to a busy thread.
         store = flat.array.data.__setitem__

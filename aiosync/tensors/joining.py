@@ -75,6 +75,7 @@ def _newest_sources(
 
 
 def _names_by_source(sources: Mapping[str, _Source]) -> dict[int, list[str]]:
+    """Return the names of each source, by its id; the names of one source are tied."""
     names: dict[int, list[str]] = {}
     for name, source in sources.items():
         names.setdefault(id(source), []).append(name)
@@ -100,7 +101,7 @@ def _gather(sources: Mapping[str, _Source], limits: Limits) -> tuple[Layout, Fla
     target = buffer.memoryview()
     for start, stop in layout.padding():
         target[start:stop] = bytes(stop - start)
-    # Memory on a device is copied by each call.
+    # For memory on a device, each call copies the whole buffer to the host.
     parts = {id(part): part for part, _ in tensors.values()}
     memory = {key: part.buffer.memoryview() for key, part in parts.items()}
     for (part, old), new in zip(tensors.values(), layout.manifest.leaves, strict=True):

@@ -60,7 +60,7 @@ class Pattern:
         """Return the characters for each star if the whole name fits; otherwise ``None``.
 
         From the left on each star stands for as few characters as possible. A pattern that fits
-        joins ``used``.
+        joins ``used``: the caller refuses those that fitted no name.
         """
         found = self._regex.fullmatch(name)
         if found is None:
@@ -78,6 +78,7 @@ _ANY = Pattern("*", "")
 
 
 def _all_names(values: Any) -> bool:
+    """Return True if all values are strings, and none is empty."""
     return all(type(value) is str and value for value in values)
 
 
@@ -241,6 +242,7 @@ class WeightMap:
         """Drop and rename tensors."""
         starred = [each for text, each in self._renames.items() if "*" in text]
         for name, tensor in weights:
+            # Without any name, no pattern is refused.
             used.add(_ANY)
             # Every pattern is tried, so that a pattern that another one overrules does not count as
             # unused.
@@ -254,6 +256,7 @@ class WeightMap:
             yield from ((each, tensor) for each in names)
 
     def _split(self, weights: _Items, used: set[Pattern]) -> _Items:
+        """Split tensors by the first pattern that matches; other tensors stay whole."""
         for name, tensor in weights:
             for spec in self._splits:
                 captured = spec.fused.match(name, used)
@@ -278,6 +281,7 @@ class WeightMap:
             used.add(spec.fused)
             fused = spec.fused.fill(captured)
             parts = waiting.setdefault((spec, fused), (captured, {}))[1]
+            # The caller adds each name that this yields to `made`.
             if index in parts or fused in made:
                 raise _twice(name)
             parts[index] = name, tensor
@@ -340,12 +344,14 @@ def _incomplete(waiting: Mapping[tuple[_Fused, str], _Collected]) -> ManifestMis
 
 
 def _twice(name: str) -> ConfigError:
+    """Return the error for two tensors that get the same name."""
     return ConfigError(
         f"the WeightMap produces {name!r} twice: give one of the tensors another name, or drop it"
     )
 
 
 def _mapping(value: Any, option: str) -> Iterable[tuple[str, Any]]:
+    """Check that a user's option is a mapping with names as keys, or None; return its items."""
     if value is None:
         return ()
     if not isinstance(value, Mapping) or not _all_names(value):
@@ -354,6 +360,7 @@ def _mapping(value: Any, option: str) -> Iterable[tuple[str, Any]]:
 
 
 def _names(value: Any, what: str) -> list[str]:
+    """Check that a user gave one name, several or None, and return them as a list."""
     names = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable) or not _all_names(listed := list(names)):
         raise ConfigError(f"{what} must be a name, a sequence of names or None, got {value!r}")
@@ -392,7 +399,7 @@ class _Fused:
         return torch.split(tensor.detach(), sizes, dim)
 
     def check(self, fused: str, parts: Mapping[str, torch.Tensor]) -> int:
-        """Return the dimension along which the parts are joined.
+        """Check that the parts of a merge fit together; return the dimension that joins them.
 
         Raises:
             ManifestMismatch: They do not fit together.
@@ -400,7 +407,7 @@ class _Fused:
         first_name, first = next(iter(parts.items()))
         dim = _dimension(first_name, first, self.dim)
         mismatched = {
-            name: f"is {_look(tensor)}, and {first_name} is {_look(first)}: they cannot be merged "
+            name: f"is {_kind(tensor)}, and {first_name} is {_kind(first)}: they cannot be merged "
             f"into {fused} along dimension {self.dim}"
             for name, tensor in parts.items()
             if tensor.dtype is not first.dtype or _without(tensor, dim) != _without(first, dim)
@@ -428,7 +435,7 @@ def _are_sizes(sizes: list[Any]) -> bool:
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor, made of one, or of several along a dimension."""
+    """Return a new tensor of this dtype with the elements of one, or of several along ``dim``."""
     first, *others = parts
     shape = list(first.shape)
     for other in others:
@@ -440,18 +447,20 @@ def _joined(parts: Sequence[torch.Tensor], dim: int, dtype: torch.dtype) -> torc
 
 
 def _dimension(name: str, tensor: torch.Tensor, dim: int) -> int:
+    """Return the dimension without a sign; raise if the tensor does not have it."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise ManifestMismatch(
-            mismatched={name: f"is {_look(tensor)}, without a dimension {dim}"},
+            mismatched={name: f"is {_kind(tensor)}, without a dimension {dim}"},
             hint="Correct split or merge.",
         )
     return dim % tensor.dim()
 
 
 def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """Return the number of dimensions, and all sizes but one."""
+    """Return the number of dimensions, and all sizes but that of ``dim``, which joins parts."""
     return (tensor.dim(), *tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
-def _look(tensor: torch.Tensor) -> str:
+def _kind(tensor: torch.Tensor) -> str:
+    """Return the dtype and the shape of a tensor, for an error."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}".removeprefix("torch.")

@@ -76,7 +76,7 @@ def gather_weights(
 def _gather_each(
     places: Iterable[Place], device: torch.device | str | None, *, keep: bool
 ) -> dict[int, torch.Tensor]:
-    """Return the whole tensors, each tied one once, by the ids of those in the places."""
+    """Gather each tensor once; return results by the tensors' ids, empty ones without ``keep``."""
     whole: dict[int, torch.Tensor] = {}
     for place in places:
         tensor = place.tensor
@@ -93,7 +93,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _reshard(source: nn.Module) -> None:
-    """Let modules of ``fully_shard`` take over the optimizer's changes."""
+    """Let modules of ``fully_shard`` take over the optimizer's changes; refuse the older FSDP."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in source.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -107,6 +107,7 @@ def _reshard(source: nn.Module) -> None:
 
 
 def _gather(place: Place) -> torch.Tensor:
+    """Gather a DTensor from all ranks of its mesh, each of which makes the same call."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             full: Any = place.tensor.detach().full_tensor()
@@ -145,6 +146,7 @@ def _meet(picked: Sequence[Place], timeout: float | None) -> None:
         if mesh.get_coordinate() is None:
             raise ConfigError(f"this process is not a member of {mesh}: only members can gather")
         for group in mesh.get_all_groups():
+            # If no rank has a higher number, and none a lower one, all have this one.
             highest = torch.tensor([number, -number], device=mesh.device_type)
             _all_highest(highest, group, timeout)
             if highest.tolist() != [number, -number]:
@@ -155,6 +157,7 @@ def _meet(picked: Sequence[Place], timeout: float | None) -> None:
 
 
 def _all_highest(values: torch.Tensor, group: Any, timeout: float | None) -> None:
+    """Replace each value by the highest that any rank has; raise if a rank does not come."""
     from torch import distributed
 
     options: Any = distributed.AllreduceOptions()

@@ -85,13 +85,14 @@ def pack_value(
     if depth <= 0:
         raise ConfigError(f"value {name!r} cannot travel: it is nested too deeply")
 
-    # A stack of values is both.
+    # A stack of wrapped values is also a TensorDict, and has no single value.
     if is_non_tensor(value) and not is_tensordict(value):
         return pack_value(name, value.data, add_tensor, depth - 1)
     if (special := _special_name(value)) is not None:
         plain = dict(value) if isinstance(value, dict) else list(value)
         return {_MARK: special, "items": pack_value(name, plain, add_tensor, depth - 1)}
 
+    # `levels` counts the containers of the packed form around an item.
     def pack(key: Any, item: Any, levels: int) -> Any:
         return pack_value(f"{name}.{key}", item, add_tensor, depth - levels)
 
@@ -155,7 +156,7 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Rebuild a value; errors of the types that it is made of are not caught."""
+    """Rebuild a value; :func:`unpack_value` catches the errors of the types that it is made of."""
     if isinstance(value, list | tuple):
         return [_unpack(item, tensor) for item in value]
     if not isinstance(value, Mapping):
@@ -215,6 +216,7 @@ def inner_names(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _referenced(value: Any) -> Iterator[str]:
+    """Yield the names of all tensors in a packed value."""
     if isinstance(value, Mapping) and value.get(_MARK) == "tensor":
         yield str(value.get("name"))
     elif isinstance(value, list | tuple | Mapping):

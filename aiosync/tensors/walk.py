@@ -131,7 +131,7 @@ class Found:
         return [place.tensor for place in self.places]
 
     def pack(self) -> dict[str, Any]:
-        """Pack the values; the tensors inside become leaves. A bare tensor is a leaf itself.
+        """Pack the values, and add a place for each tensor inside; a bare tensor is only a place.
 
         Raises:
             ConfigError: A value cannot travel.
@@ -146,6 +146,7 @@ class Found:
         return encode_values(packed)
 
     def _add_inner(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a place for a tensor in a value, so that it travels as a leaf of its own."""
         self.add(Place(name, None, name, tensor, "buffer"))
 
     def same_as(self, other: Found) -> bool:
@@ -204,10 +205,10 @@ def plain_name(name: str) -> str:
 
 
 def _differs_soon(value: Any) -> bool:
-    """Return True if ``==`` of a value in a table with any other object is false, or raises, soon.
+    """Return True if ``==`` is sure, and quick, to tell a value in a table from any other object.
 
-    A replaced child may say that it is equal to the old one, a tensor of one element may equal
-    another, and comparing large tensors takes long.
+    It is then false, or raises. But a replaced child may say that it is equal to the old one, a
+    tensor of one element may equal another, and comparing large tensors takes long.
     """
     return value is None or (type(value) in PLAIN and 1 < value.numel() <= _MOST_NUMEL)
 
@@ -240,7 +241,7 @@ class ModuleTree:
             self._save_tables()
 
     def _has_plain_tables(self) -> bool:
-        """Return True if the tables of each module are dicts in the module itself."""
+        """Return True if the tables of each module are its own dicts, which can be compared."""
         return all(
             type(owner.get(name)) is dict and not hasattr(type(module), name)
             for (module, _), owner in zip(self.modules, self._dicts, strict=True)
@@ -262,6 +263,7 @@ class ModuleTree:
         self._objects = list(chain.from_iterable(map(dict.values, self._exact)))
 
     def _visit(self, module: nn.Module, prefix: str, path: str) -> None:
+        """Add a module and its children; of both prefixes only ``path`` has the wrappers' keys."""
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.modules.append((module, prefix))
@@ -294,7 +296,7 @@ class ModuleTree:
                 self.found.add(Place(name, module, key, buffer, "buffer", persistent, path + key))
 
     def _tables_in_use(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tables with which a module computes; note the module if they are copies."""
+        """Return the tables with which a module computes; note it if it is a TensorDictParams."""
         params, buffers = module._parameters, module._buffers
         if not is_tensordict_params(module):
             return params, buffers
@@ -323,7 +325,7 @@ class ModuleTree:
         )
 
     def standard_state_dict(self) -> bool:
-        """Return True if ``state_dict()`` has only the persistent tensors and extra states."""
+        """Return True if no hook or override may change the content of ``state_dict()``."""
         return not any(
             any(_hooks(module))
             or type(module).state_dict is not nn.Module.state_dict
@@ -435,6 +437,7 @@ def find_nested(source: Any) -> Found:
 
 
 def _walk(source: Any, prefix: str) -> Iterator[Place]:
+    """Yield the places of a container, at any depth; an extra state is one place as a whole."""
     for key, value in _items(source):
         if type(key) is not str:
             raise ConfigError(f"key {key!r} under {prefix[:-1]!r} is a {type(key).__name__}")
@@ -473,6 +476,7 @@ def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
 
 
 def _items(source: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a container, past the slow ``items()`` of TensorDicts."""
     while is_tensordict_params(source):
         # TensorDictParams.items() goes through hooks.
         source = source._param_td
@@ -614,7 +618,7 @@ def refuse_valueless(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor can travel."""
+    """Return True if a tensor has memory of its own, of a kind that can travel."""
     # Wrappers of other tensors, sharded tensors and fake ones have no memory of their own.
     dispatch = type(tensor).__torch_dispatch__
     return not (
