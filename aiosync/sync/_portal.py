@@ -48,11 +48,13 @@ class _Call(Generic[_T]):
         self._task: asyncio.Task[None] | None = None
         # The result and the error; None until the end.
         self.outcome: tuple[_T | None, BaseException | None] | None = None
-        # A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C interrupts its wait.
+        # Locked until the end. A bare lock costs a third of a concurrent.futures.Future, and Ctrl-C
+        # interrupts its wait.
         self._done = threading.Lock()
         self._done.acquire()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the coroutine as a task. Called on the loop."""
         self._task = loop.create_task(self._run())
         self._task.add_done_callback(self.give_up)
 
@@ -63,6 +65,7 @@ class _Call(Generic[_T]):
             self._end(None, exc)
 
     def cancel(self) -> None:
+        """Cancel the coroutine of a caller that was interrupted. Called on the loop."""
         if self._task is not None:
             self._task.cancel()
         else:
@@ -70,20 +73,21 @@ class _Call(Generic[_T]):
             self.give_up()
 
     def give_up(self, _: object = None) -> None:
-        """Wake the caller if nothing else will: its task never began, or the loop has ended."""
+        """End the call as cancelled if nothing else will: its task or the loop has ended."""
         if self.outcome is None:
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:
                 self._coroutine.close()
             self._end(None, asyncio.CancelledError())
 
     def _end(self, result: _T | None, error: BaseException | None) -> None:
+        """Keep the outcome and wake the thread that waits for it."""
         self.outcome = (result, error)
         # The loop and the caller may both give up, and only the first has to release the lock.
         with contextlib.suppress(RuntimeError):
             self._done.release()
 
     def wait(self, timeout: float = -1) -> None:
-        """Wait for the end. That succeeds only once, as it takes the lock."""
+        """Wait for the end (-1: for ever). Only one wait succeeds, as it takes the lock."""
         self._done.acquire(timeout=timeout)
 
 
@@ -94,6 +98,7 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         # The thread that has it may touch the objects of the loop.
         self.turn = threading.RLock()
+        # Number of other threads that wait for the turn, or have it.
         self.num_waiting = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
@@ -111,7 +116,14 @@ class _Selector(selectors.DefaultSelector):
 class _Portal:
     """An event loop in a thread of its own.
 
-    It is asyncio's and not uvloop's: only asyncio's lets this module act while it waits.
+    It is asyncio's and not uvloop's: only asyncio's takes a selector of this module's.
+
+    Attributes:
+        leases: Leases that are held. When the last one is given back, the thread is told to stop.
+        calls: Calls that threads wait for. If the loop ends, they end as cancelled.
+        selector: Selector of the loop. It has the turn that lets other threads act for the loop.
+        loop: The event loop.
+        stopping: True once the thread was told to stop, or stops by itself: it gets no new lease.
     """
 
     def __init__(self) -> None:
@@ -124,6 +136,7 @@ class _Portal:
         self.selector = _Selector()
         self.loop = asyncio.SelectorEventLoop(self.selector)
         self.stopping = False
+        # True once the loop is being closed, and takes no more calls.
         self._ended = False
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="aiosync-portal", daemon=True)
@@ -138,19 +151,21 @@ class _Portal:
             self._thread.start()
         except BaseException:
             # The error goes on to the caller of lease(). After Ctrl-C no other code would stop a
-            # thread that did start.
+            # thread that did start, and a thread that did not start closes no loop.
             self.stop(join=False)
             if self._thread.ident is None:
                 self._close()
             raise
 
     def _main(self) -> None:
+        """Run the loop in the portal's thread until stop() is called, then close the loop."""
         self.selector.turn.acquire()
         try:
             self.loop.run_until_complete(self._stop.wait())
             self._end_tasks()
         finally:
-            # If stop() was not called, foreign code has closed the loop's descriptors.
+            # If stop() was not called, foreign code has closed the loop's descriptors. The holders
+            # of leases have to know.
             orphans = [] if self.stopping else list(self.leases)
             self.stopping = True
             for held in orphans:
@@ -175,6 +190,7 @@ class _Portal:
             loop.run_until_complete(loop.shutdown_default_executor())
 
     def _close(self) -> None:
+        """Close the loop, end the calls that are left, and forget this portal."""
         global _portals
         self._ended = True
         # Foreign code may have closed the loop's descriptors.
@@ -187,6 +203,7 @@ class _Portal:
             _portals = tuple(each for each in _portals if each is not self)
 
     def stop(self, *, join: bool) -> None:
+        """Tell the thread to end; with ``join`` wait for that, for 10 seconds at most."""
         self.stopping = True
         # The loop may have ended already.
         with contextlib.suppress(RuntimeError):
@@ -195,6 +212,7 @@ class _Portal:
             self._thread.join(_JOIN_SECONDS)
 
     def submit(self, function: Callable[..., object], *args: Any) -> None:
+        """Have the loop call a function soon; raise TransportClosed if the loop has ended."""
         try:
             if self._ended:
                 raise RuntimeError("its thread has ended")
@@ -222,8 +240,11 @@ class Lease:
         self, portal: _Portal, tenant: Tenant, on_death: Callable[[], object] | None = None
     ) -> None:
         self._portal = portal
+        # Called on the portal's thread if that ends without having been told to.
         self.on_death = on_death
+        # The object that lives on the portal's loop.
         self._tenant = tenant
+        # A forked child has no right to the portal, whose thread runs only in this process.
         self._pid = os.getpid()
         self._released = False
 
@@ -247,7 +268,7 @@ class Lease:
             TransportClosed: The portal ended meanwhile.
         """
         portal, call = self._portal, _Call(coroutine)
-        # Register the call before the loop can refuse it, so that one of the two ends it.
+        # The call is registered first: if the loop closes before it takes the call, that ends it.
         portal.calls.add(call)
         try:
             portal.submit(call.start, portal.loop)
@@ -396,6 +417,7 @@ def _forget() -> None:
 
 
 def _stop_at_exit() -> None:
+    """Warn of the objects on portals that were never closed, close them, and end the threads."""
     try:
         for portal in _portals:
             for held in list(portal.leases):
@@ -408,7 +430,8 @@ def _stop_at_exit() -> None:
 
 @functools.cache
 def _stop_with_the_program() -> None:
-    # Not at import: functions registered before the first lease run later, when the portal is gone.
+    # This is done at the first lease, and not at import: exit functions that other code registered
+    # before that lease run later, when the portal is gone.
     atexit.register(_stop_at_exit)
 
 

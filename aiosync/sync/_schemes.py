@@ -109,7 +109,10 @@ _FAILURES_KEPT = 16  # For wait_async(); if that is never called, the loop logs 
 def constructor(
     cls: Callable[_P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _P], None]]:
-    """Make an ``__init__`` with the options of the async class, in place of a stub."""
+    """Return a decorator that gives a stub ``__init__`` the arguments of the async class ``cls``.
+
+    The method makes the async scheme, of its object's ``_async_class``, and adopts it.
+    """
     original: Any = cls
 
     @functools.wraps(original.__init__)
@@ -129,11 +132,12 @@ class _Tenant:
 
     def __init__(self, scheme: aio.WeightSyncScheme) -> None:
         self._scheme = scheme
+        # Set if a collector or a server of another library calls the scheme.
         self.owner: Owner | None = None
 
     def forgotten(self) -> None:
         if self.owner is not None:
-            # Its collector or server closes no scheme: that is no mistake of the user's.
+            # The collector or server closes no scheme: that is no mistake of the user's.
             return
         life = life_of(self._scheme)
         if life.runtime is not None and not life.closed:
@@ -196,7 +200,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     _async_class: ClassVar[AsyncClass] = aio.WeightSyncScheme  # type: ignore[type-abstract]
 
     def __init_subclass__(cls, twin_of: AsyncClass | None = None) -> None:
-        """Give the class the methods of the async one, also those that override the base's."""
+        """Make options and methods those of the async class; refuse hooks that are never called."""
         super().__init_subclass__()
         uncalled = [name for name in _HOOKS if name in vars(cls)]
         if uncalled and twin_of is None:
@@ -214,17 +218,19 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     _always_waits = False  # True if send() waits with sync=False, too.
 
     def _adopt(self, scheme: aio.WeightSyncScheme) -> None:
+        """Stand on an async scheme from now on, as a new object: with no lease and no sends."""
         self._scheme = scheme
         self._lease: Lease | None = None
         self._tenant = _Tenant(scheme)
         self._lock = threading.RLock()  # Guards _lease and _calls.
-        self._calls = 0
-        self._closing = threading.RLock()
+        self._calls = 0  # Calls under way, which keep the lease.
+        self._closing = threading.RLock()  # Held by the shutdown() that is under way.
         self._handles: list[aio.SendHandle] = []  # wait_async() waits for these.
         self._pid = os.getpid()
         _discover()
 
     def _find_owner(self, context: Any) -> None:
+        """Find the owner for an object of TorchRL's; ``None`` keeps the present owner."""
         self._after_fork()
         owner = self._tenant.owner
         if context is not None and not (owner and owner.stands_for(context)):
@@ -242,28 +248,34 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     # -- the portal ----------------------------------------------------------------------------
 
     def _check(self, what: str, instead: str | None = None) -> None:
+        """Raise if ``what()`` would block a loop, or the scheme is closed or the parent's."""
         refuse_inside_loop(what, instead, may_block=self._may_block)
         self._after_fork()
         life_of(self._scheme).check_here()
 
     @property
     def _may_block(self) -> bool:
+        """True if calls may block the caller's event loop, as the owner's object does so anyway."""
         return self._tenant.owner is not None and self._tenant.owner.blocks_loops
 
     def _after_fork(self) -> None:
-        # The parent's other threads may have held the locks, and its sends are not this process's.
+        # In a forked child all of it is made anew: other threads of the parent may have held the
+        # locks, and the parent's sends are not this process's.
         if self._pid != os.getpid():
             self._adopt(self._scheme)
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the portal's loop, and wait for it; start the portal if need be."""
         try:
             held = self._enter()
         except BaseException:  # The error goes on to the caller.
             coroutine.close()
             raise
         guard = self._life.guard
+        # Reads that began by themselves must not hold back the update that this call waits for.
         guard.end_automatic()
-        # A wait for an update has to know that its caller reads.
+        # A wait for an update has to know that its caller reads: it then raises, as it would never
+        # end.
         reads = on_behalf_of_reader(guard) if guard.reading_here else contextlib.nullcontext()
         # A copy must not wait for an optimizer's step that waits here.
         step = STEPS.pause() if STEPS.open else None
@@ -276,6 +288,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             self._after_call(held)
 
     def _enter(self) -> Lease:
+        """Return a valid lease for a call, and count the call until :meth:`_after_call`."""
         with self._lock:
             held = self._lease
             if held is not None and not held.valid:
@@ -283,6 +296,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
                     raise TransportClosed(
                         "this scheme is being closed because the interpreter is ending"
                     )
+                # A scheme without links may move to another portal.
                 held = None
             if held is None:
                 self._lease = held = lease(self._tenant, self._life.guard.refuse_reads)
@@ -303,6 +317,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     # -- ways to call the async methods ---------------------------------------------------------
 
     def _initialise(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Give the async scheme its role, through the owner if the context is TorchRL's."""
         self._find_owner(kwargs.get("context", args[1] if len(args) > 1 else None))
         proceed, owner = getattr(self._scheme, name), self._tenant.owner
         if owner is None:
@@ -310,19 +325,23 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         return owner.call(name, proceed, args, kwargs)
 
     def _call_there(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a plain method of the async scheme on the portal's loop."""
         self._check(name)
         return self._call(_there(getattr(self._scheme, name), *args, **kwargs))
 
     def _wait_for(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a coroutine method of the async scheme; an owner carries out the call in its way."""
         owner = self._tenant.owner
         if owner is None:
             return self._proceed(name, *args, **kwargs)
         return owner.call(name, functools.partial(self._proceed, name), args, kwargs)
 
     def _proceed(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a coroutine method of the async scheme and wait, without asking the owner."""
         self._check(name)
         if name == "send" and not self._scheme.sync and not self._always_waits:
             return self._send_unawaited(*args, **kwargs)
+        # A send that has to wait for no worker is made on this thread, without the loop.
         held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
         if publish is not None and held is not None and held.valid:
             report = held.at_once(functools.partial(publish, *args, **kwargs))
@@ -338,7 +357,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         timeout: float | None = None,
         max_lag: int | None = None,
     ) -> SendReport:
-        """Raise the failure of a send that has ended, or else send in the background."""
+        """Send in the background; but if an earlier send has failed, only raise that failure."""
         ended = [each for each in self._handles if each.done()]
         if any(map(has_failed, ended)):
             self._settle(ended)
@@ -360,6 +379,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     _strategy: attribute[WeightStrategy] = attribute(aio.WeightSyncScheme.strategy)
 
     def _assign(self, name: str, value: Any) -> None:
+        """Assign the model, the weights or the context; a context may bring an owner."""
         if name == "context":
             self._find_owner(value)
         super()._assign(name, value)
@@ -367,7 +387,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     @property
     def initialized_on_sender(self) -> bool:
         """True if this object is a sender."""
-        _discover()  # A collector asks this first of a scheme that was set up elsewhere.
+        # Collectors ask this first of a scheme that was set up elsewhere, and need the integration.
+        _discover()
         return self._life.is_a("sender")
 
     # -- methods that wait ---------------------------------------------------------------------
@@ -405,7 +426,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         return self._begin(weights, worker_ids, timeout).version
 
     def _begin(self, weights: Any, worker_ids: Any, timeout: float | None) -> aio.SendHandle:
-        """Send in the background, and keep the handle."""
+        """Send in the background; keep its handle, and those of unfinished and failed sends."""
         send = self._scheme.send_nowait
         handle = self._call(_there(send, weights, worker_ids, timeout=timeout))
         with self._lock:
@@ -438,7 +459,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         async def settle() -> list[SendReport | BaseException]:
             return await asyncio.gather(*handles, return_exceptions=True)
 
-        outcomes = self._call(settle())  # If Ctrl-C ends the wait, the sends go on.
+        # If Ctrl-C ends the wait, the sends go on.
+        outcomes = self._call(settle())
         with self._lock:
             self._handles = [each for each in self._handles if each not in handles]
         failures = [each for each in outcomes if isinstance(each, BaseException)]
@@ -486,7 +508,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             try:
                 held.call(self._scheme.aclose())
             except TransportClosed:
-                # Otherwise the owner of the loop has closed the scheme.
+                # Otherwise the portal has ended, and the scheme with it.
                 if held.valid:
                     raise
             finally:
@@ -499,11 +521,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             held.abort()
 
     def _to_be_closed(self) -> Lease | None:
-        """Return the lease of a scheme that lives on the portal; close any other scheme here."""
+        """Return the lease of a scheme on the portal; close any other one now, for ``None``."""
         self._after_fork()
         held = self._lease
         if held is not None and held.valid:
             return held
+        # In a forked child the links are the parent's.
         if self._life.role is None or not self._life.inherited:
             self._scheme.abort()
         return None
@@ -530,9 +553,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         if rpc_runs():
-            # Remote calls carry copies away before init_on_sender().
+            # Remote calls carry copies away before init_on_sender(): they need the address now.
             bind_early(self._scheme)
-        # Copies share no role: keep the configuration, and attributes that a subclass has set.
+        # Copies share no role: keep the configuration, and the attributes that a subclass has set,
+        # which a blank object lacks.
         blank = object.__new__(type(self))
         blank._adopt(self._scheme)
         own = {name: value for name, value in vars(self).items() if name not in vars(blank)}
@@ -554,6 +578,7 @@ async def _there(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwa
 
 
 async def _result(handle: aio.SendHandle) -> SendReport:
+    """Return the report of a send, or raise its error."""
     return await handle
 
 
@@ -640,16 +665,16 @@ def twin_of(cls: AsyncClass) -> type[WeightSyncScheme]:
 
 
 def _discover() -> None:
-    """Load the integration with the library if the library is imported already."""
-    # Not while the library is still being imported: its classes are not there yet.
+    """Load the integration, by which TorchRL accepts schemes, if TorchRL is imported already."""
+    # Not while TorchRL is still being imported: its classes are not there yet.
     if _INTEGRATION not in sys.modules and hasattr(sys.modules.get(_SEEN), "WeightSyncScheme"):
         importlib.import_module(_INTEGRATION)
 
 
 def _owner_of(context: object, scheme: WeightSyncScheme) -> Owner | None:
-    """Return an owner for a library's object that calls ``scheme``; ``None`` for other objects."""
+    """Return an owner for an object of TorchRL's that calls ``scheme``; ``None`` for any other."""
     packages = {cls.__module__.partition(".")[0] for cls in type(context).__mro__}
-    # The library's code that calls schemes has imported its module of schemes.
+    # TorchRL's code that calls schemes has imported TorchRL's module of schemes.
     if _LIBRARY not in packages or _SEEN not in sys.modules:
         return None
     found: Owner | None = importlib.import_module(_INTEGRATION).owner_of(context, scheme)

@@ -62,12 +62,13 @@ def _twin(method: Callable[..., Any], way: str) -> Any:
     """
     name = method.__name__
 
-    # The method's own attributes would make the twin of an abstract method abstract.
+    # The attributes stay behind: they would make the twin of an abstract method abstract.
     @functools.wraps(method, updated=())
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, way)(name, *args, **kwargs)
 
     call.__module__ = __name__
+    # follow_overrides() makes the twin of an override in the same way.
     vars(call)["remake_twin"] = functools.partial(_twin, way=way)
     return call
 
@@ -98,6 +99,7 @@ def direct(method: Callable[Concatenate[Any, _P], _R]) -> Twin[_P, _R]:
         return getattr(self._scheme, name)(*args, **kwargs)
 
     call.__module__ = __name__
+    # follow_overrides() makes the twin of an override in the same way.
     vars(call)["remake_twin"] = direct
     return cast("Twin[_P, _R]", call)
 
@@ -158,7 +160,7 @@ def follow_overrides(cls: type, base: type, original: type) -> None:
 
 
 def mirror_options(cls: type) -> None:
-    """Turn the options that a class inherits into those of the other scheme."""
+    """Replace the options of a class by properties, which have the values of the other scheme."""
     for name in dir(cls):
         option = inspect.getattr_static(cls, name)
         if isinstance(option, Option):
