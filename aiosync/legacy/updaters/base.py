@@ -172,10 +172,12 @@ class WeightUpdaterBase(abc.ABC):
             self._sync_workers(weights, due)
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Send the weights to these workers, one after the other."""
         for worker_id in worker_ids:
             self._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
 
     def _resolve_workers(self, worker_ids: Any) -> list[Any] | None:
+        """Return the ids that an update names, or all; ``None`` if there is one target only."""
         if worker_ids is None:
             every = self.all_worker_ids()
             return None if every is None else list(every)
@@ -275,6 +277,7 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
         """Send the weights to these workers."""
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        """Send to one worker, for code that calls this hook of TorchRL's itself."""
         self._sync_workers(server_weights, [worker_id])
 
     def _known(self, name: str, value: Any = None) -> Any:

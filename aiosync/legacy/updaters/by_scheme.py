@@ -73,7 +73,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             scheme.shutdown()
 
     def _open(self, make: Callable[..., WeightSyncScheme], **options: Any) -> WeightSyncScheme:
-        """Make the scheme and accept workers from now on."""
+        """Make the scheme, by calling ``make``, and accept workers from now on."""
         self._check_open()
         # Updates are copied in place, because policies may be trained, and compiled or captured
         # graphs keep the addresses of the parameters.
@@ -104,6 +104,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         raise NotImplementedError
 
     def _workers(self) -> Sequence[Any]:
+        """Return the remote collectors that this object was given, or those of its collector."""
         found: Sequence[Any] = self._known(self._workers_name, getattr(self, self._workers_name))
         return found
 
@@ -119,6 +120,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         missing = [idx for idx in indices if idx not in self._installed]
         if not missing:
             return scheme
+        # The copy has no role, so that each worker can make it a receiver.
         workers, own = self._workers(), copy.copy(scheme)
         connecting = Deliveries()
         for idx in missing:
@@ -129,6 +131,7 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
         return scheme
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
+        """Connect these workers if need be, and send them the weights, or else the policy's."""
         self._check_open()
         if weights is None:
             weights = getattr(self.collector, "_fallback_policy", None)
@@ -220,6 +223,7 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
             )
 
     def _indices(self, worker_ids: list[Any]) -> list[int]:
+        """Return the indices of the workers with these indices or policy devices."""
         if self.collector is None:
             raise ConfigError(
                 f"a {type(self).__name__} is for a MultiSyncCollector or MultiAsyncCollector: pass "
@@ -341,6 +345,7 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         super().__init__(policy_weights, timeout)
         self.remote_collectors = remote_collectors
         self.max_interval: int = max(0, max_interval)
+        # Number of updates that each worker has missed since its last one.
         self._left_out: Counter[int] = Counter()
 
     def _skip_update(self, worker_id: int) -> bool:

@@ -61,8 +61,10 @@ class DistributedTransport(Answered):
         self.rank = rank
         self.sync = sync
         self.is_alive: Callable[[], bool] = lambda: True
+        # Keys of the store.
         self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
         # The snapshot, and the futures of its sends: the worker may read them until it answers.
+        # Empty if no order is unanswered.
         self._owed: list[Any] = []
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -108,11 +110,13 @@ class DistributedTransport(Answered):
             return True  # order() raises the error of the store
 
     def _is_settled(self) -> bool:
+        """Return True if the worker has answered this object's last order, or taken another's."""
         if self._owed:
             return bool(self._store.check([self._answer]))
         return not self._store.check([self._order])
 
     def _finish(self, timeout: float | None) -> None:
+        """Wait for the worker's answer to the last order, and take it from the store."""
         self._wait(lambda: self._store.check([self._answer]), timeout)
         with _reaching():
             status = self._store.get(self._answer)
@@ -125,6 +129,7 @@ class DistributedTransport(Answered):
                 future.wait()  # does not block: the worker has received everything
 
     def _wait(self, condition: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until a condition holds; raise if the worker's process or the time is over."""
         give_up = None if timeout is None else time.monotonic() + timeout
         pause = _STORE_PAUSE_SECONDS[0]
         # The store is polled, because its own wait writes to stderr when it ends without success,
@@ -216,6 +221,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         """
         super().register_collector(collector)
         policy = getattr(collector, "_policy_to_send", None)
+        # A collector that has jobs has sent its policy to them already.
         if isinstance(policy, nn.Module) and not hasattr(collector, "jobs"):
             collector._policy_to_send = _private_when_unpickled(policy)
 
@@ -265,6 +271,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
         sending.raise_failures()
 
     def _transport(self, idx: int) -> DistributedTransport:
+        """Return a worker's transport; it sees the end of a worker that the collector started."""
         if idx not in self._transports:
             store, jobs = self._known("_store", self._store), getattr(self.collector, "jobs", ())
             made = DistributedTransport(store, idx + 1, timeout=self.timeout)
@@ -285,7 +292,9 @@ def _private_when_unpickled(policy: nn.Module) -> nn.Module:
 
 
 def _reduced(twin: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Reduce a copy to a call of make_private(), in place of its ``__reduce_ex__()``."""
     del protocol
+    # Without this method of its own the plain copy is pickled as any module is.
     plain = object.__new__(type(twin))
     plain.__dict__.update(twin.__dict__)
     del plain.__dict__["__reduce_ex__"]

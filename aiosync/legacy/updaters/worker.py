@@ -36,11 +36,11 @@ def receive(collector: Any, scheme: WeightSyncScheme, worker_idx: int) -> None:
     """
     policy = _policy_of(collector, worker_idx)
     make_private(policy)
-    here = weakref.ref(collector)
+    reference = weakref.ref(collector)
 
     def count(epoch: int, version: int) -> None:
         del epoch, version
-        found = here()
+        found = reference()
         if found is not None:
             found.increment_version()
 
@@ -81,6 +81,7 @@ class WorkerCollector:
         self._resolve()._ignore_rb = value
 
     def _resolve(self) -> Any:
+        """Return the user's class or function; without one, TorchRL's default class."""
         if self._collector_class is not None:
             return self._collector_class
         return sys.modules["torchrl.collectors"].Collector
