@@ -37,6 +37,7 @@ class BackgroundReceiver:
         self._thread.start()
 
     def _main(self) -> None:
+        """Receive at each instruction, in the thread."""
         scheme = self._scheme
         while scheme._wait_for_instruction() not in (None, "stop") and not self.stopping.is_set():
             try:
@@ -46,7 +47,7 @@ class BackgroundReceiver:
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def stop(self) -> None:
-        """End the thread; wait for its end, at most 5 seconds."""
+        """Have the thread end after what it does now; wait for that, at most 5 seconds."""
         self.stopping.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)

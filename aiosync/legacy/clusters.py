@@ -141,6 +141,7 @@ class RayWeightSyncScheme(
         return self._transport_to(actor)
 
     def _transport_to(self, actor: Any) -> RayTransport | RayActorTransport:
+        """Make the transport to an actor; a scheme for other kinds of actors overrides it."""
         return RayTransport(actor)
 
     def get_receiver(self) -> WeightReceiver:
@@ -151,6 +152,7 @@ class RayWeightSyncScheme(
         :meth:`aiosync.legacy.WeightSyncScheme.get_receiver`.
         """
         self._after_fork()
+        # Without a pipe only the scheme below became a receiver.
         if self._receiver is None and self._scheme.initialized_on_receiver:
             self._receive_as_given()
         return super().get_receiver()

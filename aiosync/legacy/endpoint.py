@@ -47,9 +47,9 @@ _T = TypeVar("_T")
 PROCESS = "process"  # kind of the Setup that carries a process id
 # Updates that wait for the program's receive(), or for the link to take them.
 _MAX_WAITING = 8
-_KEPT_ACKS = 256
+_KEPT_ACKS = 256  # acks that wait_for_ack() has not taken; it need not be called for each
 _ANSWER_SECONDS = 2.0  # longest time for an answer to be written
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.5  # time between two checks if the peer's process still runs
 
 
 @dataclass(slots=True, eq=False)
@@ -137,14 +137,15 @@ class Endpoint:
         self._transport: aio.MPTransport | None = None
         self._updates = UpdateReader()
         self._epoch, self._version = draw_epoch(), 0
+        # Messages that are still to be written, with the weights of an update.
         self._leaving: deque[tuple[Ack | Update, Weights | None]] = deque()
-        self._writes = False
-        self._acks: dict[int, Ack] = {}
+        self._writes = False  # True while a message is being written
+        self._acks: dict[int, Ack] = {}  # acks of the peer, by version, that no wait has taken
         # Process at the other end. Until it names itself, this is the process that made the pipe.
         self._peer = (peer_pid(self.sock) or 0) if hasattr(socket, "SO_PEERCRED") else 0
 
     async def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *args: Any) -> _T:
-        """Start the link if it is not running, then call a coroutine method of this object."""
+        """Start the link if it is not running, then run a coroutine function."""
         if self._transport is None:
             transport = aio.MPTransport(self._stream, name="the other end of the pipe")
             self._transport = transport
@@ -170,9 +171,10 @@ class Endpoint:
         return bool(condition())
 
     async def _watch_process(self) -> None:
+        """Wait for the end of the process at the other end, and raise: that ends the link."""
         # The pipe does not end with the peer's process if a process that was forked meanwhile has a
-        # copy of the other end. So the process itself is watched. It names itself first; until
-        # then, it is as a rule the process that made the pipe.
+        # copy of the other end. So the process itself is watched. The peer's first message names
+        # it; until then, it is as a rule the process that made the pipe.
         while not (self._peer and is_gone(self._peer)):  # noqa: ASYNC110 - no event tells its end
             await asyncio.sleep(_POLL_SECONDS)
         await asyncio.sleep(_POLL_SECONDS)  # time to read the bytes that the process wrote before
@@ -188,6 +190,7 @@ class Endpoint:
         """
 
         def is_room() -> bool:
+            # After an error there is no room, so that until() raises it.
             return self.error is None and (self.patient or len(self._leaving) < _MAX_WAITING)
 
         if not await self.until(is_room, timeout):
@@ -197,14 +200,16 @@ class Endpoint:
         self._version = version = self._version + 1
         digest = weights.layout.digest
         values = {"model_id": model_id, "form": weights.form, "values": weights.values}
-        self._leave(Update(self._epoch, version, digest, values=values), weights)
+        self._enqueue(Update(self._epoch, version, digest, values=values), weights)
         return version
 
-    def _leave(self, message: Ack | Update, weights: Weights | None = None) -> None:
+    def _enqueue(self, message: Ack | Update, weights: Weights | None = None) -> None:
+        """Have a message written after those that wait already."""
         self._leaving.append((message, weights))
         self.changed.notify()
 
     async def _write(self, transport: aio.MPTransport) -> None:
+        """Write the waiting messages, one after the other, as long as the link runs."""
         digest = b""  # digest of the manifest that the other end has
         while True:
             await self.until(lambda: self._leaving and (self.peer_was_used or not self.patient))
@@ -265,16 +270,19 @@ class Endpoint:
         await self.all_left()
 
     def _answer(self, weights: Weights, error: BaseException | None = None) -> None:
+        """Have the ack of an update written, or its refusal with ``error``; do not wait."""
         status = AckStatus.APPLIED if error is None else AckStatus.NACK
-        self._leave(make_ack(weights.epoch, weights.version, status, error))
+        self._enqueue(make_ack(weights.epoch, weights.version, status, error))
 
     async def _read(self, transport: aio.MPTransport) -> None:
+        """Read as long as the link runs; pause while too many updates wait for the program."""
         while True:
             await self.until(lambda: len(self.arrived) < _MAX_WAITING)
             self._on_message(await transport.recv(into=self._updates.lender))
             self.changed.notify()
 
     def _on_message(self, received: Received) -> None:
+        """Keep what the peer sent: its process's id, an ack or an update."""
         message = received.message
         if isinstance(message, Setup) and message.kind == PROCESS and message.key.isdecimal():
             self.peer_was_used, self._peer = True, int(message.key)
@@ -293,6 +301,7 @@ class Endpoint:
     # -- closing -------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
+        """End the link with an error, which all waits raise; if it has one already, keep that."""
         if self.error is None:
             self.error = without_frames(error)
             self.say_goodbye()

@@ -81,6 +81,7 @@ class OfScheme:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
+        # By index of the worker; those with TorchRL's present interface are wrapped in a Backend.
         self._transports: dict[int, Any] = {}
         self.connected = False
 
@@ -146,7 +147,7 @@ class WeightSender(OfScheme):
         self._transports[worker_idx] = transport
 
     def meet(self, worker_idx: int | None = None) -> None:
-        """Let transports that need a handshake meet their workers; all, or that of one worker."""
+        """Let transports that need a handshake meet their workers: all, or only that of one."""
         for idx, transport in self._transports.items():
             if worker_idx in (None, idx) and isinstance(transport, Backend):
                 transport.meet_worker()
@@ -231,6 +232,7 @@ class WeightSender(OfScheme):
         self._start(weights, None)
 
     def _prepare(self, weights: Any) -> Any:
+        """Return the weights of a send, extracted as views, and let the scheme register them."""
         scheme = self._scheme
         if not self._transports:
             raise LocalProtocolError("there is no worker yet: call register_worker()")
@@ -258,10 +260,12 @@ class WeightSender(OfScheme):
         for idx in chosen:
             if idx not in self._transports:
                 raise ConfigError(f"Worker {idx} not registered")
+        # If all are lost, a send to all of them raises, and does not succeed without a worker.
         there = [idx for idx in chosen if named is not None or idx not in self._lost]
         return {idx: self._transports[idx] for idx in there or chosen}
 
     def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
+        """Begin to send weights to these workers; :meth:`_wait` waits for their answers."""
         chosen, model_id = self.chosen(worker_ids), self._scheme.model_id or "policy"
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
@@ -278,11 +282,12 @@ class WeightSender(OfScheme):
     def _wait(self, sending: Deliveries) -> None:
         """Wait for the answers of all workers, then raise their errors.
 
-        A warning names the workers that have not attached yet.
+        Workers that have not attached yet are no failure: a warning names them.
 
         Raises:
             PartialSyncError: A worker failed.
         """
+        # Deadlines count from now, also for an earlier send_async().
         late, sending.began = [], time.monotonic()
         if self._give_up is None:
             self._give_up = sending.began + _GRACE_SECONDS
@@ -310,6 +315,7 @@ class WeightSender(OfScheme):
 
 
 def _begin(transport: Any, model_id: str, weights: Any) -> Finish:
+    """Begin to send over a transport of any kind; return a function that waits for its answer."""
     if isinstance(transport, Answered):
         return transport.begin(model_id, weights)
     if not hasattr(transport, "send_weights_async"):
@@ -342,7 +348,7 @@ class WeightReceiver(OfScheme):
         self.version = 0
         # True if the model shall change, or does change, without calls of receive().
         self._is_to_follow = self._follows = False
-        # An update, or the error of one, that receive() has not reported yet in that case.
+        # If it does: True for an update that receive() has not reported yet, or the error of one.
         self._news: Exception | bool = False
 
     @property
@@ -446,13 +452,14 @@ class WeightReceiver(OfScheme):
                 self._put(weights)
 
     def assign(self, name: str, value: Any) -> None:
-        """Replace the model, or the context if ``name`` is ``"context"``."""
+        """Replace the context if ``name`` is ``"context"``; otherwise the model."""
         if name == "context":
             self.context = value
         else:
             self.register_model(value)
 
     def _begin_to_follow(self) -> None:
+        """Start the task that applies updates without receive(), if there shall be one."""
         # Without a model every update would be refused, so start only when there is one.
         if not self._is_to_follow or self._follows or (model := self.model) is None:
             return
@@ -463,10 +470,10 @@ class WeightReceiver(OfScheme):
                 "and read inside `with scheme.reading():`, or with apply='manual' and call "
                 "receive()"
             )
-        end, found = self._transport.end, weakref.ref(self)
+        end, reference = self._transport.end, weakref.ref(self)
 
         async def begin() -> None:
-            end.tasks.start(self._follow(end, found), "aiosync legacy follow")
+            end.tasks.start(self._follow(end, reference), "aiosync legacy follow")
 
         self._transport.call("init_on_worker", begin)
         self._follows = True
@@ -510,7 +517,7 @@ class WeightReceiver(OfScheme):
         return True
 
     def _put_and_answer(self, transport: Any, weights: Any) -> None:
-        """Put weights into the model, pass them on, and tell the trainer how that went."""
+        """Put weights into the model, pass them on, and answer the trainer, also after an error."""
         try:
             self._put(weights)
             if isinstance(transport, Backend):
@@ -547,15 +554,18 @@ class WeightReceiver(OfScheme):
             self._put(weights)
         else:
             self._replace(weights)
+        # A transport that does not tell if it owes an answer is always answered.
         if getattr(self._transport, "owes_ack", True):
             self._answer("updated")
 
     def _put(self, weights: Any) -> None:
+        """Copy weights into the model on the portal's loop, between two forwards."""
         refuse_inside_loop("receive", "a scheme of aiosync")
         self._guard.refuse_inside_read("receive")
         run_on_loop(self._scheme, self._change(Copier().copy(weights)))
 
     def _replace(self, weights: Any) -> None:
+        """Replace the model's parameter objects by new ones with the weights, on this thread."""
         self._guard.refuse_inside_read("apply_weights")
         model = self.model
         if model is None:
@@ -567,6 +577,7 @@ class WeightReceiver(OfScheme):
         self._target = None  # it refers to the parameters that were replaced
 
     def _answer(self, message: str) -> None:
+        """Answer the trainer with ``"updated"`` or an error's text, if the transport can answer."""
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack(message)
 
@@ -585,8 +596,9 @@ class WeightReceiver(OfScheme):
             raise ConfigError("No model registered")
 
         def change() -> None:
-            # Plain tensors point at the new memory then, all at once. The old memory, which the
-            # program or another process may share, keeps its values.
+            # Unless they are copied in place, plain tensors then point at the new memory, all at
+            # once. The old memory, which the program or another process may share, keeps its
+            # values. A fork meanwhile would give the child parts of two versions.
             with FORKING:
                 target.apply_(weights.layout, weights.flat, weights.values, copy=in_place)
             self._viewed = weights
@@ -615,7 +627,8 @@ class WeightReceiver(OfScheme):
         if not await end.until(lambda: end.arrived, timeout):
             return False
         if not self._follows and self._find() is None:
-            raise ConfigError("No model registered")  # the update stays for a later call
+            # The update stays for a later call.
+            raise ConfigError("No model registered")
         arrived, wanted = end.arrived[0], self._given.model_id
         try:
             if wanted not in (None, arrived.model_id):
@@ -639,10 +652,10 @@ class WeightReceiver(OfScheme):
         return news
 
     @staticmethod
-    async def _follow(end: Endpoint, found: weakref.ref[WeightReceiver]) -> None:
+    async def _follow(end: Endpoint, reference: weakref.ref[WeightReceiver]) -> None:
         """Apply every update of a link until its receiver is deleted or the link ends."""
         while await end.until(lambda: end.arrived):
-            receiver = found()
+            receiver = reference()
             if receiver is None:
                 return
             try:

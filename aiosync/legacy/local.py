@@ -76,6 +76,7 @@ class SharedMemWeightSyncScheme(
         registered = SharedMemTransport(policy_weights).policy_weights
         self.policy_weights: dict[str, TensorDictBase] = registered
         self.auto_register: bool = auto_register
+        # Copies of the weights that are in the newest pickle of this object.
         self._pickled: object = None
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
@@ -111,14 +112,22 @@ class SharedMemWeightSyncScheme(
             self._sender.offer(first)
 
     def register_sent(self, weights: Any) -> None:
-        """Update the registered weights; see :class:`SharedMemTransport`."""
+        """Copy the weights of a send into the weights registered for the model, if there are any.
+
+        Raises:
+            ConfigError: The weights are of another type (a ``ValueError``).
+            KeyError: The model is not registered, and ``auto_register`` is off.
+            ManifestMismatch: The weights do not fit the registered ones (a ``ValueError``).
+        """
         name = self.model_id or "policy"
+        # Without auto_register update_registered() is called in any case, because it raises.
         registered = name in self.policy_weights or not self.auto_register
         if registered and weights is not None:
             self.create_transport(None).update_registered(name, weights)
 
     def _transport_of(self, end: Any) -> Any:
-        # Unlike a SharedMemTransport, it acknowledges weights only when the model has them.
+        # An MPTransport acknowledges weights only when the model has them, unlike the
+        # SharedMemTransport that create_transport() makes.
         return MPTransport(end)
 
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
@@ -168,7 +177,8 @@ class NoWeightSyncScheme(WeightSyncScheme, stands_on=facade.NoWeightSyncScheme):
     ) -> None:
         # Other keywords are ignored, because they are options of schemes with links.
         pipes = given_by("pipes", kwargs, context)
-        if pipes is None and is_of_torchrl(context):  # its workers begin with its policy
+        if pipes is None and is_of_torchrl(context):
+            # The scheme below carries the collector's policy to its workers, which begin with it.
             self._scheme.init_on_sender(model_id, context, **kwargs)
         else:
             self._init_sender(model_id, context, pipes or [None])

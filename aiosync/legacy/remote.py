@@ -57,10 +57,12 @@ class RayTransport(Answered):
         return functools.partial(finish_ray_call, self._call(model_id, weights))
 
     def _call(self, model_id: str, weights: Any) -> Any:
+        """Call the actor's method with the weights; return Ray's reference to the result."""
         arguments = _arguments_of(model_id)
         return self._actor.update_policy_weights_.remote(self._put(weights), **arguments)
 
     def _put(self, weights: Any) -> Any:
+        """Put weights into Ray in the way of ``tensor_transport``; return the reference to them."""
         stored = self.tensor_transport == "object_store"
         options = {} if stored else {"_tensor_transport": self.tensor_transport}
         return need_cluster().put(weights, **options)
@@ -78,7 +80,7 @@ class RayTransport(Answered):
 
 
 def finish_ray_call(sent: Any, timeout: float | None) -> None:
-    """Wait for the end of a call of an actor.
+    """Wait for the end of a call of an actor; ``sent`` is Ray's reference to its result.
 
     Raises:
         AckTimeout: The actor did not answer within ``timeout`` seconds.
@@ -176,7 +178,7 @@ class RPCTransport(Answered):
 
 
 def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
-    """Wait for the end of a call by RPC, which has a deadline of its own.
+    """Wait for the end of the RPC call ``sent``; ``timeout`` is ignored, as the call has its own.
 
     Raises:
         AckTimeout: The worker did not answer in time.
@@ -192,11 +194,12 @@ def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
 
 
 def _arguments_of(model_id: str) -> dict[str, str]:
-    """Return the keyword argument that names a model; none for the default one."""
+    """Return the keyword argument that names a model; none for the default model."""
     return {} if model_id == "policy" else {"model_id": model_id}
 
 
 def _copied(weights: Any) -> Any:
+    """Return weights with a copy of each tensor, on any level; other values stay the same."""
     if isinstance(weights, Mapping) and not is_tensordict(weights):
         return {name: _copied(value) for name, value in weights.items()}
     return weights.detach().clone() if hasattr(weights, "detach") else weights

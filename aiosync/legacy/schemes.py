@@ -59,9 +59,12 @@ _SENDS_OR_RECEIVES = ("send_weights", "send_weights_async", "receive_weights")
 
 
 def given_by(name: str, kwargs: dict[str, Any], context: Any) -> Any:
-    """Return an argument, or else the attribute of this name of an old-style context."""
-    # TorchRL's present collectors have such attributes, too, but with another meaning, and a
-    # RayCollector passes its actors to every scheme.
+    """Take an argument out of ``kwargs``; without it return the attribute of an old-style context.
+
+    ``None`` if there is neither.
+    """
+    # TorchRL's present collectors have such attributes, too, but with another meaning. A
+    # RayCollector passes its actors to every scheme: they stay in kwargs, for the scheme below.
     of_torchrl = is_of_torchrl(context)
     value = None if of_torchrl and name == "remote_collectors" else kwargs.pop(name, None)
     return getattr(context, name, None) if value is None and not of_torchrl else value
@@ -116,7 +119,7 @@ class WeightSyncScheme(SchemeOptions):
     _follows = False  # True if a worker's model may change without a call of the program
 
     def __init_subclass__(cls, stands_on: type[facade.WeightSyncScheme] | None = None) -> None:
-        """Let objects of the class stand on schemes of another one, and count as its instances."""
+        """Let objects stand on schemes of ``stands_on``, and count as instances of that class."""
         super().__init_subclass__()
         mirror_options(cls)
         if stands_on is not None:
@@ -157,6 +160,7 @@ class WeightSyncScheme(SchemeOptions):
 
     @property
     def _given(self) -> Given:
+        """Arguments of ``init_on_*()`` and assigned values, which the scheme below keeps."""
         return life_of(core_of(self._scheme)).given
 
     @property
@@ -241,8 +245,10 @@ class WeightSyncScheme(SchemeOptions):
             if sender is not None:
                 sender.close()
             raise
+        # A user's scheme may add its workers later.
         if not self.initialized_on_sender:
             self._sender = self.create_sender()
+        # A transport for all workers has the place of worker 0's.
         if self._sender is not None and self._shared_transport is not None:
             self._sender.use(0, self._adapted(self._shared_transport))
 
@@ -262,7 +268,9 @@ class WeightSyncScheme(SchemeOptions):
         self._cached = cached
 
     def _check_has_links(self, ends: str, impl: str, register: str) -> None:
-        """Raise if this scheme has no links of its own and was given no ends.
+        """Raise if this scheme, which was given no ends, has no links of its own either.
+
+        The arguments are the names in the error's text.
 
         Raises:
             ConfigError: This is a user's own scheme without links (a ``ValueError``).
@@ -303,10 +311,11 @@ class WeightSyncScheme(SchemeOptions):
             raise ConfigError(f"{'=, '.join(_WITHOUT_PIPES)}= are of schemes without pipes")
 
     def make_transport(self, end: Any) -> Any:
-        """Make the transport of one end, as senders and receivers use it."""
+        """Make a transport over one pipe or to one actor, as senders and receivers use it."""
         return self._adapted(self._transport_of(end))
 
     def _transport_of(self, end: Any) -> Any:
+        """Call create_transport() with an end; raise if it does not take one alone."""
         try:
             inspect.signature(self.create_transport).bind(end)
         except TypeError as exc:
@@ -330,6 +339,7 @@ class WeightSyncScheme(SchemeOptions):
         if isinstance(transport, Answered):
             transport.timeout = self.timeout
         if isinstance(transport, MPTransport):
+            # The other side may attach much later, and then needs only the newest weights.
             transport.end.patient = True
             transport.greet()
         return transport
@@ -370,7 +380,7 @@ class WeightSyncScheme(SchemeOptions):
         return (sender.transports[idx] for idx in sender.chosen(worker_ids))
 
     def _receive_as_given(self) -> WeightReceiver:
-        """Return the receiver; make it with the model and context assigned to this object."""
+        """Return the receiver; if there is none, make it for the assigned model and context."""
         if self._receiver is None:
             given, receiver = self._given, self.create_receiver()
             receiver.register_model(given.model if given.weights is None else given.weights)
@@ -441,6 +451,7 @@ class WeightSyncScheme(SchemeOptions):
         weights: Any = None,
         worker_idx: int | None = None,
     ) -> None:
+        """Become a receiver over the transport of ``pipe``."""
         self.model_id = model_id or self.model_id or "policy"
         if worker_idx is not None:
             self.worker_idx = worker_idx
@@ -579,10 +590,11 @@ class WeightSyncScheme(SchemeOptions):
             role.apply_weights(weights, inplace)
 
     def _start_background_receiver(self) -> None:
-        """Start a thread that receives whenever ``_wait_for_instruction()`` returns so."""
+        """Start a thread that receives at each instruction of ``_wait_for_instruction()``."""
         self._background = BackgroundReceiver(self, self.worker_idx)
 
     def _assign_to_receiver(self, name: str, value: Any) -> None:
+        """Pass an assigned value on to the receiver, unless this object is a sender, too."""
         if self._receiver is not None and self._sender is None:
             self._receiver.assign(name, value)
 
@@ -706,7 +718,8 @@ class WeightSyncScheme(SchemeOptions):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
-        # Its state stands for the scheme, because a copy of that must not be copied once more.
+        # The state of the scheme below stands for that scheme: it holds a copy already, and a copy
+        # of the scheme would be copied once more when it is pickled.
         return {**own, "_scheme": self._scheme.__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

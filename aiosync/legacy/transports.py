@@ -173,6 +173,7 @@ class Deliveries:
             self._fail(idx, exc)
 
     def _fail(self, idx: int, error: Exception) -> None:
+        """Keep the error of a worker, for :meth:`raise_failures`; of a refusal only the cause."""
         cause = error.__cause__ if isinstance(error.__cause__, ApplyError) else error
         # Users' transports may raise errors of any type, which PartialSyncError cannot hold.
         known = cause if isinstance(cause, AiosyncError) else TransportBroken(repr(cause))
@@ -242,7 +243,7 @@ class Backend:
         return None if meet is None else self._ask(meet, worker_idx=worker_idx)
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Begin to send the weights of a model."""
+        """Send weights: in the background if the transport can, or else before this returns."""
         del model_id
         begins = hasattr(self.inner, "send_weights_async")
         (self.inner.send_weights_async if begins else self.inner.send_weights)(weights)
@@ -294,6 +295,7 @@ class MPTransport(Answered):
         except (AttributeError, OSError, ValueError) as exc:
             raise ConfigError(f"{pipe_connection!r} is no open end of a pipe: {exc}") from exc
         self._copier = Copier()
+        # Weights that were received and not answered, oldest first.
         self._unanswered: deque[Weights] = deque()
         self._lease: Lease | None = None
         self._pid = 0  # process that uses this transport; 0 before the first use
@@ -315,6 +317,8 @@ class MPTransport(Answered):
         self, what: str, function: Callable[..., Coroutine[Any, Any, _T]], /, *args: Any
     ) -> _T:
         """Run a coroutine function on the portal's loop, while the link runs there.
+
+        ``what`` is the method that the program called, for the texts of errors.
 
         Raises:
             TransportClosed: This transport was closed.
