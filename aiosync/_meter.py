@@ -73,14 +73,15 @@ class Meter:
     # -- numbers -------------------------------------------------------------------------------
 
     def mark(self, version: int, at: float) -> None:
-        """Note that a version was sent at this time."""
+        """Note for :meth:`age` that a version was sent at this time of ``time.perf_counter()``."""
         self.mark_due = at + _MARK_SECONDS
         if version <= self._marks.get(self._num_marks, (0, 0.0))[0]:
             # The versions of another trainer begin anew.
             self._marks.clear()
         self._num_marks = number = self._num_marks + 1
         self._marks[number] = version, at
-        # The older marks are, the fewer of them stay.
+        # A mark whose number ends in k binary zeros stays for 32 * 2**k marks: so the older marks
+        # are, the fewer of them stay.
         for bit in range(number.bit_length()):
             old = number - (_MARKS_KEPT << bit)
             if old & -old == 1 << bit:
@@ -101,11 +102,12 @@ class Meter:
         Args:
             under_way: Returns the number of syncs that have begun and not ended. A sync that ends
                 leaves this number before it is counted.
-            **more: Fields that the caller knows better.
+            **more: Fields of the result that the caller knows, in place of those counted here.
         """
         finished = self.finished.copy()
-        # The number never falls, though another thread counts, and a waiting sync may be forgotten.
-        # It is never more than began, as the syncs under way are read last.
+        # ``started`` never falls, although a sync may be in neither number: one that ends between
+        # the two readings, or that was forgotten while it waited. It is never too large, as the
+        # syncs under way are read last.
         self._started = max(self._started, sum(finished.values()) + under_way())
         known: dict[str, Any] = {
             "started": self._started,
@@ -139,6 +141,7 @@ class Meter:
         self.observers = tuple(each for each in self.observers if each is not observer)
 
     def _drop(self, observer: Observer, error: Exception) -> None:
+        """Remove an observer that raised, so that no sync fails for it, and log the error."""
         self.remove(observer)
         text = f"an observer raised, and is removed: {type(observer).__qualname__}"
         log(logging.WARNING, "observer", text, model=self.model, error=error)
@@ -230,4 +233,5 @@ class Meter:
 
 
 def _wall_time(at: float) -> float:
+    """Return a time of ``time.perf_counter()`` in seconds since the Unix epoch."""
     return time.time() - (time.perf_counter() - at)

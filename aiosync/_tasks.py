@@ -118,7 +118,10 @@ class Notifier:
         self.waiting: dict[asyncio.Future[None], None] = {}
 
     async def wait(self, unless: Callable[[], bool] | None = None) -> None:
-        """Wait for the next :meth:`notify`, unless ``unless()`` is true once registered."""
+        """Wait for the next :meth:`notify`; not at all if ``unless()`` is true.
+
+        It is called once this task is among :attr:`waiting`, so that no notify can be missed.
+        """
         waiter = asyncio.get_running_loop().create_future()
         self.waiting[waiter] = None
         try:
@@ -157,6 +160,7 @@ class TaskOwner:
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
+        """Report the error that ended a task, or its cancellation by other code, as a crash."""
         self._tasks.discard(task)
         own = self._closed or task in self._given_up
         self._given_up.discard(task)
@@ -175,7 +179,7 @@ class TaskOwner:
             )
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel one task, and forget it: no caller waits for its work."""
+        """Cancel one task, which is no crash: no caller waits for its work."""
         if task in self._tasks:
             self._given_up.add(task)
             task.cancel()
@@ -361,6 +365,8 @@ class WorkerThread:
 
 
 def _tell(ended: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+    """Have the loop of :meth:`WorkerThread.run` set the outcome of a call."""
+
     def tell() -> None:
         if not ended.done():
             ended.set_result(outcome)

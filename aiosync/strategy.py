@@ -155,6 +155,7 @@ def get_strategy(strategy: str | WeightStrategy) -> WeightStrategy:
 
 
 def _from_module(module: nn.Module) -> TensorDictBase:
+    """Return the live parameters and buffers of a module, with the extra state beside them."""
     # Imported only here, because importing it takes as long as importing torch.
     from tensordict import TensorDict
 
@@ -174,6 +175,7 @@ def _dict_of(source: Any) -> dict[str, Any]:
 
 
 def _from_mapping(source: Mapping[Any, Any]) -> TensorDictBase:
+    """Return a mapping of live tensors, and each mapping of tensors in it, as a TensorDict."""
     from tensordict import TensorDict
 
     weights = TensorDict({}, batch_size=[])
