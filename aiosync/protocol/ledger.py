@@ -127,7 +127,8 @@ class Ledger:
             begun: The version in shared memory that the model is about to take; 0 for none.
 
         Returns:
-            The version that a message asked for before, if the model will not take it; else 0.
+            The version that a message asked for before, if the model will not take it, so that it
+            is to be reported as skipped; else 0.
         """
         older, self.owed = self.owed, version
         return older if begun < older else 0
@@ -143,16 +144,16 @@ class Ledger:
 
     @property
     def is_asked(self) -> bool:
-        """True if a call waits, so that the trainer and the calls hear of each version."""
+        """True if calls wait, or a version is to come: reads then report each version they take."""
         return bool(self.num_waiting or self._wanted or self.coming)
 
     @property
     def is_fetching(self) -> bool:
-        """True if a wanted or an announced version has not come."""
+        """True if a version that a call wants, or that the trainer announced, has not come."""
         return bool(self._wanted or self.coming)
 
     def announce(self, epoch: int, version: int) -> bool:
-        """Register the newest version of the trainer; return True if it has not arrived yet.
+        """Register the trainer's newest version, 0 for none; return True if it has yet to arrive.
 
         The announcement may overtake the update that a call wants.
         """
@@ -222,7 +223,7 @@ class Ledger:
     def report(
         self, epoch: int, version: int, status: AckStatus, error: BaseException | None = None
     ) -> Answer:
-        """Return the answer about a version, and keep it, to repeat it."""
+        """Return the answer about a version, and keep it for :meth:`repeat` unless it is old."""
         answer, last = Answer(epoch, version, status, error), self._reported
         if epoch == self.inbox.newest_epoch and (last.epoch != epoch or last.version <= version):
             self._reported = answer
@@ -242,7 +243,7 @@ class Ledger:
         by_word: bool,
         transforming: bool,
     ) -> Answer:
-        """Return the answer about a version that came before.
+        """Return the answer about a version that came before, or is older than one that did.
 
         After a lost link the trainer may not know that the update had arrived.
 
@@ -261,9 +262,11 @@ class Ledger:
                 # The version is owed on this link, too.
                 self.owed = version
             return self._reported
+        # Where a word has named a newer version to the model, this one counts as applied.
         passed = epoch == inbox.epoch and version < inbox.version
         if self.held == (epoch, version) or (by_word and passed):
             return self.report(epoch, version, AckStatus.APPLIED)
+        # The transform has not ended yet; its result is reported later.
         if transforming and (inbox.newest_epoch, inbox.newest) == (epoch, version):
             return self.report(epoch, version, AckStatus.RECEIVED)
         return self.report(epoch, version, AckStatus.NACK, error)

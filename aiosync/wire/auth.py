@@ -117,6 +117,7 @@ def verify_listener(
         raise _refused(message)
     if not isinstance(message, Proof | Refuse):
         raise _unexpected("listener", message, "Proof")
+    # A refusal has no mac, so there only the challenge says if the listener has a token.
     has_mac = bool(message.mac) if isinstance(message, Proof) else challenge.required
     if challenge.required != mine or has_mac != mine:
         raise _one_sided(dialer_has_it=mine)
@@ -133,6 +134,7 @@ def verify_listener(
 
 
 def _mac(token: bytes | None, role: bytes, listener_nonce: bytes, dialer_nonce: bytes) -> bytes:
+    """Return the code by which the side of this role proves the token; empty without a token."""
     if token is None:
         return b""
     data = _PREFIX + role + b"\0" + listener_nonce + dialer_nonce
@@ -140,6 +142,7 @@ def _mac(token: bytes | None, role: bytes, listener_nonce: bytes, dialer_nonce: 
 
 
 def _one_sided(*, dialer_has_it: bool) -> AuthError:
+    """Return the error for a link of which only one side has a token."""
     has, lacks = ("dialer", "listener") if dialer_has_it else ("listener", "dialer")
     return AuthError(f"the {has} has a token and the {lacks} has none: give the {lacks} token=...")
 
@@ -151,6 +154,7 @@ def _unexpected(who: str, message: Message, expected: str) -> RemoteProtocolErro
 
 
 def _refused(message: Refuse) -> ConnectError | ConfigError:
+    """Return the error for a link that the listener refused for another reason than the token."""
     # An unauthenticated peer wrote this text, so it is clipped and its control characters are
     # escaped.
     text = ascii(f"{message.error_type}: {message.error_text}"[:_MAX_TEXT])

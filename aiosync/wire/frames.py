@@ -205,7 +205,10 @@ class FrameDecoder:
         return self._in_payload or self.needs_buffers or unread
 
     def has_ahead(self, nbytes: int) -> bool:
-        """Return True if so many bytes of the announced payload were read ahead."""
+        """Return True if so many bytes of the announced payload were read ahead.
+
+        A whole payload that is here already can be taken at once.
+        """
         return self._end - self._start >= nbytes
 
     def next_event(self) -> FrameStart | FrameEnd | None:
@@ -267,7 +270,7 @@ class FrameDecoder:
         return event
 
     def _next_step(self, event: FrameStart) -> FrameStart | None:
-        """Decode a part of a manifest. Return the event once the manifest is complete."""
+        """Decode a part of a manifest; return the event once it is complete, ``None`` before."""
         self._unfinished = event
         steps = cast("Iterator[None]", cast("ManifestMessage", event.message).manifest)
         try:
@@ -279,6 +282,7 @@ class FrameDecoder:
             self.needs_buffers = event.payload_nbytes > 0
             return event
         except ProtocolError as exc:
+            # The causes are dropped as in next_event(): their tracebacks keep memory alive.
             exc.__cause__ = exc.__context__ = None
             raise
         return None
@@ -301,6 +305,8 @@ class FrameDecoder:
         size = READ_AHEAD_NBYTES if self.limits.max_payload_nbytes else _SMALL_NBYTES
         if self._head_nbytes > size:
             size = self._head_nbytes
+        # A header that is longer than the buffer gets a larger one, for as long as it is needed.
+        # Otherwise unused bytes move to the front only if little room is left behind them.
         new_size = len(buffer) != size and end - start <= size
         if new_size or (start and size - end < size // 4):
             self._buffer = memoryview(bytearray(size)) if new_size else buffer
@@ -328,6 +334,7 @@ class FrameDecoder:
             buffers: Writable byte buffers, filled one after the other. Their total size is that of
                 the payload.
         """
+        # After a large payload another one is likely, of which all that is read ahead is copied.
         large = self.missing_nbytes >= _LARGE_NBYTES
         self._ahead = _DIRECT_NBYTES if large else READ_AHEAD_NBYTES
         self._pieces = [*filter(len, reversed(buffers))]

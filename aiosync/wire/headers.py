@@ -183,6 +183,7 @@ def is_traceparent(value: object) -> TypeGuard[str]:
 
 
 def _check(value: Any, spec: _Spec, limits: Limits) -> None:
+    """Raise :class:`InvalidData` unless a field's value has the type and size of its ``spec``."""
     kind, low, high = spec
     if type(value) is not kind:
         raise InvalidData(f"a {type(value).__name__} instead of a {kind.__name__}")
@@ -194,6 +195,11 @@ def _check(value: Any, spec: _Spec, limits: Limits) -> None:
 
 
 def _check_ext(ext: Any) -> dict[str, ExtValue]:
+    """Return an extension map as a dict.
+
+    Raises:
+        InvalidData: It is no map, has too many entries, or has one of another type.
+    """
     if not isinstance(ext, Mapping) or len(ext) > _MAX_FEW:
         raise InvalidData(f"no map of at most {_MAX_FEW} entries")
     if any(type(k) is not str or type(v) not in _EXT_TYPES for k, v in ext.items()):
@@ -202,6 +208,7 @@ def _check_ext(ext: Any) -> dict[str, ExtValue]:
 
 
 def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
+    """Return the checked fields at fixed places; a map of ``rest_nbytes`` bytes follows them."""
     epoch, version = message.epoch, message.version
     if not (0 < epoch <= _INT and 0 < version <= _INT):
         raise InvalidData("epoch and version are from 1 to 2**63 - 1")
@@ -234,13 +241,14 @@ def _fixed_header(message: Update | Ack, rest_nbytes: int) -> bytes:
 
 
 def _encode_field(key: str, value: Any, spec: _Spec) -> Any:
-    """Return the form in which the value of a field travels."""
+    """Return the form in which the value of a field travels; the caller checks it after that."""
     if key == "values":
         return encode_values(value)
     if key == "manifest":
         return Manifest.encode(value)
     if key in _ERRORS:
-        # The text of an error must travel in any case, so lone surrogates become "?".
+        # The text of an error must travel in any case, so it is clipped, and lone surrogates
+        # become "?".
         clipped = value[: spec[2]].encode(errors="replace")[: spec[2]]
         return clipped.decode(errors="ignore")
     return value
@@ -273,7 +281,7 @@ def _check_behind(behind: tuple[int, int]) -> tuple[int, int]:
 
 
 def _check_path(path: Any) -> bytes:
-    """Return the joined digests of :attr:`Welcome.path`, if they are whole and few enough.
+    """Return the joined digests of the servers in :attr:`Welcome.path`, if whole and few enough.
 
     Raises:
         InvalidData: They are none or too many, or not whole.
@@ -285,7 +293,10 @@ def _check_path(path: Any) -> bytes:
 
 
 def _entries_of(message: Message) -> dict[str, ExtValue]:
-    """Return the fields of a message that travel in the extension map."""
+    """Return the fields of a message that travel as entries of the extension map.
+
+    A peer ignores an entry that it does not know, but refuses a field that it does not know.
+    """
     entries: dict[str, ExtValue] = {}
     if isinstance(message, Update):
         if message.trace is not None and is_traceparent(message.trace):
@@ -318,7 +329,7 @@ def _addresses_of(message: Message) -> dict[str, ExtValue]:
 
 
 def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) -> None:
-    """Move the entries that :func:`_entries_of` made from the extension map to the fields."""
+    """Move the entries that :func:`_entries_of` made from ``ext`` to the fields in ``found``."""
     base = ext.get(_BASE_KEY)
     if cls is Update:
         if is_traceparent(ext.get(_TRACE_KEY)):
@@ -338,7 +349,7 @@ def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) ->
 
 
 def _take_addresses(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) -> None:
-    """Move the entries that :func:`_addresses_of` made from the extension map to the fields."""
+    """Move the entries that :func:`_addresses_of` made from ``ext`` to the fields in ``found``."""
     if cls is Hello:
         if _SERVES_KEY in ext:
             (found["serves"],) = _check_addresses((ext.pop(_SERVES_KEY),))
@@ -470,6 +481,7 @@ def _read_map(
         RemoteProtocolError: A field is unknown, has a wrong type or is out of range.
         InvalidData: It is no map, or too large a one.
     """
+    # Only these two messages have values of a user, which may be many and nested.
     ext, specs, free = None, _FIELDS[cls][1], cls is Update or cls is Status
     rest = unpack(
         data,

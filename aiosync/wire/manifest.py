@@ -151,7 +151,7 @@ class Manifest:
 
     @classmethod
     def _in_steps(cls, leaves: tuple[LeafSpec, ...], nbytes: int) -> _Steps[Manifest]:
-        """Construct a manifest in steps."""
+        """Construct a manifest in steps, where the constructor would take them all at once."""
         manifest = object.__new__(cls)
         object.__setattr__(manifest, "leaves", leaves)
         object.__setattr__(manifest, "nbytes", nbytes)
@@ -239,6 +239,7 @@ def plan_manifest(entries: Iterable[ManifestEntry], limits: Limits = DEFAULT_LIM
 
 
 def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
+    """Check entries and lay out their leaves, in steps; raise InvalidData for an illegal one."""
     leaves: list[LeafSpec] = []
     names: list[str] = []
     end = 0
@@ -281,6 +282,7 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
 
 
 def _check_names(names: list[str], limits: Limits) -> _Steps[None]:
+    """Check, in steps, that all names and aliases are legal, and none of them occurs twice."""
     seen: set[str] = set()
     for name in names:
         try:
@@ -312,6 +314,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def _decode(data: bytes, limits: Limits) -> _Steps[Manifest]:
+    """Decode a manifest, in steps; raise InvalidData unless this is its canonical encoding."""
     # The encoding is a sequence of small arrays, not one big array. The bound on the length of an
     # array can therefore be small, and nested arrays that announce a false length cost nothing.
     unpacker = msgpack.Unpacker(

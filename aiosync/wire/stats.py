@@ -60,6 +60,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 def _read_plain(kind: Any, value: Any) -> Any:
+    """Check a string or a number of at least 0, and return it; an int may stand for a float."""
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:

@@ -67,6 +67,7 @@ def pack(value: Mapping[str, Any]) -> bytes:
 
 
 def _other_type(value: object) -> list[Any]:
+    """Return a tuple as a list, and raise for other types: msgpack asks for what it cannot pack."""
     if type(value) is tuple:
         return list(value)
     kind = type(value)
@@ -90,6 +91,7 @@ def unpack(
         InvalidData: The data is not exactly one such map, is cut short, has an extension type, or
             is over a bound.
     """
+    # Each entry has at least one byte, so that a false length allocates no more than the data.
     most = min(len(data), most)
     count = itertools.count(1).__next__
 
