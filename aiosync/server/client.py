@@ -299,6 +299,7 @@ class _Pull:
         self._welcome: Welcome | None = None
         self._link: TCPTransport | None = None
         self._updates = UpdateReader()
+        # The error of the last attempt, for the text of a timeout.
         self._lost: AiosyncError | None = None
         # Epoch, version and bytes of the partial update that the Hello of this link announced.
         self._partial: tuple[int, int, int] | None = None
@@ -314,8 +315,10 @@ class _Pull:
         )
 
     def _is_final(self, error: AiosyncError) -> bool:
+        """Return True if the error of an attempt ends the call; after others it dials again."""
         if isinstance(error, RemoteProtocolError):
-            # The two sides may have disagreed about the partial update: begin anew, but only once.
+            # The two sides may have disagreed about the partial update. An error about its chunks
+            # has dropped it, so that the transfer begins anew, and the next such error is final.
             return self._partial is None
         # Before the first Welcome no server is known to be at the address, so there is no retry.
         may_retry = isinstance(error, TransportError | ConnectTimeout) and self._welcome is not None
@@ -356,6 +359,10 @@ class _Pull:
             raise
 
     def _hello(self) -> Hello:
+        """Return a Hello that subscribes to nothing, and names the part of an update that is here.
+
+        A :class:`Fetch` then asks for the version.
+        """
         partial = self._partial or (None, None, 0)
         return Hello(
             role="receiver",

@@ -24,7 +24,7 @@ __all__ = ["FanOut", "check_advertised", "named_by_default"]
 
 
 def named_by_default(url: str) -> str:
-    """Return the address at which a relay listens; empty if others cannot dial it."""
+    """Return the ``url`` of a relay if others can dial it, to be told to them; else no text."""
     address = Address.parse(url)
     return "" if address.scheme != "tcp" or _is_wildcard(address.host) else url
 
@@ -90,18 +90,20 @@ class FanOut:
         self._most = most
         self._is_local = is_local
         self._turn = itertools.count()
+        # For each link the worker's Hello, and the address to which others may be sent on.
         self._admitted: dict[TCPTransport, tuple[Hello, Address | None]] = {}
 
     def admit(self, link: TCPTransport, hello: Hello, ready: Container[Transport]) -> None:
         """Count a worker that subscribes, or raise the error that sends it on.
 
-        A relay has a place although workers came before it, as they could be sent on to nobody.
-        A worker that none of the relays admitted does not follow, so that it is admitted.
+        A relay is sent on only if there are enough other relays, however many workers came before
+        it, as these could be sent on to nobody. A worker that no relay has admitted comes back with
+        a Hello that says that it does not follow, and is admitted.
 
         Args:
             link: The link to the worker.
             hello: Its Hello.
-            ready: The links to which others may be sent on, as there are weights.
+            ready: The links of workers that have weights, so that others may be sent on to them.
 
         Raises:
             SentOn: There are enough workers, or relays, and some relays.
@@ -119,6 +121,7 @@ class FanOut:
         relays = list(dict.fromkeys(each for each in named if each not in (None, own)))
         count = len(relays) if serves else len(others)
         if self._most is not None and relays and count >= self._most and hello.follows:
+            # Each worker begins with another relay, so that all of them get some.
             first = next(self._turn) % len(relays)
             elsewhere = (*relays[first:], *relays[:first])[:MAX_ELSEWHERE]
             raise SentOn(f"this server has {count} links, and fanout={self._most}", elsewhere)
@@ -130,7 +133,7 @@ class FanOut:
         link.channel.call_on_end(forget)
 
     def _may_be_named(self, link: TCPTransport, address: Address | None) -> bool:
-        """Return True if others may be sent on to a relay.
+        """Return True if others may be sent on to this address of a relay.
 
         A peer that may only pull must not choose what others get.
         """

@@ -66,6 +66,7 @@ class _Arrival(NamedTuple):
     strategy: str
     snapshot: Snapshot  # this arrival holds a reference
 
+    # Returns True if the trainer may send the next update as a delta to this epoch and version.
     is_base: Callable[[int, int], bool]
 
     def say(self, status: AckStatus, error: AiosyncError | None = None) -> None:
@@ -150,12 +151,15 @@ class ServedModel:
 
     @property
     def is_brought(self) -> bool:
-        """True if there is a version, or one on its way to the disk, or a trainer."""
+        """True if there is a version, or one on its way to the disk, or a trainer.
+
+        Only such a model counts among the ``max_models`` of the server.
+        """
         return bool(self.version) or self.trainer is not None or self._to_write.is_busy
 
     @property
     def is_unused(self) -> bool:
-        """True if there is no version, no trainer and no worker."""
+        """True if there is no version, no trainer and no worker, so that the server may drop it."""
         return not (self.is_brought or self.workers.links or self.workers.admission.arriving)
 
     def restore(self, stored: StoredUpdate) -> None:
@@ -173,10 +177,12 @@ class ServedModel:
 
         Raises:
             SentOn: Servers that follow this one have room for it.
-            ConnectError: It is a server that this one follows, so that none would get versions.
+            ConnectError: It is a server that this one follows, so that none would get versions; or
+                a server that would be one too many in a row.
         """
         path = self.workers.admission.path
-        # A server without an upstream follows nobody, whatever it followed before.
+        # A server without an upstream follows nobody, whatever it followed before: then only its
+        # own mark, the last one, counts.
         above = path if self.trainer is not None else path[-1:]
         if _mark_of(hello.session) in above or (_is_server(hello) and len(path) == MAX_PATH):
             raise ConnectError(
@@ -189,9 +195,13 @@ class ServedModel:
         self.fan_out.admit(link, hello, ready)
 
     def _follow_path(self, path: tuple[bytes, ...]) -> None:
-        """Have the servers below dial again if those above have changed, and tell them these.
+        """Note which servers are above; if they have changed, have the servers below dial again.
 
-        No server admits one that is above it, so that they never stand in a circle.
+        The answer to their Hello then names the servers above. No server admits one that is above
+        it, so that they never stand in a circle.
+
+        Args:
+            path: The marks of the servers above, from the first one to the upstream.
         """
         admission = self.workers.admission
         before, own = admission.path, _mark_of(self._session)
@@ -202,6 +212,7 @@ class ServedModel:
             if _is_server(link.hello):
                 link.lose(ConnectError("this server has another upstream"))
                 link.transport.abort()
+        # A server that is in its handshake may have been told the servers of before.
         for transport in [*admission.arriving]:
             transport.abort()
 
@@ -212,6 +223,7 @@ class ServedModel:
         workers, incoming = self.workers, snapshot.incoming
         if incoming is not None:
             snapshot.incoming = None
+            # Workers that got it while it arrived now get its last chunk.
             incoming.serve()
         self.replaced = self._replaced_by(epoch)
         self.version, workers.admission.strategy = snapshot.version, strategy
@@ -223,10 +235,12 @@ class ServedModel:
                 workers.deltas.close()  # versions of another epoch are no bases
             for link in workers.links.values():
                 link.begin_epoch(epoch)
+        # None stands for all workers.
         workers.history.add({None: snapshot})
         for link in workers.links.values():
             if link.hello.subscribe and link.outbox.newest < snapshot.version:
                 link.offer(snapshot)
+            # The worker may have asked for a version that was not here yet.
             workers.answer(link)
         self._meter.mark(snapshot.version, time.perf_counter() - (time.time() - updated_at))
         self._updated_at = updated_at
@@ -236,12 +250,14 @@ class ServedModel:
         """Return the epochs of replaced runs once a version of ``epoch`` is served."""
         if epoch == self._epoch:
             return self.replaced
+        # Trainers that were let in, and of which no version was served, are replaced as well.
         others = dict.fromkeys((*self.replaced, self._epoch, *self._let_in))
         return tuple(each for each in others if each not in (0, epoch))[-_MAX_REPLACED:]
 
     # -- the trainer ---------------------------------------------------------------------------
 
     def _check_not_replaced(self, hello: Hello) -> None:
+        """Raise ConfigError for a trainer whose run was replaced, unless it may take over."""
         if hello.epoch in self.replaced and not hello.take_over:
             raise ConfigError(_REPLACED)
 
@@ -257,6 +273,7 @@ class ServedModel:
         old = self.trainer
         if old is None or old.channel.ended:
             return
+        # The same trainer may dial again before its old link is known to have ended.
         if hello.epoch is None or hello.epoch != self._trainer_epoch:
             raise ConnectError(
                 f"{old.channel.name} is already pushing model {self._model_id!r}: end it "
@@ -325,6 +342,7 @@ class ServedModel:
             await asyncio.sleep(_REPORT_SECONDS)
 
     def _end_link(self, link: TCPTransport) -> None:
+        """End a link to a trainer or the upstream; one that replaced it meanwhile stays."""
         if self.trainer is link:
             self.trainer = None
         link.abort()
@@ -340,11 +358,13 @@ class ServedModel:
             tasks.cancel(reports)
 
     async def _receive_updates(self, link: TCPTransport, strategy: str, answers: Outgoing) -> None:
+        """Read from a link for ever; pass on each chunk, and take each update once it is whole."""
         # The kernel sends no keepalive probes while an answer waits for the trainer to take it, so
         # that wait needs a limit of its own.
         link.limit_untaken()
         updates = self._updates
         updates.use_link(link)
+        # The trainer is told to which update its next one may be a delta.
         epoch, version = updates.base
         if version:
             answers.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
@@ -381,6 +401,8 @@ class ServedModel:
         # is being written should be on disk before the Hello.
         await self.drain()
         partial = self._updates.partial or (None, None, 0)
+        # An upstream takes a subscriber with ANY_STRATEGY for a server. A trainer's strategy has to
+        # match that of the served version.
         return Hello(
             role="receiver",
             model_id=self._model_id,
@@ -395,10 +417,12 @@ class ServedModel:
         )
 
     def _take(self, answers: Outgoing, strategy: str, staged: Staged) -> None:
+        """Serve an update that has arrived whole; with a store, have it written to disk first."""
         if self._ending:
             return  # without an ack: the trainer sees that the link ends
         early, values = self._early, dict(staged.values)
-        # Memory that was passed on is used for no other update, so it tells the update.
+        # Memory that was passed on is used for no other update. So if this update is in it, this is
+        # the one that was passed on.
         if early is not None and early.buffer is staged.flat:
             self._early, snapshot = None, early
             snapshot.values = values
@@ -430,6 +454,7 @@ class ServedModel:
         if partial is None or workers.deltas is not None or self._ending:
             return
         epoch, version, nbytes = partial
+        # Links change to another epoch only when a whole version of it is served.
         if epoch != self._epoch or version <= self.version:
             return
         links = [each for each in workers.links.values() if each.is_free_for(version)]
@@ -441,7 +466,10 @@ class ServedModel:
                 link.offer(early)
 
     def _share_early(self, version: int, nbytes: int) -> Snapshot | None:
-        """Return a snapshot of the update that arrives, of which so many bytes are verified."""
+        """Return the early snapshot of the update that arrives, with ``nbytes`` verified.
+
+        ``None`` if no chunk of it has arrived.
+        """
         shared, early = self._updates.share_partial(), self._early
         if shared is None:
             return None
@@ -455,11 +483,13 @@ class ServedModel:
         return early
 
     def _discard_early(self) -> None:
+        """Release the update that was passed on while it arrived, if any: it is not served."""
         early, self._early = self._early, None
         if early is not None:
             _discard(early)
 
     def _is_base(self, epoch: int, version: int) -> bool:
+        """Return True if the trainer may send its next update as a delta to this version."""
         return self._updates.base == (epoch, version)
 
     def _is_news_or_answer(self, arrival: _Arrival) -> bool:
@@ -485,11 +515,13 @@ class ServedModel:
         status: AckStatus,
         error: AiosyncError | None = None,
     ) -> None:
+        """Count an arrival whose outcome is known, and send its ack to the trainer."""
         version, nbytes = arrival.snapshot.version, arrival.snapshot.nbytes
         self._meter.ended(outcome, arrival.epoch, version, 0.0, {}, nbytes)
         arrival.say(status, error)
 
     def _serve(self, arrival: _Arrival) -> None:
+        """Serve an arrival to the workers, and tell the trainer that it was applied."""
         self._publish(arrival.epoch, arrival.strategy, arrival.snapshot, time.time())
         self._end(arrival, "ok", AckStatus.APPLIED)
 
@@ -569,6 +601,7 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """Return the values that ``aiosync status`` shows of this model."""
+        # No worker has this index, so these are the snapshots for all workers.
         newest = next(reversed(self.workers.history.for_worker(-1).snapshots()), None)
         return {
             "model_id": self._model_id,
@@ -602,7 +635,7 @@ class ServedModel:
 
 
 def _mark_of(session: bytes | None) -> bytes:
-    """Return 16 bytes that stand for a session before workers, who must not be able to take it."""
+    """Return the digest that names a server to workers, who must not learn its session itself."""
     return hashlib.blake2b(session or b"", digest_size=16).digest()
 
 

@@ -196,6 +196,7 @@ class WeightServer:
                 self._feeds.append(self._tasks.start(feeding, "aiosync upstream"))
 
     async def _load(self) -> None:
+        """Serve the stored version of each model that this server may serve."""
         if self._store is None:
             return
         for model_id in self._store.model_ids():
@@ -241,12 +242,14 @@ class WeightServer:
         await self.aclose()
 
     def _on_crash(self, error: BaseException) -> None:
+        """Have :meth:`wait_closed` raise the first error that ended a background task."""
         self._crash = self._crash or error
         self._ended.set()
 
     # -- links ---------------------------------------------------------------------------------
 
     def _on_link(self, link: TCPTransport, hello: Hello) -> None:
+        """Serve a peer that the listener has accepted, in a task of its own."""
         task = self._tasks.start(self._serve(link, hello), "aiosync link of the server")
         # A task that is cancelled before it runs cannot close its link itself.
         task.add_done_callback(lambda task: link.abort() if task.cancelled() else None)
@@ -262,7 +265,7 @@ class WeightServer:
             pushes = hello.role == "sender"
             try:
                 model = self._find_or_make_model(hello, link, pushes)
-                # A worker that asks for single versions costs no stream, so it stays here.
+                # A worker that asks for single versions costs no stream, so it is never sent on.
                 if hello.subscribe and not pushes:
                     model.admit(link, hello)
             except (ConfigError, ConnectError) as exc:
@@ -316,7 +319,7 @@ class WeightServer:
         return model
 
     def _check_room(self) -> None:
-        """Raise if there is no room for another model.
+        """Raise ConfigError if there is no room for another model.
 
         Models without a version do not count: workers may have asked for wrong names.
         """

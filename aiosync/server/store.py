@@ -203,6 +203,7 @@ class WeightStore:
         return os.path.join(self.directory, _file_name(model_id))
 
     def _remove_stale(self) -> None:
+        """Remove the temporary files of saves that were interrupted."""
         for name in filter(_TEMPORARY.fullmatch, os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
             # Another process may have removed the file, or be writing it and hold its lock.

@@ -95,6 +95,7 @@ class Upstream:
                 log(logging.WARNING, "waiting", text, model=model_id)
 
         async def introduce(link: TCPTransport, timeout: float | None) -> Welcome:
+            # The Hello says what the model has now, so each link gets a new one.
             hello = await model.hello(is_upstream=True)
             hello = replace(hello, serves=serves, follows=kept.follows)
             return await greet(link, hello, timeout=timeout)
@@ -107,6 +108,7 @@ class Upstream:
             # No error ends the attempts.
             final=lambda error: False,
             on_failure=log_once,
+            # Only an upstream at addresses of TCP may send this server on to another one.
             dial_named=self._dialer.dial if self._dialer.is_remote else None,
         )
         link, welcome = await kept.connect(None)
@@ -116,7 +118,8 @@ class Upstream:
             try:
                 await model.follow(link, welcome)
             except AiosyncError as exc:
-                if model.version != before:  # the link was of use
+                # After a link that was of use, the same error is news.
+                if model.version != before:
                     logged = ""
                 log_once(exc)
                 link, welcome = await kept.reconnect(exc, model.version, None)
