@@ -378,12 +378,14 @@ class Metrics:
         return found
 
     def _log(self, name: str, value: float | None) -> None:
+        """Add a measurement to those of :meth:`as_log`; ``None`` stands for no measurement."""
         if value is not None:
             with self._lock:
                 count, total, largest = self._logged.get(name, (0, 0.0, value))
                 self._logged[name] = count + 1, total + value, max(largest, value)
 
     def _observe(self, name: str, labels: _Labels, value: float) -> None:
+        """Add a value to a histogram, and tell the listeners of it."""
         with self._lock:
             counts = self._histograms[name][labels]
             counts[bisect.bisect_left(METRICS[name].buckets, value)] += 1
@@ -437,7 +439,7 @@ class Metrics:
             yield family
 
     def _copy_histograms(self) -> dict[str, dict[_Labels, tuple[float, ...]]]:
-        """Return the counts and the total of each histogram at this moment."""
+        """Return the counts, and the sum of the values, of each histogram at this moment."""
         with self._lock:
             return {
                 name: {labels: tuple(counts) for labels, counts in known.items()}
@@ -446,7 +448,7 @@ class Metrics:
 
 
 def _read(source: Source) -> tuple[tuple[SyncStats, ...], Mapping[str, int]]:
-    """Return the statistics and the refusals of a source; none of a gate."""
+    """Return a source's statistics, and its refused connections by reason; none of a gate."""
     if isinstance(source, AdmissionGate):
         return (), {}
     if isinstance(source, WeightServer):
@@ -463,6 +465,7 @@ def _values_of(source: Source, names: Iterable[str]) -> Iterator[tuple[str, _Lab
     for reason, count in refused.items():
         yield "aiosync_refused_total", (reason,), count
     for stats, name in itertools.product(all_stats, names):
+        # A closed scheme keeps its counters, and has no gauges: its present state means nothing.
         if METRICS[name].kind == "counter" or not _is_closed(source):
             for labels, value in METRICS[name].read(stats).items():
                 yield name, labels, value

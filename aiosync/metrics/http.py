@@ -63,6 +63,7 @@ class HttpServer:
             raise ConfigError(f"allow_hosts must be a list of names: pass [{allow_hosts!r}]")
         self._listen, self._pages = listen, pages
         self._names = {_host_of(each) for each in (*allow_hosts, socket.gethostname())}
+        # True once the host's full name was looked up, which may take long and is seldom needed.
         self._has_full_name = False
         # The task of each connection, oldest first, and True if its request has arrived.
         self._links: dict[asyncio.Task[None], bool] = {}
@@ -113,6 +114,7 @@ class HttpServer:
                 try:
                     request = await reader.readuntil(b"\r\n\r\n")
                 except asyncio.LimitOverrunError:
+                    # The answer to a request that is too long is that to a malformed one.
                     request = b""
                 self._links[link] = True
                 answer = await self._answer(request)
@@ -122,6 +124,7 @@ class HttpServer:
                     await writer.wait_closed()  # returns when the client has taken the answer
                     return
                 deadline.reschedule(None)
+                # Between two events only a read shows that the client has gone.
                 hanging_up = loop.create_task(_end_with(reader, link))
                 await _write_events(writer, answer, deadline)
         except (asyncio.CancelledError, EOFError, OSError):  # the client has gone or is too slow
@@ -154,6 +157,7 @@ class HttpServer:
         return host in self._names
 
     async def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
+        """Return the whole answer to a request, or the events of a page that streams them."""
         parsed = _parse(request)
         if parsed is None:
             return _reply(HTTPStatus.BAD_REQUEST)
@@ -291,6 +295,7 @@ class serve(HttpServer):
             raise
 
     def __exit__(self, *_: object) -> None:
+        # The server ended with its thread if that has ended, and does not run in a forked child.
         if self._lease.valid:
             try:
                 self._lease.call(self.__aexit__())
@@ -301,6 +306,7 @@ class serve(HttpServer):
         """Do nothing: a program may end inside the ``with`` block, which is no mistake."""
 
     def _exposed(self, fields: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        """Return the page ``/metrics``, in the text format that the client accepts."""
         accepts = [each[7:] for each in fields if each.lower().startswith("accept:")]
         try:
             encode, kind = self._exposition.choose_encoder(",".join(accepts))
@@ -310,6 +316,7 @@ class serve(HttpServer):
             return HTTPStatus.INTERNAL_SERVER_ERROR, TEXT, text
 
     def _ready(self, _: Sequence[str]) -> tuple[HTTPStatus, str, bytes]:
+        """Return the page ``/readyz``: a line for each source that is not ready."""
         unready = "".join(f"not ready: {each!r}\n" for each in self._metrics.unready())
         status = HTTPStatus.SERVICE_UNAVAILABLE if unready else HTTPStatus.OK
         return status, TEXT, unready.encode()

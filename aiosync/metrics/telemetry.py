@@ -124,7 +124,7 @@ class Tracing:
         return span
 
     def _add_phases(self, span: Any, event: SyncEvent) -> float:
-        """Add a span for each phase below the span of an update; return when the last one ended."""
+        """Add a span for each phase below the span of an update; return the time of their end."""
         at, context = event.started_at, self._api.set_span_in_context(span)
         for phase in _PHASES:
             if phase in event.seconds:

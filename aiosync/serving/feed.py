@@ -156,7 +156,8 @@ class WeightFeed:
         self._config = copy.copy(scheme)
         # Only a change of pointers is quick enough to run on the event loop.
         self._in_thread = model is None or scheme.apply_copy or not scheme.strict
-        self._users = 0
+        # Number of calls of start() without their aclose().
+        self._num_starts = 0
         self._reset()  # so that wrong arguments raise here and not in start()
         self._scheme.abort()
 
@@ -184,8 +185,8 @@ class WeightFeed:
         Calls are counted: each needs its own :meth:`aclose`, and the last one ends the feed. It
         may then be started again.
         """
-        self._users += 1
-        if self._users > 1:
+        self._num_starts += 1
+        if self._num_starts > 1:
             return
         self._reset()
         self._loop = asyncio.get_running_loop()
@@ -197,10 +198,10 @@ class WeightFeed:
 
         The call takes a bounded time; the model keeps its weights.
         """
-        if self._users == 0:
+        if self._num_starts == 0:
             return
-        self._users -= 1
-        if self._users == 0:
+        self._num_starts -= 1
+        if self._num_starts == 0:
             try:
                 await self._tasks.aclose()
             finally:
@@ -258,7 +259,7 @@ class WeightFeed:
     def status(self) -> FeedStatus:
         """State of the feed and its link to the source, at this moment."""
         now, version, receiver = time.monotonic(), self.gate.version, self._receiver
-        causes = self._causes() if self._users else []
+        causes = self._causes() if self._num_starts else []
         state, reason = self._state(causes)
         refusing = None if receiver is None else receiver.ledger.refusing
         return FeedStatus(
@@ -278,7 +279,7 @@ class WeightFeed:
 
     def _state(self, causes: list[tuple[float, str]]) -> tuple[Any, str]:
         """Return the state of the feed, and the reason for it."""
-        if not self._users:
+        if not self._num_starts:
             return "closed", "the feed is not running: start it with `async with feed`"
         if self._crash is not None:
             return "failed", f"{type(self._crash).__name__}: {self._crash}"
@@ -292,13 +293,14 @@ class WeightFeed:
         return receiver is not None and receiver.outage.lost_link is None and receiver.error is None
 
     def _causes(self) -> list[tuple[float, str]]:
-        """Return the reasons why the feed does not follow the source, each with its start time."""
+        """Return why the feed may not be on the newest version: each reason, and since when."""
         receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
         last = self._last_attempt()
         if receiver is None:
             return [(self._started, f"the source was not reached yet{last}"), *found]
         if receiver.outage.cut_off is not None:
             text = f"the link to the source was lost: {receiver.outage.cut_off[1]}{last}"
+            # The new link has brought neither an update, nor the word that there is none newer.
             if receiver.outage.lost_link is None:
                 text = f"what is newer has not come since {text}"
             found.insert(0, (receiver.outage.cut_off[0], text))
@@ -340,7 +342,7 @@ class WeightFeed:
             await scheme.aclose()
 
     def _catch_up(self, epoch: int | None = None) -> None:
-        """Let requests wait for the version that the source had at the handshake.
+        """Have requests wait until the feed has the version that its source had at the handshake.
 
         Does nothing if the user gave a ``min_version``.
 
@@ -381,6 +383,7 @@ class WeightFeed:
         self._blocked = (since, f"version {version} waits to be switched to: {error}")
 
     async def _switch(self, receiver: WeightReceiver) -> None:
+        """Apply the staged update while the gate keeps requests out, and raise why it was not."""
         async with self.gate.swap() as self._swap:
             self._swap.version = self.gate.version  # the gate keeps it unless _activate() is called
             try:
@@ -403,7 +406,7 @@ class WeightFeed:
         late = time.monotonic() + limit
 
         def apply() -> None:
-            while self._users:  # a feed that is being closed waits for no forward
+            while self._num_starts:  # a feed that is being closed waits for no forward
                 try:
                     applier.apply_pending(patience=min(limit, _POLL_SECONDS))
                     return
@@ -441,6 +444,7 @@ class WeightFeed:
             self._loop.call_soon_threadsafe(self._activate, epoch, version)
 
     def _activate(self, epoch: int, version: int) -> None:
+        """Have the gate serve the version that the switch under way has put into the model."""
         if self._swap is None:
             return  # the feed was closed, or a forward completed an apply that was interrupted
         if self.gate.waits_for:  # the version may be from another trainer than at the handshake

@@ -118,6 +118,7 @@ class AdmissionGate:
         """Called when a request or batch ends its wait, with the seconds that it waited."""
         self._version = initial_version or 0
         self._epoch: int | None = None
+        # Version and epoch of require(), until the gate has had them.
         self._required: tuple[int, int | None] = (0, None)
         self._running = 0  # admissions that a switch has to wait for
         self._waiting = 0
@@ -262,11 +263,13 @@ class AdmissionGate:
         return Admission(self, True, 0, None, timeout)
 
     def _may_enter(self, admission: Admission) -> bool:
+        """Return True if the gate has the version for an admission, and no switch keeps it out."""
         if self.waits_for or (admission.blocks and self._swap is not None):
             return False
         return self._satisfies(admission.min_version, admission.wanted_epoch)
 
     def _satisfies(self, min_version: int, epoch: int | None) -> bool:
+        """Return True if the gate's version is new enough, and of this epoch, if one is given."""
         return self._version >= min_version and epoch in (None, self._epoch)
 
     def _call_on_admission(self, seconds: float) -> None:
@@ -321,6 +324,7 @@ class AdmissionGate:
         self._changed.notify()
 
     def _activate(self, version: int, epoch: int | None) -> None:
+        """Note another version of the weights, also for each request that no switch waits for."""
         if (version, epoch) != (self._version, self._epoch):
             self.swaps += 1
             self._version, self._epoch = version, epoch
@@ -466,6 +470,7 @@ class Admission:
             gate._open.add(self)
 
     async def _wait(self) -> None:
+        """Wait until the gate may admit this, or raise the error that says why it does not."""
         gate, began = self._gate, time.monotonic()
         limit = _limit_of(self._timeout, gate.timeout)
         gate._waiting += 1
@@ -507,6 +512,7 @@ class Admission:
         _inside.set(tuple(each for each in _inside.get() if each is not self))
         whole = self._whole
         whole._parts -= 1
+        # The admission goes on as long as any block of it runs, in whatever order they end.
         if whole._parts:
             return
         gate = self._gate
@@ -568,11 +574,13 @@ class Swap:
         gate = self._gate
         while gate._swap is not None:
             await gate._until(lambda: gate._swap is None)
+            # Requests that waited for the other switch go first.
             await asyncio.sleep(0)
         gate._swap = self
         await gate._until(lambda: gate._running == 0)
 
     def _over(self) -> None:
+        """End this switch, so that requests and other switches go on; nothing if it never began."""
         if self._gate._swap is self:
             self._gate._swap = None
             self._gate._changed.notify()
@@ -582,6 +590,7 @@ class Swap:
         try:
             if exc_type is None:
                 version = gate._version + 1 if self.version is None else self.version
+                # 0 is legal only for a gate without a version: nothing changes then.
                 if version < 1 and version != gate._version:
                     raise LocalProtocolError(f"a version is at least 1, got {version}")
                 gate._activate(version, gate._epoch if self.epoch is None else self.epoch)
