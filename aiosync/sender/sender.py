@@ -206,6 +206,7 @@ class WeightSender:
         """Snapshot the weights, send them, and wait. See ``WeightSyncScheme.send``."""
         started = time.perf_counter()
         quiet = self.is_quiet()
+        # Messages of workers wait, or a program that only sends kept the loop from reading them.
         if self.workers.polls.readers is not None and (
             not quiet or (self._turn_asked_at and started - self._turn_asked_at > _TURN_SECONDS)
         ):
@@ -230,7 +231,7 @@ class WeightSender:
                 sent = self._dispatch_copies(snapshots, planned, worker_ids, timeout, started)
             self.tell()
             if sent.nbytes > _AWAKE_NBYTES:
-                # Slots are wanted soon, and a ring costs little here.
+                # The next send needs a slot that a worker leaves, and a ring costs little here.
                 self._ring()
             if isinstance(sent, SendReport):
                 # Workers join on this loop, even if it only sends.
@@ -288,7 +289,7 @@ class WeightSender:
         return self._dispatch(*given, at_once=not self.workers.has_ended())
 
     def _stay_awake(self, future: asyncio.Future[Any], until: float | None = None) -> None:
-        """Keep the loop turning until the answer is there, as waking it takes longer."""
+        """Keep the loop awake until the answer, for a moment at most, as waking it takes longer."""
         if until is None:
             is_quick = self._mean_answer_seconds < 2 * _LONGER_AWAKE_SECONDS
             seconds = _LONGER_AWAKE_SECONDS if is_quick else _AWAKE_SECONDS
@@ -333,6 +334,7 @@ class WeightSender:
     async def _take(
         self, planned: Mapping[int | None, Prepared], timeout: float | None
     ) -> dict[int | None, Snapshot]:
+        """Copy the weights of each worker, or borrow them if the links can send them early."""
         how = self._how if len(planned) == 1 and self._can_send_early() else "copy"
         snapshots = {}
         patience = STEP_SECONDS if timeout is None else timeout
@@ -363,7 +365,8 @@ class WeightSender:
         """Send small weights if memory for them is free; else do nothing and return ``None``.
 
         The caller calls :meth:`tell` afterwards. A signal's handler may raise at any step: then
-        some workers may have the version, and everything else is consistent.
+        some workers may have the version, and everything else is consistent. Returns the report if
+        no answer has to be awaited, else the send.
 
         Args:
             planned: The weights, ready to be copied, by worker; under ``None`` those for all.
@@ -386,7 +389,8 @@ class WeightSender:
         snapshot = self.copier.copy_if_free(plan, may_wait=off_loop)
         if snapshot is None:
             return None
-        # The copy took long: a worker that ended meanwhile is handled by the slow path.
+        # The copy took long: the slow path handles a worker that ended meanwhile. Off the loop, the
+        # workers must also be able to read this slot.
         took_long = time.perf_counter() - started > _LONG_COPY_SECONDS
         if (took_long and self.reads_slots and not self.is_quiet()) or (
             links and not all(each.takes_named(plan.layout.digest, snapshot.slot) for each in links)
@@ -426,8 +430,9 @@ class WeightSender:
         """Draw a version, and name or queue it to every target.
 
         The references to the snapshots go to the history of later workers. The caller calls
-        :meth:`tell` afterwards. Returns the report if naming was enough, and it may be given
-        ``at_once``: no worker has ended without the loop's notice.
+        :meth:`tell` afterwards, and has checked that naming is enough for all if it says
+        ``naming_suffices``. Returns the report, and no send, if naming was enough and the report
+        may be given ``at_once``: no worker has ended without the loop's notice.
         """
         workers, meter, observed, trace = self.workers, self.meter, None, None
         targets, lost = addressed
@@ -487,7 +492,7 @@ class WeightSender:
         return send
 
     def _offer(self, send: Send, snapshots: Mapping[int | None, Snapshot]) -> None:
-        """Queue the updates of the targets for which naming them was not enough."""
+        """Queue the update for each target that naming did not reach; fail those not linked."""
         workers = self.workers
         for idx in sorted(send.waiting):
             record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
@@ -510,6 +515,7 @@ class WeightSender:
     # -- outcomes of sends ---------------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
+        """Give an outcome to its send. Return False if that is over: a later send reports it."""
         send = self._sends.get(outcome.version)
         if send is not None and send.resolve(idx, outcome):
             # With ``require="all"`` a send waits for every target, to name each failure.
@@ -639,6 +645,7 @@ class WeightSender:
             raise
 
     def _on_crash(self, error: BaseException) -> None:
+        """Fail every send under way with the error of the background task that crashed."""
         sends, self._sends = self._sends, {}
         for send in sends.values():
             self._count(send, "error")
@@ -697,7 +704,7 @@ class WeightSender:
         return not readers.poll(0)
 
     def has_to_tell(self) -> bool:
-        """Return True if :meth:`tell` has something to do."""
+        """Return True if :meth:`tell` has something to do, for which the loop has to wake."""
         return (
             self._late_timer is None
             or bool(self.workers.changed.waiting)
@@ -722,6 +729,7 @@ class WeightSender:
             self._late_timer = self._loop.call_later(_RING_SECONDS, self._ring_late)
 
     def _note_turn(self) -> None:
+        """Note that the loop had a turn after a send that waited for no worker."""
         self._turn_asked_at = 0.0
 
     def _ring(self) -> None:
@@ -774,11 +782,7 @@ class WeightSender:
 
 
 async def _give_loop_turns() -> None:
-    """Let the loop act on the messages of workers, which join and leave on it.
-
-    It finds the messages that arrived in its first turn, reads them in the second, and acts on them
-    in the third.
-    """
+    """Let the loop find, read and handle the messages of workers, which takes it three turns."""
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -75,6 +75,7 @@ class Snapshot:
     Attributes:
         filling: Future that is done when the bytes are in the memory; ``None`` once they are.
         live: The tensors in their own memory, which is read until then; they must not change yet.
+        slot: The slot that has the bytes; ``None`` if they are in memory of this process.
         incoming: Progress of an update that is passed on while it arrives; ``None`` for others.
         kept: Brings the bytes back from a transport that keeps them, if they are nowhere else.
         checksums: Checksums of the payload's first chunks, as far as links needed them.
@@ -140,6 +141,7 @@ class Snapshot:
         """
         incoming = self.incoming
         if incoming is not None:
+            # All bytes are enough here, even if the update is not served yet.
             while (waiting := incoming.until(self.nbytes, is_last=False)) is not None:
                 await asyncio.wait({waiting})
         filling = self.filling
@@ -193,6 +195,7 @@ class Snapshot:
 
 
 def _buffer_of(slot: Slot) -> FlatBuffer:
+    """Return the memory of a slot as a buffer: its pages, or its block of a device's memory."""
     block = slot.device
     if block is None:
         return FlatBuffer(slot.view, pinnable=True)
@@ -279,11 +282,12 @@ class SnapshotCopier:
         return Snapshot(prepared.layout, buffer, free, prepared.values)
 
     def _put_back(self, buffer: FlatBuffer) -> None:
+        """Keep a buffer for the next snapshot. With slots it is seldom used, and not kept."""
         if self.arena is None and not self._closed and len(self._idle) < 2:
             self._idle.append(buffer)
 
     def _may_grow(self, arena: Arena, nbytes: int, driver: Driver | None, *, at_once: bool) -> bool:
-        """Return True if another slot may be made; ``at_once``, without a wait for a free one."""
+        """Return True if another slot may be made; ``at_once`` if the caller can wait for one."""
         if self._growing is not None:
             return False
         if arena.segment is None or not arena.segment.fits(nbytes, driver):
@@ -293,8 +297,8 @@ class SnapshotCopier:
         large = nbytes * (arena.num_links + 2) > _SMALL_NBYTES
         if at_once and large and arena.num_slots > 1:
             return False
-        # Each worker may be in a read of another version, and on its way to the next. Readers may
-        # also need slots that the sender does not.
+        # Only workers can hold the slots that the sender has left. Each may be in a read of another
+        # version, and on its way to the next.
         left = sum(not slot.is_needed for slot in arena.segment.taken)
         return left < 2 * arena.num_links + 2 and arena.num_slots < MAX_SLOTS
 
@@ -345,6 +349,7 @@ class SnapshotCopier:
         return (arena, prepared.driver()) if prepared.fits_device else (None, None)
 
     def _grown(self, _: object) -> None:
+        """Note that the thread has allocated the slot of a call that was cancelled."""
         self._growing = None
 
     # -- copies --------------------------------------------------------------------------------
@@ -424,7 +429,7 @@ class SnapshotCopier:
 
     @staticmethod
     def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:
-        """Copy on this thread; return False if a step of another thread's optimizer stays open."""
+        """Copy on this thread between steps; return False if another thread's step stays open."""
         try:
             STEPS.copies.add(snapshot)
             if STEPS.open and STEPS.wait(timeout) is None:
@@ -472,6 +477,7 @@ class SnapshotCopier:
                 if STEPS.wait() is not False:
                     STEPS.end(snapshot)
                     source = None
+            # A small copy waits in the thread, like a large one, if an optimizer's step is open.
             if not large and self._copy(prepared, snapshot):
                 pass
             elif source is None:
@@ -534,7 +540,7 @@ class SnapshotCopier:
     async def _copy_live(
         self, snapshot: Snapshot, live: LiveBytes, filling: asyncio.Future[None]
     ) -> asyncio.CancelledError | None:
-        """Copy borrowed bytes into the snapshot's memory; return a cancellation that came then."""
+        """Copy borrowed bytes unless a transport keeps them; return a cancellation, if one came."""
         state, cancelled = snapshot.share(), None
         snapshot.live, snapshot.kept = None, state.bring_back
         assert state.steadily is not None
@@ -554,6 +560,7 @@ class SnapshotCopier:
     # -- threads -------------------------------------------------------------------------------
 
     def _start(self, call: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Start a call in the copying thread; return the future of its result."""
         if self._closed:
             raise TransportClosed("this scheme was closed")
         loop, calls = asyncio.get_running_loop(), [call]

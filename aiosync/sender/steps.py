@@ -82,7 +82,7 @@ class _OptimizerSteps:
                 register_optimizer_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, *_of_step: object) -> None:
-        """Wait for the copies under way before a step, and tell the checks of those that ended."""
+        """Wait for copies under way before a step; tell checks of ended ones what it changes."""
         if torch.compiler.is_dynamo_compiling():
             return
         with self._lock:
@@ -95,7 +95,7 @@ class _OptimizerSteps:
                 self._note_stepped(optimizer)
 
     def _note_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the checks of copies that ended which tensors a step writes to."""
+        """Have the checks of copies that ended excuse the tensors that a later step writes to."""
         groups = (each["params"] for each in optimizer.param_groups)
         stepped = {each.data_ptr() for params in groups for each in params}
         for each in [*self.unsettled]:
@@ -104,12 +104,16 @@ class _OptimizerSteps:
                 noted |= stepped
 
     def _after(self, *_of_step: object) -> None:
+        """End this thread's step, unless it is a step within the outer one."""
         if not torch.compiler.is_dynamo_compiling():
             if self.open.get(threading.get_ident()) is sys._getframe(1):
                 self.pause()
 
     def pause(self) -> FrameType | None:
-        """Leave the step of this thread, for a call that may wait for copies and writes nothing."""
+        """Leave the step of this thread, for a call that may wait for copies and writes nothing.
+
+        Returns the step, for :meth:`begin_or_resume`; ``None`` if this thread is in none.
+        """
         with self._lock:
             step = self.open.pop(threading.get_ident(), None)
             self._changed.notify_all()
@@ -234,6 +238,7 @@ def steadily(
             waited = STEPS.wait(timeout, gave_up)
             if waited is None:
                 raise SendTimeout(STILL_STEPPING.format(timeout))
+            # A step that was open has written: only writes from now on are mistakes.
             if waited or not no_step_was_open:
                 before = _states(tensors)
             result = call()
