@@ -48,7 +48,7 @@ class Pace:
         self._timed = (snapshot.version, snapshot.nbytes, now, is_delta)
 
     def arrived(self, version: int, now: float) -> None:
-        """Register an answer of the worker."""
+        """Measure the rate at the worker's answer to an update; pause deltas if one was slower."""
         begun, nbytes, began, is_delta = self._timed
         if version != begun or not nbytes:
             return
@@ -99,7 +99,9 @@ class Delta:
         return encoded < _MOST_RATIO * whole and _MARGIN * rate * seconds < whole
 
     def chunk(self, index: int, ahead: int = _AHEAD) -> asyncio.Future[bytes | None]:
-        """Return the future of an encoded chunk. Do not cancel it: other links wait for it, too.
+        """Return the future of an encoded chunk; its result is ``None`` if the chunk travels whole.
+
+        Do not cancel it: other links wait for it, too.
 
         Args:
             index: Index of the chunk.
@@ -125,6 +127,7 @@ class Delta:
             del self._chunks[each]
 
     async def _encode(self, index: int, found: asyncio.Future[bytes | None]) -> None:
+        """Encode a chunk in a thread, and resolve its future; with ``None`` if that fails."""
         start = index * self._size
         stop = min(start + self._size, self._new.nbytes)
         # Empty if no link needs the chunk any more, and the memory has been given back.
@@ -171,7 +174,8 @@ class Deltas:
 
         Returns:
             The update as changes to that version, with a reference to its base that the caller
-            releases; ``None`` if the sender does not have that base.
+            releases; ``None`` if the sender does not have that base, or if this update is small or
+            not the newest.
         """
         if snapshot.nbytes > _SMALL_NBYTES:
             self._follow(snapshot)
@@ -186,6 +190,7 @@ class Deltas:
         return found
 
     def _follow(self, snapshot: Snapshot) -> None:
+        """Make a newer update the newest, with the one before as its base; ignore an older one."""
         newest = self._newest
         if newest is not None and snapshot.version <= newest.version:
             return
@@ -197,7 +202,7 @@ class Deltas:
             self._add(newest, snapshot)
 
     def _add(self, base: Snapshot, new: Snapshot) -> Delta | None:
-        """Make a delta that takes over the reference to its base, if the layouts are equal."""
+        """Add a delta that owns the reference to ``base``; release that if the layouts differ."""
         if base.layout.digest != new.layout.digest:
             base.release()
             return None
@@ -206,12 +211,12 @@ class Deltas:
         return self._deltas[-1]
 
     def _drop(self, *, above: int) -> None:
-        """Forget all deltas but the first ones."""
+        """Forget all deltas but the first ``above`` ones, and release their bases."""
         while len(self._deltas) > above:
             self._deltas.pop().base.release()
 
     def close(self) -> None:
-        """Release all updates."""
+        """Release all updates, at the end or when another sender's versions begin."""
         self._drop(above=0)
         if self._newest is not None:
             self._newest.release()

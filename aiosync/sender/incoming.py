@@ -30,12 +30,12 @@ class Incoming:
         self._wake()
 
     def serve(self) -> None:
-        """Register that the update is served."""
+        """Register that the update is served: all its bytes may be sent."""
         self._served = True
         self._wake()
 
     def abandon(self) -> None:
-        """Register that the rest does not come, or is not served. Idempotent."""
+        """Register that the rest does not come, or is not served; ignored after :meth:`serve`."""
         self._abandoned = not self._served
         self._wake()
 
@@ -56,6 +56,7 @@ class Incoming:
         return self._changed
 
     def _wake(self) -> None:
+        """Wake the links that wait; each then calls :meth:`until` again."""
         changed, self._changed = self._changed, None
         if changed is not None:
             changed.set_result(None)

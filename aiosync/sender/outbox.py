@@ -114,7 +114,8 @@ class Outbox:
         Args:
             group: The snapshots of the update, oldest first; a reference to each is kept until the
                 link takes it.
-            parts: As for :meth:`UpdateQueue.add`.
+            parts: Updates hold parts of the names. If not, a name that this update lacks is never
+                delivered together with it, see :meth:`UpdateQueue.add`.
 
         Returns:
             The outcomes of the versions that it replaced.
@@ -154,6 +155,7 @@ class Outbox:
         if version != self.unreceived:
             return []
         self.in_flight, self.unreceived = self.in_flight[:-1], None
+        # With a lower ``newest`` the version may be offered again.
         queued = (group[-1].version for group in self.queue.groups)
         self.newest = max(self.applied, self.received, *self.in_flight, *queued)
         return [Outcome(version, error=error)]
@@ -190,7 +192,7 @@ class Outbox:
         return [self._refused(ack)]
 
     def _on_other_ack(self, ack: Ack) -> list[Outcome]:
-        """Register an acknowledgement of a version that is not in flight."""
+        """Register the workers behind, or a NACK of the named version; ignore any other ack."""
         if ack.epoch == self.epoch:
             self.behind = ack.behind or self.behind
             if ack.version == self.named_version and ack.status == AckStatus.NACK:
@@ -202,7 +204,7 @@ class Outbox:
     def _on_skipped(self, version: int, at: int) -> list[Outcome]:
         """Register that the next version in flight has replaced the one at this position."""
         flying = self.in_flight
-        # No newer version is in flight that could have replaced this one.
+        # Ignore a wrong answer: no newer version is in flight that could have replaced this one.
         if version == flying[-1]:
             return []
         self.in_flight = flying[:at] + flying[at + 1 :]
@@ -221,6 +223,7 @@ class Outbox:
         return [Outcome(version, error=error) for version in versions]
 
     def _refused(self, ack: Ack) -> Outcome:
+        """Return the outcome of a version that the receiver refused, from its NACK."""
         reason = f"{ack.error_type}: {ack.error_text}" if ack.error_type else ack.error_text
         error = ApplyError(
             f"worker {self._worker_idx} refused version {ack.version}: "

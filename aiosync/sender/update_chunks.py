@@ -87,7 +87,7 @@ class UpdateChunks:
         self._carried: Snapshot | None = None
 
     def note_base(self, version: int) -> None:
-        """Note that the worker keeps the bytes of this version."""
+        """Note the worker's answer that it has this version, and keeps its bytes as a base."""
         self.base = version
         self._pace.arrived(version, time.monotonic())
 
@@ -112,13 +112,13 @@ class UpdateChunks:
         return delta if is_worth else None
 
     def release_carried(self) -> None:
-        """Give back the last update, as the worker has it and no newer one waits for the link."""
+        """Release the update that the link carried last: it is no base for the next one."""
         if self._carried is not None:
             self._carried.release()
             self._carried = None
 
     def _take_partial(self, snapshot: Snapshot, epoch: int, size: int) -> int:
-        """Return the bytes of this update that the worker has from the link before, once."""
+        """Return how many bytes of the update the link before left there; later calls return 0."""
         *of, has = self._partial
         self._partial = (None, None, 0)
         fits = has == snapshot.nbytes or (0 < has < snapshot.nbytes and has % size == 0)
@@ -147,7 +147,8 @@ class UpdateChunks:
             if index == len(sums):
                 sums.append(checksum(*views))
             if index < first:
-                # Reading much memory must not hold the loop.
+                # The worker has the chunk; only its checksum is needed. Reading much memory must
+                # not hold the loop.
                 yield None
                 continue
             payload: _Payload = views
@@ -184,7 +185,7 @@ def _arrivals(incoming: Incoming, stop: int, *, is_last: bool) -> Iterator[Pendi
 
 
 def _encoded_chunk(delta: Delta, index: int) -> Generator[PendingBytes, None, bytes | None]:
-    """Yield the future of an encoded chunk if it has to be waited for; return the chunk."""
+    """Yield a chunk's future until it is encoded; return the result, ``None`` to send it whole."""
     chunk = delta.chunk(index)
     if not chunk.done():
         yield chunk

@@ -176,7 +176,7 @@ class LateJoinerUpdates:
     def add(
         self, snapshots: Mapping[int | None, Snapshot], targets: Iterable[int] | None = None
     ) -> None:
-        """Register the updates of one version that was sent, newest last; take over references.
+        """Register the updates of a version that was sent, the newest; take over references.
 
         Args:
             snapshots: Updates by worker; under ``None`` that of workers without one of their own.
@@ -202,15 +202,17 @@ class LateJoinerUpdates:
                 self._add_for_one(key, snapshot)
 
     def _add_for_all(self, snapshot: Snapshot) -> None:
+        """Add an update to the common queue, and to each worker's own queue that lacks it."""
         for idx, own in list(self._own.items()):
             if own.version < snapshot.version:
                 self._extend(own, snapshot.retain())
-                # The queue holds only the update that all workers have.
+                # The worker needs no queue of its own that holds only the update for all.
                 if own.snapshots() == [snapshot]:
                     self._own.pop(idx).clear()
         self._extend(self._common, snapshot)
 
     def _add_for_one(self, idx: int, snapshot: Snapshot) -> None:
+        """Add an update to a worker's own queue, which begins with the common updates before."""
         if idx not in self._own:
             # The common update of the same version may be there already: it is for the others.
             older = [each for each in self._common.groups if each[-1].version < snapshot.version]
@@ -221,6 +223,7 @@ class LateJoinerUpdates:
             self._common.clear()
 
     def _add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
+        """Add its update to the own queue of each target; release the caller's references."""
         for idx in targets:
             mine = snapshots.get(idx) or snapshots.get(None)
             if mine is not None:
@@ -248,11 +251,12 @@ class LateJoinerUpdates:
         self._own.clear()
 
     def _extend(self, queue: UpdateQueue, snapshot: Snapshot) -> None:
+        """Add an update to a queue, or put it in place of all there if it is of another model."""
         if self._adds(queue.snapshots(), snapshot):
             queue.add((snapshot,), parts=self.parts)
         else:
             queue.replace(snapshot)
 
     def _adds(self, older: Sequence[Snapshot], newest: Snapshot) -> bool:
-        """Return True if the newest update is of the same model as the older ones."""
+        """Return True if an update adds to the older ones, False if it is of another model."""
         return self.parts or newest.names <= _names_of(older)

@@ -127,6 +127,7 @@ class WorkerLink:
                 channel.name = f"process {hello.pid} at {channel.name}"
             # A worker only sends small messages.
             channel.refuse_payloads()
+        # A worker announces no shared memory to this side.
         transport.take_segments(False)
         if hello.slots:
             self.publisher = transport.publisher
@@ -208,14 +209,14 @@ class WorkerLink:
     # -- updates by message --------------------------------------------------------------------
 
     def offer(self, *group: Snapshot) -> None:
-        """Make ``group`` the next update of this worker; the newest wins."""
+        """Queue snapshots as one update for this worker; it replaces those that still wait."""
         replaced = self.outbox.offer(group, parts=self._registry.history.parts)
         if replaced:
             self._registry.on_outcomes(self, replaced)
         self._pump()
 
     def say(self, message: Current) -> None:
-        """Send a message between two updates; it makes one that still waits obsolete."""
+        """Send a message between two updates; it replaces a message that still waits."""
         self._word = message
         if self._waits:
             self._say_between_chunks()
@@ -236,6 +237,7 @@ class WorkerLink:
     def _pump(self) -> None:
         """Write the next message or update: at once if the link takes it, else in a task."""
         while not (self._writing or self.outbox.error):
+            # A message that waits goes first. An empty group stands for it.
             group = () if self._word is not None else self.outbox.take()
             if group is None:
                 return
@@ -255,6 +257,7 @@ class WorkerLink:
                     each.release()
 
     def _write_now(self, snapshot: Snapshot) -> bool:
+        """Write an update if the link takes it at once; return False if a task has to write it."""
         if snapshot.filling is not None or snapshot.kept is not None or self._announces(snapshot):
             return False
         if snapshot.incoming is not None:
@@ -263,6 +266,7 @@ class WorkerLink:
         if chunks is not None:
             if snapshot.nbytes > min(_NOWAIT_NBYTES, chunks.settings.chunk_nbytes):
                 return False
+            # The update replaces the base that the worker keeps.
             chunks.base = 0
         with contextlib.closing(self._steps(snapshot, self.outbox.epoch)) as steps:
             for step in steps:
@@ -271,7 +275,7 @@ class WorkerLink:
         return True
 
     async def _write(self, group: tuple[Snapshot, ...], epoch: int) -> None:
-        """Write a message that waits, and updates, whose references this call releases."""
+        """Write a message that waits, then ``group`` as one update; release the references."""
         try:
             while self._word is not None:
                 word, self._word = self._word, None
@@ -307,6 +311,7 @@ class WorkerLink:
         finally:
             if delta is not None:
                 delta.base.release()
+            # The link may have ended before begin() kept the update as a base.
             if self._chunks is not None and self.outbox.error is not None:
                 self._chunks.release_carried()
 
@@ -352,7 +357,7 @@ class WorkerLink:
             self._waits = False
 
     def _announces(self, snapshot: Snapshot) -> bool:
-        """Return True if reads would find a word whose manifest or segment they may lack."""
+        """Return True if reads look at the word, and may lack the update's manifest or segment."""
         publisher, slot = self.publisher, snapshot.slot
         if publisher is None or publisher.promised is None:
             return False
@@ -377,6 +382,7 @@ class WorkerLink:
             await self._answered.wait()
 
     def _steps(self, snapshot: Snapshot, epoch: int, delta: Delta | None = None) -> Steps:
+        """Yield the messages of an update: with chunks, with all bytes, or that name its slot."""
         version, digest, publisher = snapshot.version, snapshot.layout.digest, self.publisher
         if self._chunks is not None:
             # An attempt that was abandoned may have stopped at the same byte of the same version.
@@ -428,6 +434,7 @@ class WorkerLink:
         )
 
     def _failed(self, group: tuple[Snapshot, ...], error: AiosyncError, epoch: int) -> None:
+        """End the link after an error of a write, or give up the update if only that is wrong."""
         if not isinstance(error, LocalProtocolError):
             self.lose(error)
         elif isinstance(error, Abandoned) and epoch == self.outbox.epoch:
@@ -468,6 +475,9 @@ class WorkerLink:
             snapshot: The update.
             naming_suffices: The caller has checked that naming is enough. The caller may run on
                 another thread than the loop's, and no message may be sent there instead.
+
+        Returns:
+            False if the update has to be offered, too.
         """
         publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
@@ -477,6 +487,7 @@ class WorkerLink:
             snapshot.filling is not None or snapshot.values or not self.takes_named(digest, slot)
         ):
             return False
+        # The slot is unlocked before any link names it, so that workers can read it.
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
         if not publisher.store(slot, snapshot.version) and not naming_suffices:
@@ -509,6 +520,7 @@ class WorkerLink:
             if message.is_base and message.epoch == self.outbox.epoch and self._chunks is not None:
                 self._chunks.note_base(message.version)
             outcomes, publisher = self.outbox.on_ack(message), self.publisher
+            # The worker has a newer version, which came by message, than the word names.
             if publisher is not None and publisher.version < self.outbox.applied:
                 publisher.overtaken()
             # RECEIVED has no outcomes, but some calls wait for no more than that.
@@ -530,7 +542,7 @@ class WorkerLink:
             self._refuse(message)
 
     def _refuse(self, message: Message) -> NoReturn:
-        """Raise the error for a message with which a link cannot go on."""
+        """Raise the error for a message after which the link cannot go on."""
         if isinstance(message, Refuse):
             raise PeerClosed(f"{self.name} ended the link: {message.error_text}")
         raise RemoteProtocolError(
@@ -539,6 +551,7 @@ class WorkerLink:
         )
 
     def _on_promise(self, message: Promise) -> None:
+        """Note which manifest's updates the worker takes without a message, or that it withdrew."""
         if self.publisher is not None:
             self.publisher.promised = message.digest or None
             # Confirm the withdrawal: a worker that this does not reach goes on looking, in vain.
@@ -560,7 +573,7 @@ class WorkerLink:
         self._registry.on_outcomes(self, outcomes)
 
     def lose(self, error: AiosyncError) -> None:
-        """End the link: everything on its way fails with ``error``."""
+        """End the link: everything on its way fails with ``error``. Later calls do nothing."""
         if self.outbox.error is not None:
             return
         if is_no_room(error.__cause__):
