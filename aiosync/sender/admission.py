@@ -59,7 +59,7 @@ class AdmissionOwner(Protocol):
         """Connect a worker that was admitted."""
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
-        """Note that a worker which cannot dial cannot be reached any more."""
+        """Note why no link to a worker comes any more: sends and ``connect()`` fail for it then."""
 
 
 class Admission:
@@ -77,8 +77,8 @@ class Admission:
         is_joining: True until ``connect()`` no longer waits for expected workers.
         arriving: Links in their handshake, with the worker's index once it is known, else -1.
         refusals: The reasons of the last refusals.
-        initial: Indices of the workers whose initial weights are still being copied; ``None`` for
-            all.
+        initial: Indices of the workers whose initial weights are still being copied; ``None`` in
+            it stands for the weights that are for all workers.
         note: Returns the text that a worker is sent while there is no update for it.
         strangers: Returns the refusals of peers before there was a link.
         path: The :attr:`Welcome.path` for workers; empty at a trainer.
@@ -135,7 +135,7 @@ class Admission:
         *,
         from_user: bool,
     ) -> None:
-        """Do the handshake on a link, and hand over the worker; or register why that failed."""
+        """Do the handshake on a link; hand the worker to the registry, or note why that failed."""
         registry = self._registry
         try:
             hello, idx = await admit(
@@ -167,12 +167,12 @@ class Admission:
             self.arriving.pop(transport, None)
             transport.abort()
             raise
-        # A link that is gone from the dictionary has lost its index to the next one.
+        # A link that is gone from the dictionary lost its index to a newer link, in _reserve().
         if self.arriving.pop(transport, None) is not None:
             registry.join(transport, idx, hello)
 
     def _note_failure(self, idx: int, error: AiosyncError, *, is_last: bool) -> None:
-        """Note why the link to a worker of this index failed; the last one ends the wait for it."""
+        """Note why a handshake with a worker failed; if ``is_last``, no other link to it comes."""
         if is_last:
             self._registry.not_reached(idx, error)
             return
@@ -185,16 +185,18 @@ class Admission:
     def _indices(self, hello: Hello) -> Iterable[int]:
         """Return the indices in the order in which workers that ask for none get them."""
         if self.num_workers is None:
-            # A file, or another server, must not have the index that a worker asks for.
+            # A file or another server gets a high index, so that it has none that a worker asks
+            # for.
             return itertools.count(_FIRST_OF_OTHERS if hello.strategy == ANY_STRATEGY else 0)
         indices = range(self.num_workers)
         if not self.is_joining:
             return indices
-        # A worker that came and left counts as one that came, as long as its index is its own.
+        # Indices that no process has had come first. connect() counts a worker that came and left
+        # as one that came, as long as no other one has its index.
         return sorted(indices, key=lambda idx: self._registry.record(idx).pid != 0)
 
     def _holder(self, idx: int, hello: Hello) -> int | None:
-        """Return the process that has an index, if it is alive and its link is up; else ``None``.
+        """Return the id of the live process whose link has an index; ``None`` if the index is free.
 
         The index is also free for the very receiver that has it, whose old link has broken.
         """
@@ -207,10 +209,10 @@ class Admission:
         return record.pid if any(map(is_up, links)) else None
 
     def _reserve(self, transport: Transport, idx: int, hello: Hello) -> int:
-        """Give an index to a worker; return the first version that it gets."""
+        """Give an index to a worker; return the version that it is sent first, 0 for none."""
         registry = self._registry
         for link in [link for link, taken in self.arriving.items() if taken == idx]:
-            # This link has ended during its handshake.
+            # This link ended during its handshake, or its receiver has dialled anew.
             del self.arriving[link]
             link.abort()
         self.arriving[transport] = idx
@@ -220,6 +222,7 @@ class Admission:
         )
         record.pid, record.session = hello.pid, hello.session
         if idx in self.initial or None in self.initial:
+            # The weights of this version are still being copied, and follow.
             return registry.version
         return registry.history.for_worker(idx).version
 
@@ -236,6 +239,6 @@ class Admission:
         return f"; refused: {'; '.join(refusals)}" if refusals else ""
 
     def abort(self) -> None:
-        """End the links in their handshake, as a task that never ran cannot close its own."""
+        """End the links in their handshake: a task that never began to run cannot end its link."""
         for transport in self.arriving:
             transport.abort()

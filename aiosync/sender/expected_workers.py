@@ -51,7 +51,7 @@ class JoinedWorkers(Protocol):
 
 
 class Missing(NamedTuple):
-    """Expected workers that are not there yet, with their updates.
+    """Expected workers that have failed, are not connected, or lack the initial weights.
 
     Attributes:
         failed: Workers that failed, with the reason.
@@ -82,14 +82,18 @@ class ExpectedWorkers:
         self._causes: dict[int, AiosyncError] = {}
 
     def keep_cause(self, pid: int, error: AiosyncError) -> None:
-        """Keep the first error of a process, as another process may get its index."""
+        """Keep a process's first error for ``connect()``, as another process may get its index."""
         if self._registry.admission.is_joining:
             self._causes.setdefault(pid, error)
 
     def others_may_connect_after(self, error: BaseException) -> bool:
-        """Return True if others are linked or may still come after ``connect()`` raised this."""
+        """Return True if the scheme stays open although ``connect()`` raised this error.
+
+        Other workers are linked then, or may still come.
+        """
         if not isinstance(error, ConnectTimeout | PartialSyncError):
             return False
+        # A ConnectTimeout names no workers, so only those that are linked count then.
         failed = getattr(error, "failed", self.indices)
         return bool(self._registry.links) or len(failed) < len(self.indices)
 
@@ -107,6 +111,7 @@ class ExpectedWorkers:
         """
         registry = self._registry
         watch = ProcessWatch(processes, registry.changed.notify)
+        # So many workers may fail, and ``require`` is still met.
         tolerated = len(self.indices) - Send(version, {*self.indices}, require).needed
         missing = Missing({}, [], [])
         try:
@@ -138,6 +143,7 @@ class ExpectedWorkers:
         return missing.failed.keys() | left >= {*missing.absent, *missing.late}
 
     def _failure(self, version: int, missing: Missing) -> PartialSyncError:
+        """Return the error for the workers that failed; their records count as reported now."""
         records = self._registry.records
         for idx, error in missing.failed.items():
             records[idx].fail(error, records[idx].failed_version, reported=True)
@@ -146,6 +152,7 @@ class ExpectedWorkers:
         return PartialSyncError(acked=joined, failed=missing.failed, version=version)
 
     def _missing(self, version: int) -> Missing:
+        """Return the expected workers that have failed, are not connected, or lack ``version``."""
         registry, missing = self._registry, Missing({}, [], [])
         for idx in self.indices:
             record = registry.record(idx)
@@ -155,13 +162,14 @@ class ExpectedWorkers:
             if link is None:
                 missing.absent.append(idx)
             elif link.hello.subscribe and registry.history.for_worker(idx).version:
+                # A worker without a model yet can only receive the weights.
                 has = link.visible if link.hello.has_target else link.outbox.received
                 if has < version:
                     missing.late.append(idx)
         return missing
 
     def _add_ended(self, missing: Missing, watch: ProcessWatch) -> int:
-        """Add the workers that will not come, as too few processes are left to become them.
+        """Add workers to ``missing.failed`` if too few processes are left to become them.
 
         Returns:
             The number of expected workers that cannot come.
@@ -172,9 +180,12 @@ class ExpectedWorkers:
             idx for idx in missing.absent if not records[idx].has_left and idx not in arriving
         ]
         joined = self._joined_pids(missing.absent)
+        # A live process that is no worker may become one. If fewer processes were given than
+        # workers are expected, the rest may come from elsewhere.
         coming = sum(pid not in watch.ended and pid not in joined for pid in processes)
         unknown = max(0, len(self.indices) - len(processes))
         short = max(0, len(waited) - coming - unknown)
+        # Workers that have failed already are a part of those that cannot come.
         free = [idx for idx in waited if idx not in missing.failed]
         to_name = short - (len(waited) - len(free))
         came = joined | {records[idx].pid for idx in missing.failed}
@@ -187,19 +198,20 @@ class ExpectedWorkers:
         return short
 
     def _joined_pids(self, absent: Iterable[int]) -> set[int]:
-        """Return the processes that became workers, also those of absent workers that left."""
+        """Return the ids of processes that became workers, also of absent workers that left."""
         records = self._registry.records
         joined = {link.hello.pid for link in self._registry.links.values()}
         return joined | {records[idx].pid for idx in absent if records[idx].has_left}
 
     def _ended_early(self, number: int, pid: int, watch: ProcessWatch) -> ConnectError:
+        """Return the error for a process that ended, which has this number among those given."""
         cause = self._causes.get(pid)
         why = " before it connected" if cause is None else f": {cause}"
         text = f"process {pid} ended{watch.exit_code(number)}{why}"
         return ConnectError(text + self._registry.admission.refused())
 
     def awaited(self, version: int) -> str:
-        """Say which expected workers are absent or lack ``version``, and what is known of them."""
+        """Return a text on the expected workers that are absent or lack ``version``, and why."""
         records, (_, absent, late) = self._registry.records, self._missing(version)
         left = [idx for idx in absent if records[idx].has_left]
         absent = [idx for idx in absent if idx not in left]

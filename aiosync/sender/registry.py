@@ -129,6 +129,7 @@ class WorkerRegistry:
             age: Returns how many seconds ago a version was sent.
         """
         arriving = self.admission.arriving.copy().values()
+        # A link in its handshake that has no index yet has -1.
         coming = () if self.closed else (*self.expected.indices, *arriving)
         found = {idx: WorkerStats(idx, 0, 0, newest, "joining") for idx in coming if idx >= 0}
         for idx, record in self.records.copy().items():
@@ -148,9 +149,10 @@ class WorkerRegistry:
 
     @property
     def behind(self) -> tuple[int, int]:
-        """Number of subscribers, with those behind others that pass versions on; oldest version.
+        """Number of workers that get updates from here, directly or not, and their oldest version.
 
-        A subscriber that passes versions on does not count itself. The number stops at 2**32 - 1.
+        A subscriber that passes versions on counts only the workers behind it. The number stops at
+        2**32 - 1.
         """
         found = [link.outbox.behind or (1, link.applied) for link in self.subscribers]
         versions = [version for count, version in found if count]
@@ -170,7 +172,7 @@ class WorkerRegistry:
         """End the sender after a bug in a background task, whose work will never be done."""
         self.crash = error, error.__traceback__
         self._on_crash(error)
-        # Other code cancelled a task, so that no task may be left to read the links.
+        # With this error other code cancelled a task: no task may be left to read the links.
         if isinstance(error, TransportClosed):
             self._end_links(error)
         self.changed.notify()
@@ -178,13 +180,14 @@ class WorkerRegistry:
     # -- joining -------------------------------------------------------------------------------
 
     def join(self, transport: Transport, idx: int, hello: Hello) -> None:
-        """Connect a worker that was admitted."""
+        """Connect a worker that was admitted, also in place of one that had its index."""
         record, old = self.record(idx), self.links.get(idx)
         hello = self._believed(hello, idx)
         gone, is_untold = record.error, not (record.reported or record.has_left)
         # The old link has ended, though the loop has not noticed.
         if old is not None:
             gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
+        # Another process has the index now: the next report names the loss of the one before.
         if gone is not None and is_untold and record.joined != hello.pid:
             self.records.replaced[idx] = gone
         record.recover()
@@ -202,7 +205,7 @@ class WorkerRegistry:
         self.changed.notify()
 
     def not_reached(self, idx: int, error: AiosyncError) -> None:
-        """Note that a worker which cannot dial cannot be reached any more."""
+        """Note why no link to a worker comes any more: sends and ``connect()`` fail for it then."""
         if idx not in self.links:
             record = self.record(idx)
             record.subscribes = True
@@ -217,7 +220,7 @@ class WorkerRegistry:
     # -- targets of a send ---------------------------------------------------------------------
 
     def _believed(self, hello: Hello, idx: int) -> Hello:
-        """Return the greeting of a worker, without a version that it cannot have."""
+        """Return the Hello of a worker, without a version that it cannot have."""
         newest = max(self.version, self.history.for_worker(idx).version)
         if hello.epoch == self.epoch and (hello.version or 0) > newest:
             # If the version were believed, send() would find it newer than its own.
@@ -260,21 +263,22 @@ class WorkerRegistry:
     # -- updates for a worker ------------------------------------------------------------------
 
     def _offer_history(self, link: WorkerLink) -> None:
+        """Offer a worker the updates kept for it that are newer than all it was offered."""
         queue = self.history.for_worker(link.idx)
         missing = [group for group in queue.groups if group[-1].version > link.outbox.newest]
-        # A worker that asks gets one answer.
+        # A worker that does not subscribe gets one answer to one request.
         if missing and not link.hello.subscribe:
             missing = [tuple(each for group in missing for each in group)]
         for group in missing:
             link.offer(*group)
 
     def catch_up(self, link: WorkerLink) -> None:
-        """Offer a subscriber what is newer than all that it was offered."""
+        """Offer a subscriber, whose update was abandoned, the newer ones that are kept for it."""
         if link.hello.subscribe:
             self._offer_history(link)
 
     def answer(self, link: WorkerLink) -> None:
-        """Answer a worker's request if its version is here: with updates, or with a message."""
+        """Answer a worker's request if its version is here: with updates, or that none is newer."""
         if link.wanted is None:
             return
         version = self.history.for_worker(link.idx).version
@@ -288,6 +292,7 @@ class WorkerRegistry:
             self._offer_history(link)
 
     def _note_refusal(self, link: WorkerLink, error: ApplyError, version: int) -> None:
+        """Count and log that a worker refused a version; keep the reason for ``connect()``."""
         self.counts["refused"] += 1
         # Only the first line: a worker that sends long texts must not fill the log.
         self._log("refused", str(error).partition("\n")[0], link.idx, version)
@@ -312,6 +317,7 @@ class WorkerRegistry:
                     # The worker went while this version was on its way.
                     record.failed_version = outcome.version
             elif record.error is not None and by is None:
+                # The worker has this version. Its error was that it lacks an older one.
                 if outcome.version > record.failed_version:
                     record.recover()
         self.changed.notify()
@@ -342,8 +348,8 @@ class WorkerRegistry:
         record = self.records[link.idx]
         phase = "left" if isinstance(error, WorkerLeft) else "lost"
         self._log(phase, f"worker {link.idx} (process {link.hello.pid}): {error}", link.idx)
-        # A refusal before the end is still to be reported, so it stays the error. No send
-        # misses a worker that only asks for versions; connect() may.
+        # A refusal before the end is still to be reported, so it stays the error. No send misses
+        # a worker that only asks for versions, so its loss counts as reported.
         if record.reported:
             told = not link.hello.subscribe or self._on_outcome is None
             record.fail(error, reported=told)
@@ -352,7 +358,7 @@ class WorkerRegistry:
         self._forget()
 
     def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
-        """Note that a report lists these workers as lost."""
+        """Note that a report lists these workers as lost: their records may be forgotten."""
         self.records.replaced = {}
         for idx in lost:
             self.record(idx).listed = True
@@ -360,6 +366,7 @@ class WorkerRegistry:
             self._forget()
 
     def _forget(self) -> None:
+        """Forget workers that went long ago, with the updates kept for each of them alone."""
         arriving = self.admission.arriving.values()
         for idx in self.records.forget_gone({*self.expected.indices, *arriving, *self.links}):
             self.history.forget(idx)
@@ -374,6 +381,7 @@ class WorkerRegistry:
         self.changed.notify()
 
     def _end_links(self, error: AiosyncError) -> None:
+        """Say on every link that this side leaves, and end it; end the handshakes, too."""
         for link in self.links.values():
             # The link may be writing, or may have ended.
             with contextlib.suppress(AiosyncError):

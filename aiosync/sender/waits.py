@@ -64,7 +64,8 @@ class WorkerWaits:
             failed = self._find_failed(version, acked, staged=staged)
             if failed:
                 raise PartialSyncError(acked=acked, failed=failed, version=version)
-            # No subscriber has it: later ones get it. The call does not wait for those that left.
+            # If no subscriber is connected, those that come later get the version. The call waits
+            # for the first worker, and for lost ones that may come back, but for none that left.
             records = self._workers.records.values()
             if not versions and version <= self._workers.version:
                 return bool(records) and all(
@@ -87,7 +88,7 @@ class WorkerWaits:
     def _find_failed(
         self, version: int, acked: Collection[int], *, staged: bool
     ) -> dict[int, AiosyncError]:
-        """Return the workers that do not get at least ``version`` any more, with the reason."""
+        """Return the workers that will not get ``version`` or a newer one, with the reason."""
         failed: dict[int, AiosyncError] = {}
         for idx, record in self._workers.records.items():
             link, error = self._workers.links.get(idx), record.error
@@ -124,7 +125,7 @@ class WorkerWaits:
         """
         self._workers.check()
         if condition():
-            # Answers come on this loop, even if no call waits.
+            # The loop gets a turn all the same, as the answers of workers are read on it.
             await asyncio.sleep(0)
             return
         try:

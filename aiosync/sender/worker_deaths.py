@@ -107,10 +107,10 @@ class ProcessWatch:
     Args:
         processes: Process objects or ids, by the index that each worker is expected to have. A
             supervisor may replace one that ended during the watch.
-        on_end: Called when a process has ended and was not replaced at once.
+        on_end: Called when a process has ended, and a supervisor had time to replace it.
 
     Attributes:
-        ended: Ids of the processes that have ended and were not replaced at once.
+        ended: Ids of the processes that have ended, once a supervisor had time to replace them.
 
     Raises:
         ConfigError: An element is neither a process nor an id, or was not started.
@@ -133,6 +133,7 @@ class ProcessWatch:
         return pids
 
     def _watch(self, pid: int) -> None:
+        """Have the end of a process noted, also one that has ended already."""
         # Without a descriptor, only the timeout notices the end.
         self._pidfds[pid] = -1
         try:
@@ -141,13 +142,15 @@ class ProcessWatch:
             self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
         else:
             if pidfd >= 0:
-                self._loop.add_reader(pidfd, self._has_ended, pid, pidfd)
+                self._loop.add_reader(pidfd, self._on_end_seen, pid, pidfd)
 
-    def _has_ended(self, pid: int, pidfd: int) -> None:
+    def _on_end_seen(self, pid: int, pidfd: int) -> None:
+        """Note the end of a process later, as a supervisor may replace the process first."""
         self._loop.remove_reader(pidfd)
         self._loop.call_later(_REPLACED_SECONDS, self._note_end, pid)
 
     def _note_end(self, pid: int) -> None:
+        """Count a process as ended, though the list may have its successor by now."""
         self.ended.add(pid)
         self._on_end()
 
