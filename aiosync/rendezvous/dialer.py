@@ -164,7 +164,8 @@ async def _try_each(
         attempts: One for each address, by the address. It is called with a function that returns
             the seconds that are left for it, and with ``is_redial``.
         left: Returns the seconds that are left for all of them.
-        is_redial: True if there was a link before. The error is final then only if all are.
+        is_redial: True if there was a link before. The error that is raised is final then only if
+            the errors of all addresses are.
         patience: Most seconds for each attempt but the last.
 
     Raises:
@@ -176,6 +177,7 @@ async def _try_each(
         here = left
         if others:
             rest = left()
+            # The addresses after this one need a share of the time.
             seconds = patience if rest is None else min(patience, rest / (others + 1))
             ends = clock() + seconds
 
@@ -187,6 +189,7 @@ async def _try_each(
         except AiosyncError as exc:
             failed[address] = without_frames(exc)
     errors = list(failed.values())
+    # All attempts may raise the same error, kept from the link before, and not of their addresses.
     if all(each is errors[0] for each in errors):
         raise errors[0]
     # The error of a peer that answered says more than that nobody did.
@@ -200,9 +203,11 @@ def _is_unanswered(error: AiosyncError) -> bool:
 
 
 def _join_errors(failed: Mapping[str, AiosyncError], is_redial: bool) -> AiosyncError:
-    """Return one error for an attempt that failed at several addresses."""
+    """Return one error, final or not, for an attempt that failed at each of several addresses."""
     finals = [each for each in failed.values() if is_final(each)]
-    # A server that sent this side on in vain admits it at the next attempt.
+    # One final error is enough before the first link, as it shows a mistake of the user. Later the
+    # other addresses may admit this side again; and a server that sent this side on in vain admits
+    # it at the next attempt.
     is_sent_on = any(isinstance(each, SentOn) for each in failed.values())
     kind: type[AiosyncError] = ConnectError
     if finals and (len(finals) == len(failed) or not (is_redial or is_sent_on)):
@@ -257,7 +262,7 @@ class Dialer:
 
     @property
     def is_remote(self) -> bool:
-        """True if the addresses are of TCP, so that those of other hosts may be dialled as well."""
+        """True if all addresses are of TCP: only then this side dials those that servers name."""
         return all(each.scheme == "tcp" for each in self.addresses)
 
     @property
@@ -266,7 +271,7 @@ class Dialer:
         return {str(each): functools.partial(self.dial, each) for each in self.addresses}
 
     async def dial_first(self, *, is_redial: bool = False) -> TCPTransport:
-        """Make one attempt to reach the first address that answers; see :meth:`dial`."""
+        """Try each address once, in order, and return the first link; see :meth:`dial`."""
         return await _try_each(
             self.dials, lambda: None, is_redial, patience=self.attempt_timeout / len(self.addresses)
         )
@@ -360,6 +365,7 @@ class KeptLink(Generic[_L, _W]):
         self.follows: bool = dial_named is not None
         self._name = name
         self._dials = dials
+        # Seconds for each address but the last; longer after each attempt that failed.
         self._patience = _PATIENCE_SECONDS
         self._greet = greet
         self._not_reached_text = not_reached_text
@@ -368,6 +374,7 @@ class KeptLink(Generic[_L, _W]):
         self._link: _L | None = None
         self.why: BaseException | None = None
         self.answer: _W | None = None
+        # The loop's time at which the other end admitted the last link.
         self._up_at = 0.0
         # The loop's time at which a link was last known to be of use.
         self._of_use_at = 0.0
@@ -397,6 +404,7 @@ class KeptLink(Generic[_L, _W]):
 
         def late(last: AiosyncError) -> ConnectTimeout:
             within = f" within {timeout:g} s"
+            # These errors say themselves how far the attempt came.
             if self.state is LinkState.GREETING or isinstance(last, ConnectTimeout):
                 return ConnectTimeout(f"{last}; no other attempt worked{within}")
             return ConnectTimeout(f"{self._not_reached_text(within)}; the last attempt: {last}")
@@ -425,6 +433,7 @@ class KeptLink(Generic[_L, _W]):
             Class A.
         """
         now = asyncio.get_running_loop().time()
+        # A link that ends as soon as it is up, again and again, gives the attempts no new time.
         if progress != self._progress or now - self._up_at > _OF_USE_SECONDS:
             self._progress, self._of_use_at = progress, now
             self._pauses.reset()
@@ -450,7 +459,7 @@ class KeptLink(Generic[_L, _W]):
             timeout: Seconds for all attempts; ``None`` for no limit.
             late: Makes the error that is raised after that time, see :func:`retry`.
             lost: Error of the link before, if there was one: a pause then comes first, and the time
-                of each handshake is bounded.
+                of each handshake is bounded, because no call may be waiting that has a timeout.
         """
         most = None if lost is None and self._final is not None else HANDSHAKE_SECONDS
         attempts = {
@@ -494,7 +503,10 @@ class KeptLink(Generic[_L, _W]):
         left: Left,
         is_redial: bool,
     ) -> tuple[_L, _W]:
-        """Make an attempt at one address, and at those to which its server sends this side on."""
+        """Dial one of the given addresses, and those to which its server sends this side on.
+
+        The handshake at the given address has ``most`` seconds; with ``None`` only ``left`` counts.
+        """
         self.abort()
         try:
             return await self._reach(dial(left, is_redial), left, most)
@@ -505,7 +517,7 @@ class KeptLink(Generic[_L, _W]):
     async def _reach(
         self, dialling: Awaitable[_L], left: Left, most: float | None
     ) -> tuple[_L, _W]:
-        """Await a link, and greet the other end within ``most`` seconds."""
+        """Await a link, and greet the other end within ``most`` seconds, and within ``left()``."""
         self.state = LinkState.DIALING
         self._link = link = await dialling
         self.state = LinkState.GREETING
@@ -517,7 +529,8 @@ class KeptLink(Generic[_L, _W]):
         """Try the addresses that a server named, and those that their servers name in turn.
 
         Raises:
-            SentOn: None of them admitted this side.
+            SentOn: None of them admitted this side. At the next attempt :attr:`follows` is False,
+                so that the server admits it itself.
         """
         if self._dial_named is None:
             raise sent_on
@@ -528,14 +541,15 @@ class KeptLink(Generic[_L, _W]):
                 continue
             self.abort()
             rest = left()
-            # Some of the time is left for the server that has to admit this side in the end.
+            # Some of the time is left for the next attempt, at which the server that sent this side
+            # on has to admit it.
             seconds = _NAMED_SECONDS if rest is None else min(_NAMED_SECONDS, rest / 4)
             try:
                 dialling = self._dial_named(address, functools.partial(float, seconds), True)
                 return await self._reach(dialling, left, seconds)
             except AiosyncError as exc:
                 failed[address] = without_frames(exc)
-                # Servers that are further from the root have more room.
+                # The servers that this one names come first: further from the root is more room.
                 named = [*exc.addresses, *named] if isinstance(exc, SentOn) else named
         listed = "; ".join(f"{address}: {error}" for address, error in failed.items())
         raise SentOn(f"{sent_on}; none of them admitted this side: {listed}")

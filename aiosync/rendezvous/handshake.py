@@ -107,7 +107,7 @@ def _choose_idx(
     indices: Callable[[Hello], Iterable[int]],
     holder: Callable[[int, Hello], int | None],
 ) -> int:
-    """Return the index of the link, or the one that the worker asks for, or the first free one.
+    """Return ``expected``, the link's index; or the one the worker asks for, or the first free one.
 
     Raises:
         ConfigError: The index does not belong to this link, or is not below ``num_workers``.
@@ -160,6 +160,7 @@ class SentOn(Refused):
 
 
 def _refusal(what: str, message: Refuse) -> AiosyncError:
+    """Return the error for a Refuse that this side received; its text begins with ``what``."""
     if message.elsewhere:
         try:
             addresses = tuple(map(Address.parse, message.elsewhere))

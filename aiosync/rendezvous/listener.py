@@ -71,8 +71,9 @@ class Listener:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._owned = [sock]
-        # Of a scheme that is garbage in a cycle, the sockets may be collected before the scheme,
-        # which would close them. These references keep them until then.
+        # This closes the sockets of a listener that is collected without close(). It also keeps
+        # them until then: in a cycle of garbage they could be collected, with a warning, before the
+        # scheme whose end closes them.
         weakref.finalize(self, _close_all, self._owned).atexit = False
         self._spare = self._open_spare()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,21 +97,24 @@ class Listener:
         self._go_on()
 
     def _go_on(self) -> None:
+        """Accept connections as they come; do nothing once the socket is closed."""
         if self._loop is not None and self._sock.fileno() >= 0:
             self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def _pause(self, seconds: float) -> None:
+        """Accept nothing for some seconds; connections wait in the kernel meanwhile."""
         if self._loop is not None:
             self._loop.remove_reader(self._sock.fileno())
             self._loop.call_later(seconds, self._go_on)
 
     def _accept(self) -> None:
-        """Accept up to 32 waiting connections; pause if new strangers crowd, or without room."""
+        """Accept up to 32 waiting connections; pause if new strangers crowd, or after an error."""
         for _ in range(_AT_ONCE):
             if self._is_crowded_by_new_strangers():
                 self._pause(_BUSY_SECONDS)
                 return
             try:
+                # No fork comes before the socket is one that a child closes.
                 with OPENING:
                     sock, _address = self._sock.accept()
                     close_in_child(sock)
@@ -133,9 +137,10 @@ class Listener:
                 raise
 
     def _open_spare(self) -> socket.socket | None:
-        """Return a socket to close when no descriptor is left; ``None`` if there is none already.
+        """Return an unused socket; ``None`` if the process has no descriptor left for it.
 
-        Closing it makes room to accept one more connection, and to refuse it with a reason.
+        Once no other descriptor is left, closing this one makes room to accept one more connection,
+        and to refuse it with a reason.
         """
         with contextlib.suppress(OSError), OPENING:
             spare = socket.socket(socket.AF_UNIX)
@@ -339,7 +344,7 @@ class StreamListener(Listener):
                 payloads before ``link.channel.allow_payloads()``.
             on_crash: Called if a handshake ends with an error that is not an
                 :class:`~aiosync.errors.AiosyncError`, which is a bug.
-            wrap: Makes the link that is handed on from the stream; it must end with the stream.
+            wrap: Makes the link to hand on out of the stream; the link must end with the stream.
         """
         self._tasks = tasks = TaskOwner(on_crash)
         refused = self.refused
@@ -406,7 +411,8 @@ class StreamListener(Listener):
         """Stop accepting connections, and cancel all handshakes. Idempotent; links stay open."""
         if self._sock.fileno() < 0:
             return
-        # Until the socket is closed, no other file gets the number of its inode.
+        # A file that has replaced this socket's file is another listener's, and stays. Until this
+        # socket is closed, no other file gets the number of its inode.
         if self._file is not None and _identity_of(self._address.path) == self._file:
             with contextlib.suppress(OSError):
                 os.unlink(self._address.path)
@@ -452,6 +458,7 @@ def _identity_of(path: str) -> tuple[int, int] | None:
 
 
 def _name_of(sock: socket.socket) -> str:
+    """Return the peer's address, as errors about its link name it."""
     peer = sock.getpeername()
     if not isinstance(peer, tuple):
         return "a peer on this host"

@@ -1,9 +1,9 @@
 """Rendezvous of a trainer and the workers of its host: a Unix socket for processes of one user.
 
 Its address is in the abstract namespace, so nothing is left in the file system however a process
-ends. The sender of an engine's scheme listens on such a socket beside its TCP address, from which
-the name of the socket is made: a worker that proves there that it has the token reads weights from
-shared memory. Must not import torch.
+ends. The sender of a scheme over a cluster listens on such a socket beside its TCP address, from
+which the name of the socket is made: a worker that proves there that it has the token reads weights
+from shared memory. Must not import torch.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def connect(address: str, *, listener_pid: int | None = None) -> tuple[socket.so
     return sock, pid
 
 
-# -- beside an engine ----------------------------------------------------------------------------
+# -- beside the TCP address of a cluster ---------------------------------------------------------
 
 
 def _name(address: Address) -> str:
@@ -220,8 +220,8 @@ class SameHost(Listener):
                 raise RemoteProtocolError(f"expected Setup, got {type(setup).__name__}")
             hello = await receive_hello(link, self._handshake_timeout)
         except (AiosyncError, TimeoutError):
-            # The peer was told the reason. A worker then dials the TCP address, where refusals are
-            # counted.
+            # The peer was told the reason. If it is a worker, it dials the TCP address next, where
+            # refusals are counted.
             link.abort()
             return
         on_link(link, hello)
@@ -244,7 +244,7 @@ async def dial_here(
 
     Returns:
         The link; ``None`` if no process listens on this host, or if the process that listens does
-        not prove its identity or closes the link.
+        not prove its identity or closes the link. The caller then dials the address itself.
 
     Raises:
         ConnectTimeout: A process accepted the connection and did not answer in time.
@@ -266,5 +266,6 @@ async def dial_here(
         if isinstance(exc, AiosyncError) and not isinstance(exc, ConnectTimeout):
             return None
         raise
+    # The trainer has proved its identity, and may announce memory to read.
     link.take_segments(True)
     return link
