@@ -117,11 +117,12 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         self._use(self._fabric_type())
 
     def _use(self, fabric: Fabric[Any]) -> None:
-        """Begin without a role, with this fabric."""
+        """Take this fabric, and begin a life without a role."""
         self._fabric = fabric
         self._begin(None)
 
     def _begin(self, model_id: str | None) -> None:
+        """Begin a new life in this process: without a role, a loop or links."""
         self._life = Life(model_id)
         self._fabric.begin(self._life)
 
@@ -317,6 +318,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     init_on_worker = init_on_receiver
 
     def _check_no_role(self, method: str) -> None:
+        """Raise if the scheme has a role; one that it had before a fork is dropped instead."""
         # The role, the context and the links are the parent process's.
         if self._life.inherited:
             self._begin(self.model_id)
@@ -384,6 +386,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         except BaseException as exc:  # The error is raised again for the caller.
             sender = life.sender
             if sender is not None and sender.workers.expected.others_may_connect_after(exc):
+                # The sender stays open for the workers that it has, or that may still come.
                 life.connected = not life.closed
             else:
                 self._end_attempt(exc, cancelled_before)
@@ -664,7 +667,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         wait: Callable[..., Awaitable[_T]],
         what: object,
     ) -> _T:
-        """Wait with a method of the sender or receiver; ``text`` begins the error of a timeout."""
+        """Await ``wait(what)``, ``call`` in logs; ``text`` begins the error of a timeout."""
         limit = self._limit(timeout)
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"

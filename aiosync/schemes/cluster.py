@@ -128,7 +128,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
     """
 
     longest_pause: ClassVar[float] = 0.5
-    # A worker replaces both by those that its trainer published.
+    # A worker replaces the two below by those that its trainer published.
     address: Address | None
     credentials: Credentials
 
@@ -147,19 +147,27 @@ class ClusterFabric(StreamFabric[_Scheme]):
         )
 
     def begin(self, life: Life) -> None:
-        """See :meth:`Fabric.begin`."""
+        """Take the scheme's new life in this process, in which nothing was found yet."""
         super().begin(life)
+        # Set on a sender whenever a link to a worker ends.
         self._link_lost = asyncio.Event()
-        # True during the search for a trainer.
+        # True while find() runs, and once it has raised: its errors are final.
         self._is_looking = False
-        # True if the trainer told its token.
+        # True if the token came with the address that was found last.
         self._is_invited = False
+        # The sender's listener for workers of its host, if shared memory is wanted.
         self._same_host: SameHost | None = None
 
     # -- what the kinds of clusters differ in ----------------------------------------------------
 
     def carry(self, scheme: _Scheme, control: TCPTransport, *, listened: bool) -> Transport:
-        """Return a link over a control stream, which it owns from then on; or that stream."""
+        """Return a link over a control stream, which it owns from then on; or that stream.
+
+        Args:
+            scheme: The scheme.
+            control: The stream.
+            listened: True on the sender's side of the stream, False on the worker's.
+        """
         del scheme, listened
         return control
 
@@ -173,7 +181,10 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     @abc.abstractmethod
     async def find(self) -> tuple[str, bytes | None] | None:
-        """Worker: return the address that the sender published last, and a new token, if any."""
+        """Worker: return the published address and its token; ``None`` while there is no address.
+
+        The token is ``None`` if it travels only in the pickle of the scheme.
+        """
 
     @property
     @abc.abstractmethod
@@ -183,13 +194,14 @@ class ClusterFabric(StreamFabric[_Scheme]):
     # -- links -----------------------------------------------------------------------------------
 
     def untaken(self, scheme: _Scheme) -> float | None:
-        """See :meth:`StreamFabric.untaken`."""
+        """Return the seconds after which a peer that takes no bytes is lost; ``None`` for never."""
         # Large updates do not travel here. The messages that do fit into the buffers of the peer's
         # host, which takes them however busy the process is, unless the host is gone.
         keepalive = self.keepalive(scheme)
         return None if keepalive is None else 2 * keepalive
 
     def _linked(self, scheme: _Scheme, control: TCPTransport, *, listened: bool) -> Transport:
+        """Return the link over a control stream, which the scheme closes in the end."""
         try:
             link = self.carry(scheme, control, listened=listened)
         except BaseException:  # raised again for the caller
@@ -199,12 +211,12 @@ class ClusterFabric(StreamFabric[_Scheme]):
         return link
 
     def link(self, scheme: _Scheme, sock: socket.socket, name: str) -> Transport:
-        """See :meth:`StreamFabric.link`."""
+        """Make a link over a connected socket, which becomes its control stream."""
         control = TCPTransport(sock, limits=scheme.limits, name=name)
         return self._linked(scheme, control, listened=self.life.role == "sender")
 
     def arena(self, scheme: _Scheme) -> Arena | None:
-        """See :meth:`Fabric.arena`."""
+        """Return shared memory that workers of this host read; ``None`` if none can connect so."""
         if self._same_host is None:
             return None
         self._same_host.arena = arena = Arena()
@@ -213,10 +225,10 @@ class ClusterFabric(StreamFabric[_Scheme]):
     # -- the sender ------------------------------------------------------------------------------
 
     def open_listener(self, scheme: _Scheme, address: Address) -> None:
-        """See :meth:`StreamFabric.open_listener`. Also listens for workers of this host."""
+        """Bind an address for all workers, and beside it a socket for those of this host."""
         super().open_listener(scheme, address)
         if scheme.shared_memory:
-            # If the address is taken, workers come the other way.
+            # If the socket's name is taken, the workers of this host come over TCP.
             with contextlib.suppress(ConfigError):
                 self._same_host = SameHost(
                     Address.parse(self.url),
@@ -227,12 +239,12 @@ class ClusterFabric(StreamFabric[_Scheme]):
                 self.life.listeners.append(self._same_host)
 
     def bind(self, scheme: _Scheme, sources: Sources) -> None:
-        """See :meth:`Fabric.bind`."""
+        """Choose an address if none was given, and bind it."""
         self.address = self.address or self.default_address()
         super().bind(scheme, sources)
 
     def listen(self, scheme: _Scheme, sender: WeightSender, *, given: bool) -> None:
-        """See :meth:`Fabric.listen`."""
+        """Let workers in from now on, and publish the address; do nothing without a listener."""
         if self.listener is None:
             return
 
@@ -254,7 +266,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
     # -- a worker --------------------------------------------------------------------------------
 
     async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
-        """See :meth:`Fabric.dial`."""
+        """Look for the trainer's address, and make one attempt there: on this host, or over TCP."""
         self._is_looking = True
         found = await self.find()
         self._is_looking = False
@@ -277,7 +289,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         return self._linked(scheme, link, listened=False)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.not_reached_text`."""
+        """Return the text of an error while the trainer is not reached."""
         where = "" if self.address is None else f" at {self.address}"
         return (
             f"the trainer{where} was not reached{within}: it has to run init_on_sender() and "
@@ -285,13 +297,14 @@ class ClusterFabric(StreamFabric[_Scheme]):
         )
 
     def may_retry(self, error: AiosyncError) -> bool:
-        """See :meth:`Fabric.may_retry`."""
+        """Return True if another attempt to meet the trainer may succeed after an error."""
         # A new trainer may be about to publish its address and its token.
         waits = self._is_invited and isinstance(error, AuthError)
+        # An error of find() itself is final.
         return not self._is_looking and (super().may_retry(error) or waits)
 
     def _accept(self, found: tuple[str, bytes | None] | None) -> bool:
-        """Take over the sender's published address; return True if it came with a token."""
+        """Use the address that was found, or else the known one; return True if a token came."""
         if found is not None:
             url, token = found
             self.address = Address.parse(url)
@@ -302,7 +315,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         return False
 
     def _check_address(self) -> None:
-        """Raise if this worker knows no address to reach the trainer at."""
+        """Raise if this worker knows no address of the trainer that it could dial."""
         where, not_found_text = self.address, self.not_found_text
         # The trainer may still publish its address: a ConnectError lets this worker try again.
         if not_found_text and (where is None or not (where.port or where.path)):

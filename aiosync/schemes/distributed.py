@@ -138,13 +138,13 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         self._store = store
 
     def how(self, scheme: DistributedWeightSyncScheme) -> How:
-        """See :meth:`Fabric.how`."""
+        """Return how ``send()`` copies: links may send a copy while it is still being made."""
         return "copy ahead"
 
     def carry(
         self, scheme: DistributedWeightSyncScheme, control: TCPTransport, *, listened: bool
     ) -> DataPlaneTransport:
-        """See :meth:`ClusterFabric.carry`."""
+        """Return a link whose large payloads go through a group, in which the sender is rank 0."""
         return DistributedTransport(
             control,
             rank=0 if listened else 1,
@@ -153,29 +153,33 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         )
 
     def default_address(self) -> Address:
-        """See :meth:`ClusterFabric.default_address`."""
+        """Return the address at which the store's host, or ``MASTER_ADDR``, reaches this host."""
         towards = getattr(self._store, "host", None) or os.environ.get("MASTER_ADDR")
         return Address("tcp", own_host(towards))
 
     def early_address(self) -> Address | None:
-        """See :meth:`StreamFabric.early_address`."""
+        """Return the address to bind before ``init_on_sender()``, for earlier copies of the scheme.
+
+        ``None`` if they know an address, or look in the store.
+        """
         return None if self.address or self._store is not None else self.default_address()
 
     # -- finding each other in the store ---------------------------------------------------------
 
     @property
     def not_found_text(self) -> str:
-        """See :meth:`ClusterFabric.not_found_text`."""
+        """Text of errors while the store has no address; empty without a store."""
         if self._store is None:
             return ""
         return "its address is not in the store, under the same model_id"
 
     @property
     def _key(self) -> str:
+        """The key of the trainer's address and token in the store."""
         return f"aiosync/{self.model_id}"
 
     async def publish(self, address: Address) -> None:
-        """See :meth:`ClusterFabric.publish`."""
+        """Put the address and the token into the store, if there is one."""
         if self._store is None:
             return
         try:
@@ -187,7 +191,7 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
             raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc
 
     async def find(self) -> tuple[str, bytes | None] | None:
-        """See :meth:`ClusterFabric.find`."""
+        """Return the address and the token in the store; ``None`` without them."""
         try:
             # Only check() neither blocks nor leaves a thread behind when it is cancelled.
             if self._store is None or not await in_pool_thread(self._store.check, [self._key]):

@@ -62,7 +62,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         self.sender_pid: int | None = None
 
     def begin(self, life: Life) -> None:
-        """Begin without a role, in this process."""
+        """Take the scheme's new life in this process, in which it has no role yet."""
         self.life: Life = life
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +97,10 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         return None
 
     def limits(self, scheme: _Scheme) -> Limits | None:
-        """Return the limits that receivers are expected to have; ``None`` for the defaults."""
+        """Return the limits that updates have to keep to, as receivers are expected to have them.
+
+        ``None`` means the defaults.
+        """
         return None
 
     def streaming(self, scheme: _Scheme) -> Streaming | None:
@@ -142,7 +145,7 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         raise ConfigError(f"{name} dials nobody: pass pipe= or transport= to init_on_receiver()")
 
     def dials(self, scheme: _Scheme) -> Mapping[str, Dial[Transport]]:
-        """Return :meth:`dial`; of several addresses, the function of each by the address."""
+        """Return the functions that dial the trainer, by address; here :meth:`dial` alone."""
         return {"": functools.partial(self.dial, scheme)}
 
     async def dial_named(
@@ -152,11 +155,11 @@ class Fabric(abc.ABC, Generic[_Scheme]):
         raise ConnectError(f"{type(scheme).__name__} is sent on to no other address")
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
-        """Return the text of an error while there is no trainer; ``within`` says for how long."""
+        """Return the text of an error without a trainer; ``within`` is as " within 5 s"."""
         return f"the trainer did not answer{within}"
 
     def may_retry(self, error: AiosyncError) -> bool:
-        """Return True if another attempt to meet the trainer may succeed after an error."""
+        """Return True if an attempt may succeed after this error; if not, the worker gives up."""
         return False
 
     # -- the end -------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def link_to_trainer(scheme: WeightSyncScheme) -> KeptLink[Transport, Welcome] | 
 def publish_with(
     scheme: WeightSyncScheme,
 ) -> Callable[..., tuple[SendReport | None, Callable[[], None] | None]] | None:
-    """Return the send that never waits, or ``None`` if the scheme has a ``send()`` of its own."""
+    """Return the send that never waits; ``None`` in a worker, or if ``send()`` is overridden."""
     side = scheme._life.side
     if not isinstance(side, Trainer) or type(scheme).send is not WeightSyncScheme.send:
         return None
@@ -76,6 +76,7 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
 
 
 def _change_terms(scheme: WeightSyncScheme, **changes: Any) -> None:
+    """Change terms of a scheme, also in its role if it is a worker already."""
     scheme._terms = dataclasses.replace(scheme._terms, **changes)
     if isinstance(scheme._life.side, Worker):
         scheme._life.side.terms = dataclasses.replace(scheme._life.side.terms, **changes)

@@ -99,7 +99,7 @@ class Life:
         given: Arguments of ``init_on_*()``, and values assigned since.
         side: Role of the scheme, once it has one: a trainer, or a worker.
         worker_idx: Index of the worker, once it is known.
-        connected: True once ``connect()`` has succeeded.
+        connected: True once ``connect()`` has succeeded, or failed and left a sender open.
         closed: True once the scheme was closed.
         ended: Set when the scheme is closed.
         pid: The process in which the scheme lives.
@@ -149,7 +149,7 @@ class Life:
 
     @property
     def runs(self) -> bool:
-        """True if there is something to close."""
+        """True if the scheme has a runtime or is connected, so that there is something to close."""
         return not self.closed and (self.runtime is not None or self.connected)
 
     @property
@@ -181,7 +181,12 @@ class Life:
         return Waiting(call, timeout, what, model=self.given.model_id, worker=self.worker_idx)
 
     def why_not_here(self, method: str, role: str | None) -> NoReturn:
-        """Raise the reason why a scheme is not connected here, in the role that a method needs."""
+        """Raise the reason why the scheme cannot run a method in this process, on this loop.
+
+        Args:
+            method: Name of the method.
+            role: The role that the method needs; ``None`` if any role will do.
+        """
         if role is None:
             self.check_has_role()
         self.check_open()
@@ -260,7 +265,7 @@ class Life:
         return task.cancelling()
 
     def check_cancelled(self, error: BaseException, cancelled_before: int) -> None:
-        """Raise ``TransportClosed`` if only closing the scheme has cancelled ``connect()``."""
+        """Raise ``TransportClosed`` if only the scheme's own close cancelled ``connect()``."""
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None:
             # With a higher count the caller has cancelled the task, too.

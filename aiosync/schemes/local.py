@@ -50,11 +50,11 @@ class _LocalFabric(Fabric[_Scheme]):
         """Make a link over a connected socket or one end of a pipe."""
 
     def bind(self, scheme: _Scheme, sources: Sources) -> None:
-        """See :meth:`Fabric.bind`."""
+        """Listen on the Unix socket that workers dial; :meth:`listen` accepts them."""
         self.life.listeners = [Listener(bind_here(self.meeting))]
 
     def listen(self, scheme: _Scheme, sender: WeightSender, *, given: bool) -> None:
-        """See :meth:`Fabric.listen`."""
+        """Accept the workers of this user from now on, and have the sender welcome each."""
 
         def on_connection(sock: socket.socket) -> None:
             pid = peer_pid(sock)
@@ -70,40 +70,48 @@ class _LocalFabric(Fabric[_Scheme]):
             listener.accept(on_connection, sender.workers.admission.not_let_in)
 
     async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
-        """See :meth:`Fabric.dial`."""
+        """Make one attempt to reach the trainer's socket, which succeeds or fails at once."""
         sock, _pid = connect(self.meeting, listener_pid=self.sender_pid)
         return self.link(sock, "the trainer")
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.not_reached_text`."""
+        """Return the text of an error while no trainer listens."""
         return (
             f"no trainer listened{within}: call init_on_sender() and connect() on the trainer's "
             "copy of this scheme"
         )
 
     def may_retry(self, error: AiosyncError) -> bool:
-        """See :meth:`Fabric.may_retry`."""
+        """Return True if the trainer does not listen yet, is busy, or has refused for now."""
         return isinstance(error, (NotYetReachable, Refused))
 
 
 class _SharedMemFabric(_LocalFabric["SharedMemWeightSyncScheme"]):
+    """Fabric within one host, whose sender writes updates into memory that workers read."""
+
     def arena(self, scheme: SharedMemWeightSyncScheme) -> Arena:
+        """Return the sender's shared memory; with ``memory="device"`` its slots are on the GPU."""
         on_device = scheme.memory == "device"
         if on_device:
             self.life.log("experimental", _EXPERIMENTAL, level=logging.WARNING)
         return Arena(on_device=on_device)
 
     def copies(self, scheme: SharedMemWeightSyncScheme) -> bool:
+        """Return True for slots on a GPU, which workers always copy, whatever ``apply_copy`` is."""
         return scheme.memory == "device"
 
     def link(self, end: Any, name: str) -> Transport:
+        """Make a link that names the slots of this process's sender, or reads those of the peer."""
         sender = self.life.sender
         arena = None if sender is None else sender.copier.arena
         return SharedMemTransport(end, arena=arena, name=name)
 
 
 class _PipeFabric(_LocalFabric[WeightSyncScheme]):
+    """Fabric within one host, whose links carry the bytes of updates."""
+
     def link(self, end: Any, name: str) -> Transport:
+        """Make a link over a connected socket or one end of a pipe."""
         return MPTransport(end, name=name)
 
 

@@ -37,7 +37,7 @@ class _NoFabric(Fabric[WeightSyncScheme]):
     async def meet(
         self, scheme: WeightSyncScheme, timeout: float | None, arguments: ConnectArguments
     ) -> None:
-        """See :meth:`Fabric.meet`. A worker's model must not wait for weights."""
+        """Prepare a worker's model, and raise if it has no memory: no weights will come."""
         if isinstance(self.life.side, Worker):
             await self.life.side.prepare(scheme, scheme.model)
             if lacks_memory(scheme.model):
@@ -74,6 +74,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             else:
                 layout = Layout.plan(leaves.leaves, NO_LIMITS)
                 flat = FlatBuffer(layout.nbytes)
+                # The memory is not zeroed, and the gaps between tensors are pickled, too.
                 flat.array[:] = 0
                 copy_tensors(
                     zip(flat.views(layout), (leaf.tensor for leaf in leaves.leaves), strict=True)
@@ -184,6 +185,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return self._life.connected
 
     async def _wait_until_ready(self, timeout: float | None) -> None:
+        """Return at once if the scheme is connected; raise if it is not."""
         self._require("ready")
         self._limit(timeout)
 
@@ -206,5 +208,6 @@ def _unpack(manifest: Manifest, data: bytes, values: dict[str, Any], model: Any)
 
 
 def _refuse(why: str, model: Any) -> None:
+    """Raise if a model has no memory, as there are no pickled weights; a hook of ``connect()``."""
     if lacks_memory(model):
         raise ConfigError(f"the worker's model is on the meta device, and {why}")

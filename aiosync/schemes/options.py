@@ -138,7 +138,7 @@ def flag(name: str, value: Any) -> bool:
 def seconds(
     *, zero: bool = False, endless: bool = False, none: bool = False
 ) -> Callable[[str, Any], Any]:
-    """Return a check of a number of seconds; see :func:`aiosync.protocol.validate_seconds`."""
+    """Return a check of positive seconds; each flag makes 0, infinity or ``None`` legal, too."""
 
     def check(name: str, value: Any) -> Any:
         validate_seconds(name, value, zero=zero, endless=endless, none=none)
@@ -148,6 +148,7 @@ def seconds(
 
 
 def _timeout(name: str, value: Any) -> float | None:
+    """Check a timeout, and return it; infinity becomes ``None``, which waits for ever."""
     validate_seconds(name, value, endless=True, none=True)
     return None if value == math.inf else cast("float | None", value)
 
@@ -158,16 +159,19 @@ def count(least: int) -> Callable[[str, Any], int]:
 
 
 def _version(name: str, value: Any) -> int:
+    """Check a first version, and return it; half of all numbers stay for the versions after it."""
     return as_version(name, value, 1, MAX_VERSION // 2)
 
 
 def _limits(name: str, value: Any) -> Limits | None:
+    """Check limits, and return them; ``None`` stands for the defaults."""
     if value is None or isinstance(value, Limits):
         return value
     raise ConfigError(f"{name} must be aiosync.Limits(...) or None, got {value!r}")
 
 
 def _require(name: str, value: Any) -> Require:
+    """Check how many workers have to apply an update, and return it."""
     del name
     validate_require(value)
     return cast("Require", value)

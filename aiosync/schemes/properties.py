@@ -135,6 +135,7 @@ class SchemeState(SchemeOptions):
         self._assign("weights", value)
 
     def _assign(self, name: str, value: Any) -> None:
+        """Set the model, the weights or the context, by the rules of the role if there is one."""
         if self._life.side is not None:
             self._life.side.assign(self, self._life, name, value)
         else:
@@ -281,6 +282,7 @@ class SchemeState(SchemeOptions):
     def _resolve_weights(self, weights: Any, model_id: str | None, context: Any) -> Any:
         """Return the weights that a call gives or names, or else those of the model."""
         given = self._life.given
+        # The registered weights are those of this scheme's own model in its own context.
         own = context is None or context is given.context
         own = own and model_id in (None, self.model_id)
         sources = given.sources if own else Sources()
@@ -407,7 +409,7 @@ class SchemeState(SchemeOptions):
     # -- checks --------------------------------------------------------------------------------
 
     def _limit(self, timeout: float | None) -> float | None:
-        """Return the seconds that a call waits; ``None`` for ever.
+        """Return the seconds that a call waits, the scheme's by default; ``None`` for ever.
 
         Raises:
             ConfigError: The timeout is not a number.
@@ -418,10 +420,10 @@ class SchemeState(SchemeOptions):
         return None if timeout == math.inf else timeout
 
     def _require(self, method: str, role: str | None = None) -> Any:
-        """Return the role of a scheme that is connected here.
+        """Return the role of a scheme that is connected in this process, on the running loop.
 
         Raises:
-            LocalProtocolError: The scheme is not, or has another role than the method needs.
+            LocalProtocolError: It is not connected so, or has another role than ``role``.
         """
         life, side = self._life, self._life.side
         here = life.loop is asyncio._get_running_loop() and life.pid == os.getpid()

@@ -259,12 +259,15 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     )
 
     def begin(self, life: Life) -> None:
-        """See :meth:`Fabric.begin`."""
+        """Take the scheme's new life in this process, in which it has no links yet."""
         super().begin(life)
         self.given: list[Transport] = []
         self.transform: Any = None
+        # Payloads in the object store, which all links of a sender share.
         self._objects: RayObjects | None = None
+        # The address that this sender has left in the cluster.
         self._published: bytes | None = None
+        # Maker of the receiver in the transform's actor.
         self._remote: RayModuleTransformSender | None = None
 
     @property
@@ -276,7 +279,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     async def meet(
         self, scheme: RayWeightSyncScheme, timeout: float | None, arguments: ConnectArguments
     ) -> None:
-        """See :meth:`Fabric.meet`. A transform's actor is made to join at the same time."""
+        """Meet the other side; the sender of a transform makes the actor join at the same time."""
         if not isinstance(scheme, RayModuleTransformScheme) or self.life.role != "sender":
             await super().meet(scheme, timeout, arguments)
             return
@@ -300,8 +303,9 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     # -- links -----------------------------------------------------------------------------------
 
     def how(self, scheme: RayWeightSyncScheme) -> How:
-        """See :meth:`Fabric.how`."""
-        # Links of this kind share what one of them puts; links of another kind need the bytes.
+        """Return how ``send()`` copies: ``"borrow"`` leaves large tensors to the object store."""
+        # Links to plain actors and those of this fabric share what one of them puts there; other
+        # links that the user gave need a copy of the bytes.
         shares = {type(link) for link in self.given} <= {RayActorTransport}
         return (
             "borrow" if shares and scheme.inline_nbytes <= _MAX_BORROWING_INLINE_NBYTES else "copy"
@@ -310,7 +314,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     def carry(
         self, scheme: RayWeightSyncScheme, control: TCPTransport, *, listened: bool
     ) -> DataPlaneTransport:
-        """See :meth:`ClusterFabric.carry`."""
+        """Return a link whose large payloads go through the object store."""
         if listened and self._objects is None:
             self._objects = RayObjects()
             self.life.shared.add(self._objects)
@@ -327,11 +331,11 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     # -- finding each other ----------------------------------------------------------------------
 
     def default_address(self) -> Address:
-        """See :meth:`ClusterFabric.default_address`."""
+        """Return the address of this node in the cluster, with any port."""
         return Address("tcp", need_cluster().util.get_node_ip_address())
 
     async def publish(self, address: Address) -> None:
-        """See :meth:`ClusterFabric.publish`."""
+        """Put the sender's address into the cluster's key-value store."""
         self._published, key = str(address).encode(), self.key.encode()
         put = _store()._internal_kv_put
         try:
@@ -343,7 +347,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
             ) from exc
 
     async def find(self) -> tuple[str, bytes | None] | None:
-        """See :meth:`ClusterFabric.find`."""
+        """Return the sender's address in that store, without a token; ``None`` if there is none."""
         need_cluster()
         found = await in_pool_thread(_find, self.key.encode())
         return None if found is None else (found.decode(), None)
@@ -372,7 +376,7 @@ def _store() -> Any:
 
 
 def _find(key: bytes) -> bytes | None:
-    """Return the value that the trainer left there; ``None`` if the cluster has none now."""
+    """Return the value that a trainer has left under a key; ``None`` if there is none now."""
     try:
         found = _store()._internal_kv_get(key, namespace=_NAMESPACE)
     except Exception:  # noqa: BLE001 - the caller looks again
@@ -381,7 +385,7 @@ def _find(key: bytes) -> bytes | None:
 
 
 def _forget(key: bytes, value: bytes) -> None:
-    """Delete an entry if it still is ``value``: another trainer may have left its own."""
+    """Delete the value of a key if it still is ``value``: another trainer may have left its own."""
     # The cluster may have ended.
     with contextlib.suppress(Exception):
         if _find(key) == value:
@@ -603,6 +607,7 @@ class RayModuleTransformReceiver:
                 self._task = None
 
     def _run(self, living: asyncio.Task[None]) -> None:
+        """Run the loop in the receiver's thread until the task is done, and note how it ended."""
         try:
             with self._runner:
                 self._runner.get_loop().run_until_complete(living)
@@ -655,6 +660,7 @@ def _join(
 
 
 def _has_joined(transform: Any, model_id: str, ticket: bytes) -> bool:
+    """Return True once the receiver with this ticket has joined; raise if it failed or is gone."""
     receiver = _receivers.get((id(transform), model_id))
     if receiver is None or receiver.ticket != ticket:
         raise ConnectError("another trainer has this transform by now, or its link was lost")

@@ -194,26 +194,26 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
     )
 
     def begin(self, life: Life) -> None:
-        """See :meth:`Fabric.begin`."""
+        """Take the scheme's new life in this process, in which it knows no workers yet."""
         super().begin(life)
         self.workers: list[str] = []
 
     # -- links -----------------------------------------------------------------------------------
 
     def streaming(self, scheme: RPCWeightSyncScheme) -> Streaming:
-        """See :meth:`Fabric.streaming`."""
+        """Return the settings of payloads, which travel in the stream, in chunks."""
         return Streaming(stall_timeout=scheme.patience)
 
     def untaken(self, scheme: RPCWeightSyncScheme) -> float | None:
-        """See :meth:`StreamFabric.untaken`; here updates travel in the stream."""
+        """Return as for other streams: updates travel in it, which a busy worker leaves untaken."""
         return StreamFabric.untaken(self, scheme)
 
     def link(self, scheme: RPCWeightSyncScheme, sock: socket.socket, name: str) -> Transport:
-        """See :meth:`StreamFabric.link`."""
+        """Make a link over a connected socket."""
         return RPCTransport(sock, limits=scheme.limits, name=name)
 
     def default_address(self) -> Address:
-        """See :meth:`ClusterFabric.default_address`."""
+        """Return the address at which the host ``MASTER_ADDR`` reaches this host."""
         return Address("tcp", own_host(os.environ.get("MASTER_ADDR")))
 
     # -- inviting workers ------------------------------------------------------------------------
@@ -228,6 +228,7 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
             await self._link_lost.wait()
 
     async def _keep_inviting(self, name: str, url: str) -> None:
+        """Tell one RPC worker the address and the token; try for 120 s until it has them."""
         token = self.credentials.token_bytes
 
         def attempt(left: Left) -> Awaitable[None]:
@@ -240,7 +241,7 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
     # -- receiving the address -------------------------------------------------------------------
 
     async def find(self) -> tuple[str, bytes | None] | None:
-        """See :meth:`ClusterFabric.find`."""
+        """Return the address and the token that the sender told this process; ``None`` before."""
         need_rpc()
         return invitation(self.meeting)
 
@@ -254,6 +255,7 @@ def _names_of(workers: Sequence[str] | None, context: Any) -> list[str]:
 
 
 def _name_of(info: Any) -> str:
+    """Return the name of an RPC worker that is given by its name or by its ``WorkerInfo``."""
     name = info if isinstance(info, str) else getattr(info, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{info!r} is neither the name of an RPC worker nor its WorkerInfo")

@@ -83,6 +83,7 @@ class Sources:
         links = {as_index("a key of transports", idx): link for idx, link in transports.items()}
         if self.pipes is not None:
             raise ConfigError("pipes cannot be provided if transports is provided")
+        # With params_map the number is the greatest index plus one, and indices may be missing.
         if not self.per_worker and self.num_workers not in (None, len(links)):
             raise ConfigError(
                 f"conflicting numbers of workers (num_workers: "
@@ -106,7 +107,7 @@ class Sources:
         self.weights = weights
 
     def follow(self, weights: Any, worker_ids: int | Iterable[int] | None) -> None:
-        """Register a call's weights, and the workers that got them, for calls that give none."""
+        """Register a call's weights for the workers that got them, for later calls without any."""
         each = dict(weights) if is_per_worker(weights) else None
         if each is None and worker_ids is None:
             self.weights, self.per_worker = weights, {}
@@ -117,7 +118,7 @@ class Sources:
         self.weights, self.per_worker = None, {**others, **each}
 
     def resolve(self, weights: Any, context: Any, model_id: str) -> Any:
-        """Return the weights that a call gave or named; or the registered ones if it gave none.
+        """Return the weights that a call gave or named; else the registered ones, or the context's.
 
         Raises:
             ConfigError: There is no context to look a name up in.
@@ -161,7 +162,10 @@ class Sources:
     def _map_to_devices(
         self, weights: Any, device_map: DeviceMap, strategy: WeightStrategy
     ) -> dict[int | None, Any]:
-        """Return the weights that the device map makes for each worker, or those for all."""
+        """Return what the device map makes of the weights, by worker.
+
+        If it returns them unchanged for each worker, they are returned under ``None``, for all.
+        """
         given = weights
         # Methods such as .to() change a module itself, and a state dict has no such methods.
         if hasattr(weights, "register_forward_hook") or isinstance(weights, dict):
@@ -251,7 +255,10 @@ def _is_map_of_weights(value: object) -> bool:
 
 
 def _read_map(params_map: Mapping[int, Any]) -> tuple[Any, dict[int, Any], int]:
-    """Return the weights of all workers, if they are one object; else of each; and the number."""
+    """Return the weights for all workers, those by worker, and the number of workers.
+
+    One object that every worker has is returned as the first; otherwise that is ``None``.
+    """
     each = {as_index("a key of params_map", key): w for key, w in params_map.items()}
     first, num_workers = next(iter(each.values())), max(each) + 1
     if len(each) == num_workers and all(weights is first for weights in each.values()):
@@ -260,6 +267,7 @@ def _read_map(params_map: Mapping[int, Any]) -> tuple[Any, dict[int, Any], int]:
 
 
 def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None:
+    """Return the number of workers, if any argument says it; raise if two say different ones."""
     counts = {} if num_workers is None else {"num_workers": num_workers}
     for name, each in lists.items():
         if each is not None:
@@ -271,17 +279,19 @@ def _agree(num_workers: int | None, **lists: Sequence[Any] | None) -> int | None
 
 
 def _length_of(name: str, each: object) -> int:
-    """Return the number of workers that a list is for."""
+    """Return the length of a list with one element for each worker; raise if it is no list."""
     if isinstance(each, str) or not isinstance(each, Sequence):
         raise ConfigError(f"{name} must be a list with one for each worker, got {each!r}")
     return len(each)
 
 
 def _is_source(value: Any) -> bool:
+    """Return True for an object whose weights can be sent."""
     return isinstance(value, (nn.Module, Mapping)) or is_tensordict(value)
 
 
 def _check_source(name: str, value: Any) -> None:
+    """Raise unless the value is ``None``, or an object whose weights can be sent."""
     if value is not None and not _is_source(value):
         raise ConfigError(
             f"{name} must be an nn.Module, a TensorDict or a state dict, got "
@@ -457,7 +467,7 @@ def as_model_id(value: Any) -> str:
 
 
 def model_or_fallback(context: object, model_id: str) -> Any:
-    """Return the model of that id in ``context``, or a collector's fallback policy, or ``None``."""
+    """Return the model of that id; without it ``None``, or for ``"policy"`` the fallback policy."""
     try:
         return resolve_model(context, model_id)
     except AttributeError:

@@ -89,12 +89,12 @@ class StreamFabric(Fabric[_Scheme]):
         self.others: tuple[Address, ...] = ()
 
     def begin(self, life: Life) -> None:
-        """See :meth:`Fabric.begin`."""
+        """Take the scheme's new life in this process, in which nothing listens yet."""
         super().begin(life)
         self.listener: StreamListener | None = None
 
     def limits(self, scheme: _Scheme) -> Limits | None:
-        """See :meth:`Fabric.limits`."""
+        """Return the limits that receivers are expected to have: those of this side."""
         return scheme.limits
 
     @abc.abstractmethod
@@ -108,7 +108,7 @@ class StreamFabric(Fabric[_Scheme]):
         return 30.0
 
     def max_connections(self, scheme: _Scheme) -> int:
-        """Return the number of links that the listener accepts at a time."""
+        """Return the greatest number of links that the listener has at a time."""
         return 65536
 
     def untaken(self, scheme: _Scheme) -> float | None:
@@ -137,7 +137,7 @@ class StreamFabric(Fabric[_Scheme]):
         return str(self.address)
 
     def open_listener(self, scheme: _Scheme, address: Address) -> None:
-        """Bind an address, which copies of the scheme then have, with its port."""
+        """Bind an address; later copies of the scheme have it, with the port that was chosen."""
         self.listener = listener = StreamListener(
             address,
             credentials=self.credentials,
@@ -152,17 +152,17 @@ class StreamFabric(Fabric[_Scheme]):
         self.life.listeners.append(listener)
 
     def bind(self, scheme: _Scheme, sources: Sources) -> None:
-        """See :meth:`Fabric.bind`. The address may have been bound early."""
+        """Bind the address that workers dial, unless :meth:`bind_early` has bound it."""
         if self.listener is None:
             assert self.address is not None
             self.open_listener(scheme, self.address)
 
     def early_address(self) -> Address | None:
-        """Return the address to bind early; ``None`` if copies find the sender by other means."""
+        """Return the address to bind early; ``None`` if early copies find the sender otherwise."""
         return None
 
     def bind_early(self, scheme: _Scheme) -> None:
-        """Bind the address that copies dial which are made before ``init_on_sender()``."""
+        """Bind the address before ``init_on_sender()``, for copies that are made before it."""
         address = self.early_address() if self.life.role is None else None
         if address is not None and self.listener is None:
             self.open_listener(scheme, address)
@@ -194,25 +194,25 @@ class StreamFabric(Fabric[_Scheme]):
         )
 
     async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
-        """See :meth:`Fabric.dial`."""
+        """Make one attempt to reach the address; ``is_redial`` if there was a link before."""
         dialer = self.dialer(scheme)
         return await dialer.dial(dialer.addresses[0], left, is_redial)
 
     def dials(self, scheme: _Scheme) -> Mapping[str, Dial[Transport]]:
-        """See :meth:`Fabric.dials`."""
+        """Return the functions that dial the side that listens, by address."""
         return self.dialer(scheme).dials if self.others else super().dials(scheme)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
-        """See :meth:`Fabric.not_reached_text`."""
+        """Return the text of an error while the side that listens is not reached."""
         return self.dialer(scheme).not_reached_text(within)
 
     def may_retry(self, error: AiosyncError) -> bool:
-        """See :meth:`Fabric.may_retry`."""
+        """Return True unless the error is due to this side's options, credentials or messages."""
         return not is_final(error)
 
 
 def _status_of(scheme: StreamScheme) -> Callable[[], dict[str, Any]]:
-    """Return the answer to peers that ask for a status, as :meth:`WeightClient.stats` does."""
+    """Return a function that answers peers which ask for a status, such as ``aiosync top``."""
     # A weak reference, as a scheme that is forgotten has to be closed.
     asked = weakref.ref(scheme)
 

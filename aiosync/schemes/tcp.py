@@ -177,6 +177,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
     ) -> None:
         first, *others = parse_all(address)
         super().__init__(first, credentials)
+        # True if both sides dial a weight server, and the trainer does not listen.
         self._has_server = dial == "both"
         if others and not self._has_server:
             raise ConfigError("several addresses need dial='both': a trainer listens at one")
@@ -187,42 +188,42 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             self.follows: bool = {first.scheme, *(each.scheme for each in others)} == {"tcp"}
 
     def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
-        """See :meth:`StreamFabric.keepalive`."""
+        """Return the seconds after which the kernel probes a silent peer; ``None`` for never."""
         return scheme.keepalive
 
     def max_connections(self, scheme: TCPWeightSyncScheme) -> int:
-        """See :meth:`StreamFabric.max_connections`."""
+        """Return the greatest number of links that the listener has at a time."""
         return scheme.max_connections
 
     def subscribes(self, scheme: TCPWeightSyncScheme) -> bool:
-        """See :meth:`Fabric.subscribes`."""
+        """Return True if a worker gets every update, and not only those that it asks for."""
         return scheme.subscribe
 
     def link(self, scheme: TCPWeightSyncScheme, sock: socket.socket, name: str) -> Transport:
-        """See :meth:`StreamFabric.link`."""
+        """Make a link over a connected socket."""
         return TCPTransport(sock, limits=scheme.limits, name=name)
 
     def streaming(self, scheme: TCPWeightSyncScheme) -> Streaming:
-        """See :meth:`Fabric.streaming`."""
+        """Return the settings of streamed payloads; raise if ``delta`` cannot be used."""
         both = "delta= compares one state of the weights, and per_worker_weights has many"
         refuse((scheme.delta != "off" and scheme.per_worker_weights, f"{both}: choose one of them"))
         return Streaming(scheme.chunk_nbytes, scheme.stall_timeout, scheme.delta)
 
     def takes_deltas(self, scheme: TCPWeightSyncScheme) -> bool:
-        """See :meth:`Fabric.takes_deltas`."""
+        """Return True if a worker takes updates as changes to an older one; raise if it cannot."""
         if scheme.delta != "off":
             check_delta()
         return scheme.delta != "off"
 
     def early_address(self) -> Address | None:
-        """See :meth:`StreamFabric.early_address`."""
+        """Return the address to bind early; ``None`` if its port is known, or a server's."""
         address = self.address
         assert address is not None
         is_unknown = address.scheme == "tcp" and address.port == 0
         return address if is_unknown and not self._has_server else None
 
     def bind(self, scheme: TCPWeightSyncScheme, sources: Sources) -> None:
-        """See :meth:`Fabric.bind`. With a weight server there is nothing to bind."""
+        """Bind the address that workers dial; with a weight server, expect only the server."""
         if self._has_server:
             _expect_server(sources)
             return
@@ -235,7 +236,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             raise ConfigError(f"{exc}; {server}") from exc
 
     def listen(self, scheme: TCPWeightSyncScheme, sender: WeightSender, *, given: bool) -> None:
-        """See :meth:`Fabric.listen`. With a weight server the trainer dials it."""
+        """Let workers in from now on, or keep dialling the weight server unless links are given."""
         workers = sender.workers
         if self.listener is not None:
             workers.admission.strangers = self.listener.refusals
@@ -292,6 +293,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
                 lost = PeerClosed("the weight server closed the link, or its process ended")
                 link, _ = await kept.reconnect(lost, applied, seconds)
         except AiosyncError as exc:
+            # _dial_server() raises an error that is noted already.
             if workers.record(idx).error is not exc:
                 workers.not_reached(idx, exc)
 
@@ -303,7 +305,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         left: Left,
         is_redial: bool,
     ) -> TCPTransport:
-        """Dial the weight server, unless it ended the link before with a final error."""
+        """Dial the weight server; if it ended the last link with a final error, raise that."""
         error = workers.record(_SERVER_IDX).error
         if is_redial and isinstance(error, AuthError | ConfigError):
             # connect() and send() report this error.
@@ -313,7 +315,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
     async def dial_named(
         self, scheme: TCPWeightSyncScheme, address: Address, left: Left, is_redial: bool
     ) -> TCPTransport:
-        """See :meth:`Fabric.dial_named`."""
+        """Make one attempt to reach a server that another server named."""
         return await self.dialer(scheme).dial(address, left, is_redial)
 
     async def _introduce(
@@ -323,7 +325,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         link: TCPTransport,
         timeout: float | None,
     ) -> None:
-        """Tell the weight server which model and which version this trainer has."""
+        """Tell the weight server this trainer's model and version; the sender reads the answer."""
         hello = Hello(
             role="sender",
             parts=not scheme.strict,

@@ -41,6 +41,7 @@ class Trainer:
         self.links = links
         self.runtime: WeightSender | None = None
         self._given = given
+        # Processes that this one had started when connect() began; their ends are logged.
         self._children: list[multiprocessing.process.BaseProcess] = []
 
     @property
@@ -50,7 +51,7 @@ class Trainer:
         return self.runtime.waits
 
     def assign(self, scheme: SchemeState, life: Life, name: str, value: Any) -> None:
-        """Send another model or other weights from now on; or look for it in another context."""
+        """Send another model or other weights from now on; or look for the model in a context."""
         del scheme, life
         if name != "context":
             self._given.sources.replace(value)
@@ -125,7 +126,10 @@ class Trainer:
     def prepare_send(
         self, scheme: SchemeState, weights: Any, *, initial: bool = False
     ) -> dict[int | None, Prepared]:
-        """Set the sender's options; return what to copy for each worker, under ``None`` for all."""
+        """Set the sender's ``require``; return what to copy by worker, under ``None`` for all.
+
+        Without any weights it raises; if ``initial``, it returns none: a later send may bring some.
+        """
         assert self.runtime is not None
         # The user may have assigned this option since the last send.
         self.runtime.require = scheme.require
@@ -161,7 +165,7 @@ class Trainer:
         timeout: float | None = None,
         max_lag: int | None = None,
     ) -> tuple[SendReport | None, Callable[[], None] | None]:
-        """Send without waiting, on a thread that keeps the loop idle.
+        """Send without waiting, on another thread than the loop's; the loop rests meanwhile.
 
         Returns:
             The report, or ``None`` with nothing done if the send has to wait; and a function that
@@ -180,6 +184,7 @@ class Trainer:
             self.prepare_send(scheme, weights),
             addressed_workers(weights, worker_ids),
         )
+        # The loop first has to read a message of a worker, or see the end of one.
         if not sender.is_quiet():
             return None, None
         sent = sender.start(planned, targets, None, started, off_loop=True)
@@ -194,7 +199,7 @@ class Trainer:
 
 
 def addressed_workers(weights: Any, worker_ids: int | Iterable[int] | None) -> set[int] | None:
-    """Return the workers that a send names; ``None`` for all. Weights by worker name theirs."""
+    """Return the workers that ``worker_ids`` or the weights' keys name; ``None`` for all."""
     if worker_ids is not None:
         targets = as_indices("worker_ids", worker_ids)
         if not targets:

@@ -164,6 +164,7 @@ class Worker:
             hooks=lambda: self.hooks,
             log=life.log,
         )
+        # By this the trainer knows the worker again when it comes back over a new link.
         self._session = secrets.token_bytes(16)
         # True if the trainer chose the index, and not the user.
         self._idx_chosen = False
@@ -246,7 +247,7 @@ class Worker:
             self._warn_without_model()
 
     def _warn_without_model(self) -> None:
-        """Warn that there is no model: it may come late, or its name may be wrong."""
+        """Warn if the context has no model: it may come late, or its name may be wrong."""
         lacks = self._given.lacks()
         if lacks is not None:
             warnings.warn(
@@ -272,7 +273,8 @@ class Worker:
         kept: KeptLink[Transport, Welcome],
     ) -> WeightReceiver:
         """Return the receiver of a new link, with the options of the scheme."""
-        # Only streams can be restored.
+        # Seconds to restore a lost link; ``None`` for ever. Only streams can be restored: other
+        # schemes have no such option.
         lasting = getattr(scheme, "reconnect", 0.0) if self.terms.gives_up else None
         return WeightReceiver(
             transport,
@@ -308,7 +310,7 @@ class Worker:
         return ConnectTimeout(f"model {name!r}: {late} within {seconds:g} s{note}")
 
     async def prepare(self, scheme: SchemeState, model: Any) -> None:
-        """Let a hook prepare the model, before any update is received."""
+        """Check the model, and let a hook prepare it, before any update is received."""
         # The model may be the context's, which was not checked before.
         if isinstance(model, nn.Module):
             self.check(scheme, model)
@@ -318,6 +320,7 @@ class Worker:
     def _kept_link(
         self, scheme: SchemeState, life: Life, fabric: Fabric[Any]
     ) -> KeptLink[Transport, Welcome]:
+        """Make the link that is dialled until the trainer admits this worker, and after a loss."""
         terms = self.terms
 
         pipe = self.pipe
@@ -371,7 +374,8 @@ class Worker:
         except (ConfigError, Refused) as exc:
             if not self._idx_chosen:
                 raise
-            # A new trainer, or another server, may have given the index to another worker.
+            # A new trainer, or another server, may have given the index to another worker: the next
+            # attempt asks for no index.
             life.worker_idx = None
             if isinstance(exc, Refused):
                 raise
@@ -427,7 +431,10 @@ class Worker:
     # -- hooks on the way of an update ----------------------------------------------------------
 
     def _make_after_apply(self, scheme: SchemeState) -> AfterApply | None:
-        """Return the function to await before the trainer is told: a hook, the context's, both."""
+        """Return the function to await before the trainer is told of a version; ``None`` for none.
+
+        It calls the hook, or has the context pass the version on, or both.
+        """
         hook = self.hooks.awaited
         if self._given.context_ref is None or not self.terms.cascades:
             return hook
