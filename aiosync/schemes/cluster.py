@@ -258,6 +258,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
         if self._same_host is not None:
             self._same_host.start(join, sender.workers.tasks)
+        # connect() reports these refusals if it waits for a worker in vain.
         sender.workers.admission.strangers = self.listener.refusals
         self.listener.start(join, sender.workers.crashed, wrap)
         assert self.address is not None

@@ -185,6 +185,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         if self._has_server:
             self.trainer_name: str = "the weight server"
             self.advice: str = "`aiosync serve` has to run there"
+            # A server may name other hosts, which a user of Unix sockets did not ask to dial.
             self.follows: bool = {first.scheme, *(each.scheme for each in others)} == {"tcp"}
 
     def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
@@ -239,6 +240,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         """Let workers in from now on, or keep dialling the weight server unless links are given."""
         workers = sender.workers
         if self.listener is not None:
+            # connect() reports these refusals if it waits for a worker in vain.
             workers.admission.strangers = self.listener.refusals
             self.listener.start(
                 lambda link, hello: workers.admission.welcome(link, None, hello), workers.crashed

@@ -84,6 +84,7 @@ class Trainer:
             require=scheme.require,
             copier=copier,
             meter=life.meter,
+            # Without strict, an update may hold only some of the names.
             parts=not scheme.strict,
             streaming=fabric.streaming(scheme),
             how=fabric.how(scheme),

@@ -346,6 +346,7 @@ class Worker:
                 log_stranger_once(error)
 
         def final(error: AiosyncError) -> bool:
+            # There is only one connection that the user gave.
             return self.pipe is not None or not fabric.may_retry(error)
 
         return KeptLink(
