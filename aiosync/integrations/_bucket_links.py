@@ -152,7 +152,15 @@ def process_name(role: str) -> str:
 
 
 class _Home:
-    """The part of the loop of :mod:`aiosync.sync` that one sender or receiver uses."""
+    """The part of the loop of :mod:`aiosync.sync` that one sender or receiver uses.
+
+    Args:
+        drop: Drops the links of that sender or receiver. Called on the loop.
+
+    Attributes:
+        tasks: Tasks on the loop; an error of one that is no failure of a link is logged.
+        close: Ends every task and link at once. For any thread.
+    """
 
     def __init__(self, drop: Callable[[], None]) -> None:
         self._drop = drop
@@ -169,7 +177,7 @@ class _Home:
         return asyncio.run_coroutine_threadsafe(coroutine, self._lease.loop)
 
     def forgotten(self) -> None:
-        """Do nothing: frameworks never close their engines."""
+        """Give no warning that the engine was never closed: frameworks close none."""
 
     def abort(self) -> None:
         """End every task and link. Called on the loop."""
@@ -178,7 +186,7 @@ class _Home:
 
 
 def _log_crash(error: BaseException) -> None:
-    """Log an error that is no failure of a link; the link's round then ends by its deadline."""
+    """Log an unexpected error of a link's task; the round of the link then ends by its deadline."""
     log(logging.ERROR, "failed", "a link of buckets ended", model=None, error=error)
 
 
@@ -190,10 +198,10 @@ class _Peer:
 
     Attributes:
         link: The link.
-        rank: Rank of the receiver.
+        rank: Rank of the receiver; -1 until a round lets it in.
         is_ready: True if the receiver waits for the next round.
-        answer: Answer of the receiver to this round.
-        error: Reason why the link was closed.
+        answer: Ack of the receiver to this round; ``None`` while it has sent none.
+        error: Reason why the link was closed; ``None`` while it is open.
     """
 
     def __init__(self, link: TCPTransport) -> None:
@@ -204,7 +212,7 @@ class _Peer:
         self.error: AiosyncError | None = None
 
     def fail(self, error: AiosyncError) -> None:
-        """Keep the first error, and close the link."""
+        """Close the link, with this error as the reason unless it has one already."""
         self.error = self.error or error
         self.link.abort()
 
@@ -232,6 +240,7 @@ class BucketSender:
         self._listener = StreamListener(url, credentials=credentials, untaken=options.timeout)
         token = made if credentials.token == made else None
         self.source: Source = Source(self._listener.url, token, process_name(role))
+        # Rank and name of each member, and the newest link of each receiver, by session.
         self._members: Mapping[bytes, tuple[int, str]] = {}
         self._peers: dict[bytes, _Peer] = {}
         # The round: its number, its members, and the errors of those that were not ready.
@@ -240,6 +249,7 @@ class BucketSender:
         self._absent: dict[int, AiosyncError] = {}
         # The cause of a failed round, for members that were not ready when it failed.
         self._owed: dict[bytes, str] = {}
+        # Notified when a receiver has connected, has sent a message or has lost its link.
         self._changed = Notifier()
         self._home = _Home(self._drop)
         self.close = self._home.close
@@ -249,11 +259,13 @@ class BucketSender:
         self._listener.start(self._on_link, _log_crash)
 
     def _drop(self) -> None:
+        """Stop listening, and close every link."""
         self._listener.close()
         for peer in self._peers.values():
             peer.fail(TransportClosed("this side was closed"))
 
     def _on_link(self, link: TCPTransport, hello: Hello) -> None:
+        """Take the link of a receiver in place of its earlier one, and listen to it."""
         session = hello.session or b""
         if session in self._peers:
             self._peers[session].fail(TransportClosed("it dialled again"))
@@ -262,6 +274,7 @@ class BucketSender:
         self._home.tasks.start(listening, "aiosync link to a receiver")
 
     async def _listen_to(self, peer: _Peer, session: bytes, message: Message) -> None:
+        """Handle the messages of a receiver, its first Hello included, until its link ends."""
         link = peer.link
         try:
             while True:
@@ -282,13 +295,14 @@ class BucketSender:
             self._changed.notify()
 
     async def _refuse_if_left_out(self, peer: _Peer, session: bytes) -> None:
-        """Refuse a receiver that is no member any more, or whose last round has failed."""
+        """Refuse a receiver that is no member any more, or has yet to hear why a round failed."""
         if session not in self._members:
             await self._refuse(peer, "this process is no member of it any more")
         elif session in self._owed:
             await self._refuse(peer, self._owed.pop(session))
 
     def _take_answer(self, peer: _Peer, ack: Ack) -> None:
+        """Keep a member's answer to this round; a NACK is the reason to close its link."""
         peer.answer = ack
         if ack.status is AckStatus.NACK:
             text = f"{peer.link.name}: {ack.error_text}"
@@ -329,6 +343,7 @@ class BucketSender:
         """
         began, nbytes, count = time.perf_counter(), 0, 0
         source = each_of(weights)
+        # The step of the round that runs on the loop of the links; the next one waits for its end.
         busy: Future[Any] = self._home.start(self._begin())
         try:
             async for frame in pack(source, self._nbytes):
@@ -354,7 +369,7 @@ class BucketSender:
         return {"seconds": seconds, "nbytes": float(nbytes), "members": float(members)}
 
     async def _begin(self) -> None:
-        """Wait until the members are ready, and let them begin."""
+        """Let each member into a new round once it is ready; note why one does not get ready."""
         for peer in self._round:
             peer.fail(TransportClosed("the next sync began before this one had ended"))
         self._number, self._round, self._absent, self._owed = self._number + 1, [], {}, {}
@@ -404,17 +419,18 @@ class BucketSender:
 
     async def _welcome(self, peer: _Peer) -> None:
         """Tell a member that it is in the round, and wait until it knows or its link has ended."""
-        # The link may have ended while the member waited, which this side sees by its silence.
+        # The link may have ended while the member waited; the loop below then sees the error.
         with contextlib.suppress(AiosyncError):
             await peer.link.send(Welcome(self._number, 0, peer.rank), timeout=self._seconds)
         while not peer.error and peer.is_ready:
             await self._changed.wait()
 
     async def _deliver(self, frame: Frame, count: int, sum_of_frame: bytes) -> None:
-        """Send a frame to all members that have not failed, at the same time."""
+        """Send frame number ``count`` to all members that have not failed, at the same time."""
         digest = frame.manifest.digest
         update = Update(self._number, count, digest, chunk=frame.chunk, checksum=sum_of_frame)
         messages: list[tuple[Message, list[memoryview]]] = [(update, [frame.payload])]
+        # The manifest of a bucket goes before the first frame of it.
         if frame.chunk[0] == 0:
             messages.insert(0, (ManifestMessage(frame.manifest), []))
 
@@ -429,14 +445,14 @@ class BucketSender:
         await asyncio.gather(*(send(peer) for peer in self._round if peer.error is None))
 
     async def _await_reason(self, peer: _Peer) -> None:
-        """Wait for the member's own reason: it may arrive after the error of the link."""
+        """Wait a second for the member's own reason: it may arrive after the error of the link."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_SECONDS):
                 while peer.error is None:
                     await self._changed.wait()
 
     async def _finish(self, count: int, version: int | None) -> int:
-        """End the round, wait for the answer of every member, and return their number."""
+        """End the round, wait for all answers, return their number; raise if a member failed."""
         members, self._round = self._round, []
         number, seconds = self._number, self._seconds
 
@@ -463,13 +479,14 @@ class BucketSender:
         return len(members)
 
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
-        """Tell the members that the round failed, and why, once the last frame is sent."""
+        """Tell the members why the round failed, once its step that runs (``busy``) has ended."""
         await asyncio.wait([asyncio.wrap_future(busy)])
         refused = {
             session: peer
             for session, peer in self._peers.items()
             if peer.is_ready or peer in self._round
         }
+        # The other members are told when they next get ready.
         self._round, self._owed = [], dict.fromkeys(self._members.keys() - refused, cause)
         await asyncio.gather(*(self._refuse(peer, cause) for peer in refused.values()))
 
@@ -481,6 +498,7 @@ class BucketSender:
 
 
 def _this_host() -> str:
+    """Return the address that Ray has for this host, in brackets if it is one of IPv6."""
     import ray
 
     address: Any = ray.util
@@ -512,6 +530,7 @@ class BucketReceiver:
         self._source: Source | None = None
         self._rank = 0
         self._link: TCPTransport | None = None
+        # True while a round is under way on the link, which then cannot be kept for another one.
         self._is_reading = False
         self._home = _Home(self._drop)
         self.close = self._home.close
@@ -536,7 +555,7 @@ class BucketReceiver:
         await self._reach(is_ready=False)
 
     async def _reach(self, *, is_ready: bool) -> TCPTransport:
-        """Return a link over which the sender knows whether this side is ready."""
+        """Return the kept link or a new one; the sender then knows whether this side is ready."""
         source = self._source
         assert source is not None
         # A consumer that failed in the middle of a round has left the rest of it in the link.
@@ -556,12 +575,14 @@ class BucketReceiver:
         return link
 
     async def _hello(self, link: TCPTransport, *, is_ready: bool) -> None:
+        """Tell the sender that this side is ready for a round, or that it is not."""
         hello = Hello(
             "receiver", _MODEL, os.getpid(), self._rank, session=self.session, subscribe=is_ready
         )
         await link.send(hello, timeout=self._seconds)
 
     def _drop(self) -> None:
+        """Close the link, if there is one."""
         link, self._link, self._is_reading = self._link, None, False
         if link is not None:
             link.abort()
@@ -580,10 +601,12 @@ class BucketReceiver:
             self._drop()
             link, welcome = await self._hail()
         reader = _Reader(link, welcome, self._room, self._patience)
+        # The sender waits for this answer to its Welcome.
         await self._hello(link, is_ready=False)
         return reader
 
     async def _hail(self) -> tuple[TCPTransport, Message]:
+        """Say that this side is ready; return the link, and the sender's message that begins."""
         link = await self._reach(is_ready=True)
         self._is_reading = True
         return link, (await link.recv(timeout=self._patience)).message
@@ -623,13 +646,14 @@ class BucketReceiver:
             start(self._end(reader, is_complete=is_complete))
 
     def stage(self) -> list[NamedTensor]:
-        """Receive a whole round, and return its tensors. Blocks this thread; raises as above."""
+        """Receive a whole round, and return its tensors. Blocks; raises as :meth:`buckets`."""
         return self._home.call(self._stage())
 
     async def _stage(self) -> list[NamedTensor]:
         return [item async for bucket in self.buckets() for item in bucket]
 
     async def _end(self, reader: _Reader | None, *, is_complete: bool) -> None:
+        """End the round of a reader; if it is not complete, tell the sender and close the link."""
         # The link may belong to the next round already, if a consumer was slow to fail.
         if reader is not None and not is_complete:
             reader.leave()
@@ -646,8 +670,14 @@ class BucketReceiver:
 class _Reader:
     """The receiver's half of one round.
 
-    Attributes:
+    Args:
         link: The link.
+        first: The message with which the sender begins.
+        room: Memory for the buckets.
+        seconds: Time for each message.
+
+    Attributes:
+        link: As given.
     """
 
     def __init__(self, link: TCPTransport, first: Message, room: Room, seconds: float) -> None:
@@ -675,6 +705,7 @@ class _Reader:
         return landing.tensors()
 
     def _check(self, message: Message, expected: type[Message]) -> None:
+        """Raise unless a message has the expected type; a Refuse names why the round failed."""
         if isinstance(message, Refuse):
             raise PeerClosed(f"{self.link.name} gave this sync up: {message.error_text}")
         if not isinstance(message, expected):
@@ -682,6 +713,7 @@ class _Reader:
 
     async def confirm(self) -> None:
         """Tell the sender that the consumer has taken all tensors."""
+        # The version of an ack is at least 1, also if there were no tensors.
         ack = make_ack(self._number, max(1, self._count), AckStatus.APPLIED, None)
         await self.link.send(ack, timeout=self._seconds)
 

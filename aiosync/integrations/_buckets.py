@@ -57,7 +57,7 @@ class Frame:
     Attributes:
         manifest: Manifest of the whole bucket.
         payload: Bytes to send, valid until the next but one frame is asked for.
-        chunk: (index, count) of a piece.
+        chunk: (index, count) of a piece; (0, 1) for a whole bucket.
     """
 
     manifest: Manifest
@@ -135,7 +135,7 @@ class Room:
         self._flats: list[FlatBuffer] = []
 
     def find(self, manifest: Manifest) -> FlatBuffer:
-        """Return memory for a bucket, to which no tensor refers.
+        """Return memory for a bucket; no tensor refers to that memory.
 
         Raises:
             RemoteProtocolError: The bucket is larger than this side's buckets.
@@ -147,7 +147,7 @@ class Room:
             )
         for flat in self._flats:
             if flat.nbytes >= manifest.nbytes and flat.exclusive():
-                flat.release()
+                flat.release()  # the views that it keeps are those of an earlier bucket
                 return flat
         flat = FlatBuffer(max(self._nbytes, manifest.nbytes))
         self._flats = [*self._flats, flat][-_MOST_BUFFERS:]
@@ -168,6 +168,7 @@ class Landing:
 
     def __init__(self, manifest: Manifest, flat: FlatBuffer) -> None:
         self._layout, self._flat = Layout(manifest), flat
+        # Offset and index of the next piece, the memory that is lent for it, and its checksum.
         self._start = self._index = 0
         self._lent = memoryview(b"")
         self._sum = RunningChecksum()
@@ -191,12 +192,13 @@ class Landing:
         return [self._lent]
 
     def _position(self, message: Message) -> tuple[int, int]:
+        """Return (index, count) of a piece; raise if the message is none of this bucket."""
         if not isinstance(message, Update) or message.digest != self._layout.digest:
             raise RemoteProtocolError(f"expected a piece of a bucket, got {type(message).__name__}")
         return message.chunk or (0, 1)
 
     def landed(self, nbytes: int) -> None:
-        """Read the bytes that have landed, while they are in the cache."""
+        """Add the bytes of the piece that have landed to its checksum: they are in the cache."""
         self._sum.update(self._lent[self._sum.nbytes : nbytes])
 
     def take(self, received: Received) -> bool:
@@ -207,6 +209,7 @@ class Landing:
         """
         message = received.message
         if not received.nbytes:
+            # A transport borrows no memory for a piece without bytes, so this was not checked yet.
             self(message, 0)
         self.landed(len(self._lent))
         assert isinstance(message, Update)

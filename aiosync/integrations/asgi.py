@@ -151,6 +151,7 @@ class WeightsMiddleware:
     # -- requests ------------------------------------------------------------------------------
 
     async def _serve(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """Let the application answer a request inside the gate, or refuse it."""
         try:
             min_version, epoch = _asked_for(scope["headers"])
         except ValueError as exc:
@@ -198,6 +199,7 @@ class WeightsMiddleware:
         error: AdmissionTimeout | LocalProtocolError,
         min_version: int,
     ) -> None:
+        """Answer 503 to a request that was not admitted, with the reason."""
         late, status = isinstance(error, AdmissionTimeout), self.feed.status.as_dict()
         body = {
             "error": "weight_version" if late else "shutting_down",
@@ -213,6 +215,7 @@ class WeightsMiddleware:
     # -- the probe -----------------------------------------------------------------------------
 
     async def _probe(self, scope: _Scope, send: _Send) -> None:
+        """Answer the probe of readiness: 200 if the feed is ready, else 503."""
         if scope["method"] not in ("GET", "HEAD"):
             body = {"error": "method", "detail": "only GET and HEAD"}
             await self._answer(scope, send, 405, body, (b"allow", b"GET, HEAD"))
@@ -233,6 +236,7 @@ class WeightsMiddleware:
     async def _answer(
         self, scope: _Scope, send: _Send, status: int, body: dict[str, Any], *more: _Header
     ) -> None:
+        """Send a response of the middleware itself, which names the feed's version."""
         version = self.feed.version
         labels = _labels((version,), self.feed.epoch) if version else []
         await send_json(send, status, body, *more, *labels, is_head=scope["method"] == "HEAD")
@@ -273,7 +277,7 @@ class WeightsMiddleware:
             await live.enter_async_context(self.feed)
             try:
                 await self.app(scope, receive_event, send_answer)
-            except Exception:  # an application without lifespans may raise; others' errors go on
+            except Exception:  # raised again, unless the application has no lifespans
                 if answered or (received and not is_other_protocol):
                     raise
             while answered < 2:
@@ -381,6 +385,7 @@ def _ends_response(message: _Message) -> bool:
 
 
 def _labels(versions: Sequence[int], epoch: int | None) -> list[_Header]:
+    """Return the headers that name versions, oldest first, and their epoch if there is one."""
     labels = [(_VERSION, b"%d" % versions[0])]
     if epoch is not None:
         labels.append((_EPOCH, b"%016x" % epoch))

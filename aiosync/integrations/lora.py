@@ -57,7 +57,15 @@ class Adapter:
 
 
 class _Versions:
-    """The adapters that are loaded, oldest first. Thread-safe."""
+    """The adapters that are loaded, oldest first. Thread-safe.
+
+    Args:
+        keep: Number of newest versions that are kept.
+        name: Beginning of the names of the adapters.
+
+    Attributes:
+        newest: The adapter that :meth:`use` gives; ``None`` before the first.
+    """
 
     def __init__(self, keep: int, name: str) -> None:
         refuse(
@@ -68,10 +76,11 @@ class _Versions:
         self._keep, self._name = keep, name
         self._lock = threading.Lock()
         self._loaded: list[Adapter] = []
+        # Number of use() blocks of each adapter, by its name.
         self._uses: Counter[str] = Counter()
         self._next = (0, 0)
 
-    def await_version(self, epoch: int, version: int) -> None:
+    def note_next(self, epoch: int, version: int) -> None:
         """Note the version that is transformed next."""
         self._next = epoch, version
 
@@ -81,31 +90,32 @@ class _Versions:
         return Adapter(f"{self._name}-{epoch_text(epoch)}-{version}", epoch, version)
 
     def add(self, adapter: Adapter) -> None:
-        """Note that this is loaded."""
+        """Note that an adapter is loaded."""
         with self._lock:
             self._loaded.append(adapter)
 
     def activate(self, epoch: int, version: int) -> None:
-        """Make a loaded version the newest; one that comes after it may be loaded, too."""
+        """Make a loaded version the newest; a later one may be loaded already."""
         with self._lock:
             wanted = epoch, version
             self.newest = next(a for a in self._loaded if (a.epoch, a.version) == wanted)
 
     def old(self) -> list[Adapter]:
-        """Return those that are neither among the newest nor in use. They stay so."""
+        """Return the adapters to remove: neither among those to keep nor in use."""
         with self._lock:
             end = 0 if self.newest is None else self._loaded.index(self.newest) + 1
+            # use() gives the newest only, so these do not get into use again.
             older = self._loaded[: max(0, end - self._keep)]
             return [each for each in older if not self._uses[each.name]]
 
     def remove(self, adapter: Adapter) -> None:
-        """Note that this is not loaded any more."""
+        """Note that an adapter is not loaded any more."""
         with self._lock:
             self._loaded.remove(adapter)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Adapter]:
-        """Give the newest, which stays loaded until the block ends."""
+        """Give the newest adapter, which stays loaded until the block ends."""
         with self._lock:
             adapter = self.newest
             if adapter is None:
@@ -205,7 +215,7 @@ class VLLMAdapterReceiver:
             load=_load_nothing,
             transform=self._stage,
             hooks=SchemeHooks(
-                before_apply=self._versions.await_version, applied=self._versions.activate
+                before_apply=self._versions.note_next, applied=self._versions.activate
             ),
         )
 
@@ -235,7 +245,7 @@ class VLLMAdapterReceiver:
         from vllm.lora.request import LoRARequest
 
         for old in self._versions.old():
-            # If this fails, it is tried again with the next version.
+            # If this fails, the update is refused, and the next one tries it again.
             self._wait(self._engine.remove_lora(old.request.lora_int_id))
             self._versions.remove(old)
             shutil.rmtree(old.request.lora_path, ignore_errors=True)
@@ -258,7 +268,7 @@ class VLLMAdapterReceiver:
         return []  # The scheme itself has nothing to apply.
 
     def _wait(self, loading: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the engine in its loop, and wait for it."""
+        """Run a coroutine in the engine's loop; return its result, or raise after the timeout."""
         waiting = asyncio.run_coroutine_threadsafe(loading, self._loop)
         try:
             return waiting.result(self._load_timeout)
@@ -267,14 +277,14 @@ class VLLMAdapterReceiver:
 
 
 def _load_nothing(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Take a version that is loaded already."""
+    """Do nothing, in place of a load: the transform has loaded the version into the engine."""
 
 
 def _config_text(config: Any) -> str:
     """Return the configuration of an adapter as PEFT saves it.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: A field is missing that each configuration of an adapter has.
     """
     if isinstance(config, str | Path):
         return (Path(config) / "adapter_config.json").read_text()
@@ -289,6 +299,7 @@ def _config_text(config: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
+    """Return a value that JSON has no type for as a list, as an enum's value, or as text."""
     return (
         sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
     )
@@ -348,6 +359,7 @@ class PeftAdapterReceiver:
                 "peft.get_peft_model() made"
             )
         self._model, self._adapter = model, adapter
+        # Adapters that are labelled and not loaded yet, by the number in their label.
         self._labels: dict[int, Adapter] = {}
         scheme.init_on_receiver(
             model_id,
@@ -355,7 +367,7 @@ class PeftAdapterReceiver:
             load=self._load,
             transform=self._label,
             hooks=SchemeHooks(
-                before_apply=self._versions.await_version, applied=self._versions.activate
+                before_apply=self._versions.note_next, applied=self._versions.activate
             ),
         )
 
@@ -367,14 +379,14 @@ class PeftAdapterReceiver:
     def _label(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Add a tensor that says which adapter this is: a newer one may be labelled before it."""
+        """Add a tensor that says which adapter this is: a newer one may come before _load()."""
         number = next(_numbers)
         self._labels[number] = self._versions.make()
         yield from weights
         yield _LABEL, torch.tensor(number)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Delete the oldest version, add a new one and make it the active one."""
+        """Delete the versions that are not kept, add the new one and make it the active one."""
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         model, given = self._model, dict(weights)

@@ -77,6 +77,7 @@ class Engine:
         # Which of the two this worker is becomes known after prepare().
         self._sender: BucketSender | None = None
         self._receiver = BucketReceiver(bucket_size, options)
+        # True once NeMo-RL has made this worker a policy rank.
         self._sends = False
         weakref.finalize(self, self._receiver.close)
 
@@ -86,6 +87,7 @@ class Engine:
         Raises:
             ConfigError: The address, the token file or a certificate cannot be used.
         """
+        # The braces are for the rank, which init_policy_process_group() puts in.
         found = {"session": self._receiver.session, "name": process_name("rollout rank {}")}
         if self._sender is None:
             self._sender = BucketSender(self._bucket_size, self._options, "policy rank")

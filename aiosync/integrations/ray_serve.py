@@ -156,6 +156,7 @@ class WeightsMixin:
         return version
 
     def _close_with_the_replica(self) -> None:
+        """Have Serve close the feed when it shuts this replica down."""
         # Serve looks `__del__` up on the instance, and awaits it on the loop of the feed. The
         # garbage collector would also call a `__del__` of the class, and cannot await it.
         inner: Any = getattr(type(self), "__del__", None)
@@ -227,6 +228,7 @@ class WeightsMixin:
 
 
 def _replica_name() -> str:
+    """Return the name of this replica in errors and logs."""
     try:
         replica = serve.get_replica_context()
     except RayServeException:  # outside a replica, as in a test of the deployment's class
@@ -321,6 +323,7 @@ def admitted(
         raise ConfigError(f"{name} has a parameter {taken!r}, which admitted() uses itself")
 
     def begin(deployment: Any, options: dict[str, Any]) -> Admission:
+        """Make the admission of a call, and take its keywords out of those of the method."""
         feed = getattr(deployment, "weight_feed", None)
         if not isinstance(feed, WeightFeed):
             raise LocalProtocolError(f"{name} is admitted, so its class must be a WeightsMixin")
@@ -355,11 +358,14 @@ def admitted(
 
 
 def _answer(value: _R, admission: Admission) -> Answer[_R]:
+    """Return a result with the versions that its admission has seen so far."""
     versions = admission.versions
     return Answer(value, versions[0], admission.epoch, versions, admission.span)
 
 
 def _threaded(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """Make a coroutine function that calls this one in a thread, and ends no earlier than it."""
+
     async def call(*args: Any, **kwargs: Any) -> Any:
         # Serve runs methods without `async` in anyio's threads, too: there are as many of them as
         # max_ongoing_requests, and they have the context of the request.

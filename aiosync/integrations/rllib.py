@@ -148,6 +148,7 @@ class AiosyncCallback(RLlibCallback):
 
 
 def _check(config: Any) -> None:
+    """Raise if Ray is too old, or the runners of the algorithm cannot receive by aiosync."""
     version = tuple(map(int, ray.__version__.split(".")[:2]))
     if version < _WRITTEN_FOR:
         raise ConfigError(
@@ -166,11 +167,12 @@ class _Sender:
 
     def __init__(self, scheme: WeightSyncScheme, algorithm: Any) -> None:
         self._scheme, group = scheme, algorithm.env_runner_group
-        # IMPALA and APPO go on while runners sample.
+        # send() does not wait for runners: IMPALA and APPO go on while they sample.
         scheme.sync = False
         first = self._tensors_of(self._state_of(algorithm.learner_group))
         scheme.init_on_sender(_MODEL, weights=first)
         scheme.connect()
+        # True if RLlib is to go on without runners that died.
         self._tolerates = algorithm.config.ignore_env_runner_failures
         self._tolerates |= algorithm.config.restart_failed_env_runners
         try:
@@ -178,19 +180,21 @@ class _Sender:
         except BaseException:  # The error goes on to the caller of build_algo().
             scheme.shutdown()
             raise
+        # RLlib gives weights to these methods of its group, which send them by aiosync from now on.
         group.sync_weights = functools.partial(self.sync_weights, group)
         for name in ("sync_env_runner_states", "get_merged_env_runner_state"):
             setattr(group, name, functools.partial(self._send_first, getattr(group, name)))
         group.stop = functools.partial(self._stop, group.stop)
 
     def _stop(self, stop_group: Callable[[], None]) -> None:
+        """Stop the group of runners as RLlib does, then end the links."""
         try:
             stop_group()
         finally:
             self._scheme.shutdown()
 
     def admit(self, group: Any, indices: list[int]) -> None:
-        """Connect runners.
+        """Connect the runners with these numbers, which RLlib counts from 1.
 
         Raises:
             ConnectError: One could not connect.
@@ -214,7 +218,7 @@ class _Sender:
         timeout_seconds: float | None = 0.0,
         inference_only: bool = True,
     ) -> None:
-        """Send weights in the place of ``EnvRunnerGroup.sync_weights``."""
+        """Send weights in place of ``EnvRunnerGroup.sync_weights``, and wait for the runners."""
         source = from_worker_or_learner_group
         state = self._state_of(group.local_env_runner if source is None else source)
         # The next sample() uses these weights, as it does where RLlib sends them.
@@ -230,7 +234,7 @@ class _Sender:
         env_runner_indices_to_update: list[int] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Send the weights, and let RLlib send the rest of a state."""
+        """Send the weights of a state, then let RLlib's own method send the rest of it."""
         if rl_module_state:
             self._send(rl_module_state, env_runner_indices_to_update)
             rl_module_state = {WEIGHTS_SEQ_NO: rl_module_state[WEIGHTS_SEQ_NO]}
@@ -241,12 +245,13 @@ class _Sender:
     def _send(
         self, state: Mapping[str, Any], indices: list[int] | None, *, waits: bool = False
     ) -> None:
+        """Send weights to runners by RLlib's numbers, or to all; ``waits`` until they have them."""
         meant = None if indices is None else [index - 1 for index in indices]
         weights = self._tensors_of(state)
         try:
             report = self._scheme.send(weights, meant)
         except PartialSyncError as exc:
-            # An earlier update failed, and this one was not sent.
+            # An earlier update failed, and this one was not sent yet.
             self._tolerate(exc)
             report = self._scheme.send(weights, meant)
         if waits and report.waiting:
@@ -256,7 +261,7 @@ class _Sender:
                 self._tolerate(exc)
 
     def _tolerate(self, error: PartialSyncError) -> None:
-        """Leave runners that died to RLlib, if it is to go on without them."""
+        """Raise the error, unless it is of runners that died and RLlib is to go on without them."""
         gone = all(isinstance(each, PeerClosed) for each in error.failed.values())
         if not (gone and self._tolerates):
             raise error
@@ -273,6 +278,7 @@ class _Sender:
 
     @staticmethod
     def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the weights of a state and their number, by the names of :class:`_Weights`."""
         module = state[COMPONENT_RL_MODULE]
         if isinstance(module, ray.ObjectRef):
             module = ray.get(module)

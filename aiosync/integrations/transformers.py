@@ -196,6 +196,7 @@ class ContinuousBatchingReceiver:
     # -- updates -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Switch to each update once it is staged, until this receiver is closed or fails."""
         try:
             while True:
                 run_on_loop(self.scheme, self._wait_staged())
@@ -213,6 +214,7 @@ class ContinuousBatchingReceiver:
                 log(logging.ERROR, "failed", text, model=None, error=exc)
 
     async def _wait_staged(self) -> None:
+        """Wait until an update is staged; raise if the scheme is shut down or fails before."""
         receiver = life_of(core_of(self.scheme)).receiver
         if receiver is None:
             raise LocalProtocolError("the scheme was shut down")
@@ -256,6 +258,7 @@ class ContinuousBatchingReceiver:
             yield self.manager.batch_processor if running else None
 
     def _apply(self, processor: Any) -> None:
+        """Apply the staged update; ``processor`` is that of the paused loop, if there is one."""
         # A manager that is kept for its next session keeps its cache, too.
         self._forget(processor or self.manager.batch_processor)
         self._begun = [] if processor is None else _begun_requests(processor)
@@ -275,6 +278,7 @@ class ContinuousBatchingReceiver:
         self._history.switch((epoch, version), progress)
 
     def _forget(self, processor: Any) -> None:
+        """Have no request share what older weights have computed, unless ``flush`` is "keep"."""
         if self.flush != "keep" and processor is not None:
             _forget_prefixes(processor.cache)
 
@@ -359,7 +363,8 @@ class _History:
         self._lock = threading.Lock()
         self._times: list[float] = []  # of the switches, oldest first
         self._weights: list[_Weights] = [(0, 0)]  # before, between and after these
-        # Runs of a request up to its last switch, the tokens in them, and the weights since then.
+        # Of each request by its id: the runs (weights, tokens) up to its last switch, the number of
+        # all tokens in them, and the weights since then.
         self._requests: dict[str, tuple[list[tuple[_Weights, int]], int, _Weights]] = {}
 
     @property
@@ -383,6 +388,7 @@ class _History:
                 self._weights[0] = (0, 0)  # what was before is no longer known
 
     def span_of(self, output: Any) -> VersionSpan:
+        """Return the span of an output, and forget its request if that is finished."""
         tokens, (began, ended) = len(output.generated_tokens), output.lifespan
         with self._lock:
             take = self._requests.pop if output.is_finished() else self._requests.get

@@ -30,6 +30,7 @@ __all__ = ["AiosyncCheckpointEngine", "StagingManager"]
 
 
 def _check_version() -> None:
+    """Raise unless verl is installed in a release that this module is written for."""
     try:
         found = version("verl")
     except PackageNotFoundError:
@@ -110,6 +111,7 @@ class AiosyncCheckpointEngine(_Engine):
         if self._sender is not None:
             return {"source": self._sender.source}
         assert self._receiver is not None
+        # The braces are for the rank, which build_topology() puts in.
         return {"session": self._receiver.session, "name": process_name("rollout rank {}")}
 
     @classmethod
@@ -128,6 +130,7 @@ class AiosyncCheckpointEngine(_Engine):
             each["session"]: (rank, each["name"].format(rank))
             for rank, each in enumerate(metadata[actor_wg_world_size:])
         }
+        # verl gives each worker its own item of these lists, as arguments of init_process_group().
         idle = [None] * (actor_wg_world_size - 1)
         ranks = list(range(rollout_world_size))
         return (
@@ -274,4 +277,5 @@ class StagingManager(_Manager):
             await manager.resume_kv_cache_replicas()
             await manager.resume_generation_replicas()
         await asyncio.to_thread(ray.get, rollout.execute_checkpoint_engine(["finalize"] * size))
+        # The results of the actor's ranks come before those of the rollouts.
         return {name: value for each in found[: actor.world_size] for name, value in each.items()}

@@ -97,6 +97,12 @@ def fields_of(
 ) -> dict[str, Any]:
     """Return the fields of an object in a body, each of a known name and type.
 
+    Args:
+        given: The object, as it came.
+        what: Name of the object, for errors.
+        known: The types that each field may have.
+        needed: Name of the field that must not be missing.
+
     Raises:
         Refused: The object is missing, or has another field or type.
     """
@@ -117,11 +123,16 @@ def _fits(value: object, types: tuple[type, ...]) -> bool:
     """Return True if the value of a field has one of these types, and is not too long."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return False
-    # In Python a bool is an int, too.
+    # In Python a bool is an int, too, but here it fits a flag only.
     return isinstance(value, types) and isinstance(value, bool) == (types == _FLAG)
 
 
 def text_of(body: Body, name: str, *, optional: bool = False) -> str | None:
+    """Return the text of a field of a body; ``None`` if it is missing and ``optional``.
+
+    Raises:
+        Refused: The field is missing, no text or too long.
+    """
     value = body.get(name)
     if (value is None and optional) or (isinstance(value, str) and len(value) <= MAX_TEXT):
         return value

@@ -197,6 +197,7 @@ class FourPhaseMiddleware:
 
 
 def _is_loopback(client: Any) -> bool:
+    """Return True if a client, (host, port) or ``None``, is known to be on this host."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
         return ipaddress.ip_address(client[0]).is_loopback
     return False
@@ -214,6 +215,7 @@ def _as_secret(token: object) -> Secret:
 
 
 def _status_of(error: Exception) -> int:
+    """Return the HTTP status of the answer to a call that raised this error."""
     if isinstance(error, ConfigError):
         return 400
     if isinstance(error, LocalProtocolError):

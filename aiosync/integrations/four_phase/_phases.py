@@ -40,9 +40,14 @@ _MODES: Final = ("abort", "wait", "keep")
 class Phases:
     """The link to the trainer, the update that was begun, and the pause.
 
-    An update goes from ``None`` to ``begun`` (0), to the version that has arrived, and back: with
-    :meth:`finish`, or with an error of any phase. It also has what ``WeightsMiddleware`` asks of a
-    feed.
+    An update goes from ``None`` to ``begun`` (0), to the version that has arrived, and back to
+    ``None``: with :meth:`finish`, with an error of :meth:`await_version`, or when the trainer is
+    left. The class also has the attributes and methods of a feed that ``WeightsMiddleware`` uses.
+
+    Args:
+        gate: The gate of requests and switches.
+        target: Arguments of ``init_on_receiver()`` that say where the weights go.
+        max_pause: Seconds after which a pause ends by itself.
     """
 
     def __init__(self, gate: AdmissionGate, target: dict[str, Any], max_pause: float) -> None:
@@ -52,7 +57,7 @@ class Phases:
         self._label = "default"  # vLLM's own, before the first update
         self._scheme: WeightSyncScheme | None = None
         self._update: int | None = None
-        self._pause: Swap | None = None
+        self._pause: Swap | None = None  # the switch that keeps requests waiting until resume()
         self._pause_end: asyncio.TimerHandle | None = None
         self._swap: Swap | None = None  # the switch that is under way, and its task
         self._switching: asyncio.Task[Any] | None = None
@@ -65,6 +70,8 @@ class Phases:
         return await asyncio.shield(self._start(call))
 
     def _start(self, call: Coroutine[Any, Any, Body]) -> asyncio.Task[Body]:
+        """Start a call in a task of its own, which waits for its turn first."""
+
         async def in_turn() -> Body:
             try:
                 async with self._turn:
@@ -80,7 +87,7 @@ class Phases:
     def _ended(self, task: asyncio.Task[Body]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody hears of it if the request was cancelled
+            task.exception()  # asyncio would log the error if the request was cancelled meanwhile
 
     # -- the trainer -----------------------------------------------------------------------------
 
@@ -113,11 +120,13 @@ class Phases:
         return {"message": "Weight transfer shut down"}
 
     async def _disconnect(self) -> None:
+        """Close the link to the trainer, if there is one, and end its update."""
         scheme, self._scheme, self._update = self._scheme, None, None
         if scheme is not None:
             await scheme.aclose()
 
     def _require(self) -> WeightSyncScheme:
+        """Return the scheme of the trainer, or raise if there is no trainer."""
         if self._scheme is None:
             raise LocalProtocolError(
                 "this server has no trainer: call init_weight_transfer_engine first"
@@ -145,6 +154,7 @@ class Phases:
         try:
             fields = fields_of(given, "update_info", UPDATE_FIELDS, needed="version")
             info = AiosyncUpdateInfo(**fields)
+            # The model switches in finish() only, so after an undo finish() has nothing to do.
             self._update = 0 if info.undo else await self._staged(scheme, info)
         except BaseException:  # raised again; as in vLLM, an error ends the update
             self._update = None
@@ -152,6 +162,7 @@ class Phases:
         return {"message": "Weights updated"}
 
     async def _staged(self, scheme: WeightSyncScheme, info: AiosyncUpdateInfo) -> int:
+        """Wait until the version is staged, and return it; raise if another version is."""
         if not 1 <= info.version <= MAX_VERSION:
             raise Refused(400, f"update_info: version must be from 1 to {MAX_VERSION}")
         timeout = min(info.timeout, MAX_WAIT_SECONDS)
@@ -167,7 +178,8 @@ class Phases:
         finally:
             arriving.cancel()
             await asyncio.wait({arriving})
-        # Without a staged version the model has it: the trainer did not get the last answer.
+        # If none is staged, the model may have it already: a trainer that missed the last answer
+        # asks once more.
         staged = scheme.staged_version or scheme.version
         if staged != info.version:
             text = f"version {info.version} was asked for, and version {staged} is here"
@@ -191,10 +203,12 @@ class Phases:
         if self._pause is not None:
             await self._switch(scheme, self._pause, version)
         else:
+            # The gate keeps its version if the switch fails.
             async with self.gate.swap(version=self.gate.version) as swap:
                 await self._switch(scheme, swap, version)
 
     async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
+        """Apply the staged version in a thread; raise if that is not ``version``."""
         if scheme.staged_version != version:
             text = f"version {scheme.staged_version} has come in place of version {version}"
             raise LocalProtocolError(text)
@@ -209,6 +223,7 @@ class Phases:
         self._loop.call_soon_threadsafe(self._activate, epoch, version)
 
     def _activate(self, epoch: int, version: int) -> None:
+        """Give the gate the version that the model has now."""
         if self._swap is not None:
             self._swap.activate(version, epoch)
             self._activated_at = time.monotonic()
@@ -241,6 +256,7 @@ class Phases:
         return {"status": "resumed"}
 
     def _end_late_pause(self) -> None:
+        """End a pause that has lasted too long, because its trainer may have died."""
         text = f"no /resume came within {self._max_pause:g} s of /pause, so the pause was ended"
         log(logging.WARNING, "pause", text, model=None)
         self._start(self.resume({}, {}))
@@ -271,7 +287,7 @@ class Phases:
         return {"is_paused": self._pause is not None}
 
     async def health(self, body: Body, query: Mapping[str, str]) -> Body:
-        """Return nothing: the server runs."""
+        """Return an empty body: an answer is enough to show that the server runs."""
         return {}
 
     # -- what WeightsMiddleware asks of a feed ---------------------------------------------------

@@ -59,7 +59,9 @@ __all__ = ["CollectorOwner", "ServerOwner"]
 # Workers of these schemes find the sender by a name in the cluster, and nothing reports that
 # another sender has the name already.
 _MET_ELSEWHERE = (RayWeightSyncScheme, RPCWeightSyncScheme)
+# Time for the error of a worker's set-up to arrive in the collector's pipe.
 _LAST_WORDS_SECONDS = 1.0
+# Longest pause between two checks whether the object of an owner was shut down.
 _MAX_PAUSE_SECONDS = 2.0
 
 
@@ -96,6 +98,7 @@ class TorchRLOwner:
     """
 
     blocks_loops: ClassVar[bool]
+    """True if the object blocks the loop of its caller anyway, so that the scheme may, too."""
     _handlers: ClassVar[dict[str, tuple[_Handler, tuple[str, ...]]]]
     """Handlers by the name of the method, with the names of its positional arguments."""
 
@@ -111,7 +114,7 @@ class TorchRLOwner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Handle a call, or pass it on to the scheme; see :class:`aiosync.sync._schemes.Owner`."""
+        """Handle a call of the scheme's method ``name``, or ``proceed`` as for any other caller."""
         scheme, owned = self._scheme(), self._owned()
         if scheme is None or owned is None or name not in self._handlers:
             return proceed(*args, **kwargs)
@@ -120,7 +123,7 @@ class TorchRLOwner:
         return handler(self, _Call(scheme, owned, proceed, given))
 
     def stands_for(self, context: object) -> bool:
-        """Return True for the owned object; see :class:`aiosync.sync._schemes.Owner`."""
+        """Return True for the owned object, which then needs no other owner."""
         return self._owned() is context
 
     def is_over(self, owned: Any) -> bool:
@@ -155,8 +158,9 @@ class CollectorOwner(TorchRLOwner):
 
     def __init__(self, collector: Any, scheme: WeightSyncScheme) -> None:
         super().__init__(collector, scheme)
+        # The thread in which a worker connects, once there is one.
         self._connecting: threading.Thread | None = None
-        # False if the receiver of the frames accepts no keys beside those without a scheme.
+        # False if the frames go into memory that has no place for versions.
         self._stamps = True
         self._made = False  # True if factories made the weights that the workers began with
         # Version that the trainer's tracker stands for.
@@ -202,6 +206,7 @@ class CollectorOwner(TorchRLOwner):
                 sources.weights = made
 
     def _connect(self, call: _Call) -> None:
+        """Connect the scheme; that of a worker in a thread if the trainer waits for this call."""
         scheme = call.scheme
         if scheme.initialized_on_sender:
             self._connect_sender(call)
@@ -256,6 +261,7 @@ class CollectorOwner(TorchRLOwner):
                 life.loop.call_soon_threadsafe(self.close_when_over)
 
     def _send(self, call: _Call) -> Any:
+        """Send; a collector that has no workers first applies the weights to its own policy."""
         scheme, collector, given = call.scheme, call.owned, call.given
         if collects_itself(scheme, collector):
             _apply_to_itself(scheme, collector, given)
@@ -289,6 +295,7 @@ class CollectorOwner(TorchRLOwner):
     # -- a worker ------------------------------------------------------------------------------
 
     def _init_on_receiver(self, call: _Call) -> None:
+        """Make the scheme a receiver of the collector's model, or of weights to pass on."""
         scheme, collector, given = call.scheme, call.owned, call.given
         rank = given.get("worker_idx")
         if rank and _own_idx(collector) is None:
@@ -314,6 +321,7 @@ class CollectorOwner(TorchRLOwner):
         self._attach(scheme, collector)
 
     def _attach(self, scheme: WeightSyncScheme, collector: Any) -> None:
+        """Pass versions on to the collector's own workers; without any, label its frames."""
         core = core_of(scheme)
         if has_workers(collector):
             given, cascade = change_hooks(core).applied, Cascade(collector, scheme)
@@ -410,6 +418,7 @@ async def _connect_to_actors(
     """
 
     def fail(idx: int, ready: asyncio.Future[Any]) -> None:
+        """Fail the connection of a worker if its actor has ended with an error."""
         sender = life_of(core).sender
         if ready.cancelled() or (why := ready.exception()) is None or sender is None:
             return
@@ -454,6 +463,7 @@ def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
 
 
 def _own_idx(collector: Any) -> int | None:
+    """Return the index that a worker's collector was given; ``None`` if it was given none."""
     try:
         idx: int | None = collector.worker_idx
     except RuntimeError:
@@ -476,6 +486,7 @@ def _refuse_path(collector: Any, model_id: str) -> None:
 
 
 def _is_distributed(collector: Any) -> bool:
+    """Return True for one of TorchRL's distributed collectors."""
     return any(
         kind.__module__.startswith("torchrl.collectors.distributed")
         for kind in type(collector).__mro__
@@ -512,7 +523,7 @@ def find_model(collector: Any, model_id: str) -> Any:
 
 def _choose_model(collector: Any, policy: Any, given: dict[str, Any]) -> None:
     """Send an empty module instead of a policy without weights, so that its workers connect."""
-    # TorchRL's distributed collectors also have schemes for a RandomPolicy.
+    # Only TorchRL's distributed collectors have schemes for a RandomPolicy, too.
     if not _is_distributed(collector):
         refuse_no_module(policy)
     given["model"] = nn.Module()
@@ -593,6 +604,7 @@ def from_factories(collector: Any, num_workers: int | None) -> nn.Module | dict[
 
 
 def _has_parameters(policy: nn.Module) -> bool:
+    """Return True if a policy has parameters; raise if it is no module."""
     refuse_no_module(policy)
     return any(True for _ in policy.parameters())
 
@@ -680,7 +692,7 @@ class ServerOwner(TorchRLOwner):
     def __init__(self, server: Any, scheme: WeightSyncScheme) -> None:
         super().__init__(server, scheme)
         self._known = (0, 0)  # epoch and version of the newest label
-        self._ended = False
+        self._ended = False  # True once a warning has said that the trainer is gone
         # Updates have to be applied under the server's lock, whoever gave the scheme its role.
         scheme.apply = "manual"
         if getattr(server, "static_batch_size", None) is not None:
@@ -698,10 +710,12 @@ class ServerOwner(TorchRLOwner):
         return bool(owned._shutdown_event.is_set())
 
     def _init(self, call: _Call) -> None:
+        """Give the scheme its role, with the server as its context unless the call has one."""
         call.given.setdefault("context", call.owned)
         call.proceed()
 
     def _connect(self, call: _Call) -> None:
+        """Connect, and have the scheme closed once the server is shut down."""
         call.proceed()
         self._count_new_versions(call.scheme)
         loop = life_of(core_of(call.scheme)).loop
@@ -710,7 +724,7 @@ class ServerOwner(TorchRLOwner):
                 loop.call_soon_threadsafe(self.close_when_over)
 
     def _count_new_versions(self, scheme: WeightSyncScheme) -> int:
-        """Return the number of versions that have come since the last call; 1 for a new epoch."""
+        """Return the number of versions since that of the last call; 1 for a new epoch."""
         receiver = life_of(core_of(scheme)).receiver
         if receiver is None:
             return 0
@@ -719,6 +733,7 @@ class ServerOwner(TorchRLOwner):
         return inbox.version - version if self._known[0] == epoch else 1
 
     def _receive(self, call: _Call) -> Any:
+        """Apply the staged update and return it; ``None`` without one, or after a warning."""
         scheme, server = call.scheme, call.owned
         receiver = life_of(core_of(scheme)).receiver
         if (
@@ -744,6 +759,7 @@ class ServerOwner(TorchRLOwner):
             )
             return None
         num_new = self._count_new_versions(scheme) if update is not None else 0
+        # A server that is the scheme's context counts no versions for its label by itself.
         if scheme.context is server:
             for _ in range(num_new):
                 server.update_policy_weights_(model_id=scheme.model_id)

@@ -89,6 +89,7 @@ class Labels:
         self._set()
 
     def _set(self) -> None:
+        """Advance the tracker by the versions that it is behind."""
         collector = self._collector()
         with self._lock:
             grown, self._grown = self._grown, 0
@@ -116,7 +117,8 @@ class Labels:
                 setattr(collector, name, self._watched(rollout))
 
     def _watched(self, rollout: Any) -> Callable[..., Any]:
-        # The other rollouts call the policy themselves.
+        """Wrap a rollout, which counts as under way while it runs; stamp its frames."""
+        # The other rollouts do not call the policy that guard_policy() has wrapped.
         stamps = self._stamps and rollout.__name__ == "rollout"
 
         @functools.wraps(rollout)
@@ -204,6 +206,7 @@ class _Guarded:
 
 
 def _itself(policy: Any) -> Any:
+    """Return the policy, which takes the place of its wrapper in a copy or pickle."""
     return policy
 
 
@@ -233,7 +236,7 @@ class Cascade:
         # weights. The trainer mostly begins with the same weights, and RayCollector sends them once
         # more. If they were passed on, they would count as one version more.
         self._known: dict[str, torch.Tensor] | None = _copy_of(scheme.model)
-        self._looks = 2
+        self._looks = 2  # updates that are still compared
 
     async def pass_on(self, epoch: int, version: int) -> None:
         """Update the collector's workers, in a thread of its own, and wait for them."""
@@ -242,6 +245,7 @@ class Cascade:
         await in_thread(self._update)
 
     def _update(self) -> None:
+        """Update the collector's workers, unless they are known to have its weights already."""
         collector, scheme = self._collector(), self._scheme()
         if collector is None or scheme is None:
             return
@@ -254,7 +258,8 @@ class Cascade:
                 return
             below = (collector._weight_sync_schemes or {}).get(scheme.model_id)
             sender = life_of(core_of(below)).sender if isinstance(below, WeightSyncScheme) else None
-            # The workers below get the version number of this collector, because frames show it.
+            # The send counts on by one from here. The workers below then have the version number of
+            # this collector, which their frames show.
             if sender is not None:
                 sender.workers.version = max(sender.version, scheme.version - 1)
             collector.update_policy_weights_(
@@ -277,6 +282,7 @@ def _are_equal(
 
 
 def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
+    """Return copies of a model's tensors by name; ``None`` if it is no module, or has no memory."""
     if not isinstance(model, nn.Module):
         return None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -93,6 +93,7 @@ class HTTPClient:
         self._post("resume")
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Send a request; raise ApplyError if the server refuses, ConnectError if none answers."""
         data = b"" if body is None else json.dumps(body).encode()
         headers = dict(self._headers)
         if body is not None:
@@ -139,6 +140,7 @@ class LLMClient:
         self._have_workers("update_weights", update_info=update_info)
 
     def _have_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method in every worker of the engine, and wait for all of them."""
         self._wait(self._engine.collective_rpc(method, kwargs=arguments))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

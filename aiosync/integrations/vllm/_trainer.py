@@ -206,6 +206,7 @@ class AiosyncTrainerEngine:
         return engine
 
     def _open(self) -> None:
+        """Make the scheme, and let the engine's workers connect to it; after an error close it."""
         scheme = _sending_scheme(self._info)
         try:
             scheme.init_on_sender(model_id=self._info.model_id, num_workers=self._info.num_workers)
@@ -241,10 +242,12 @@ class AiosyncTrainerEngine:
             raise errors[0]
 
     def _call_workers(self) -> None:
+        """Have the engine tell its workers to connect to the address of this side."""
         info = self._info.for_workers(self.address)
         self._ask("init", self.client.init_weight_transfer_engine, info, refused=ConnectError)
 
     def _ask(self, what: str, call: Callable[..., object], *args: object, **options: Any) -> None:
+        """Call the engine by a method of the client, within ``activation_timeout``."""
         ask(what, call, *args, timeout=self._info.activation_timeout, **options)
 
     def rejoin(self) -> None:
@@ -361,6 +364,7 @@ class AiosyncTrainerEngine:
             return self.last
 
     def _resume(self) -> None:
+        """Have the engine resume, if activations pause it at all."""
         if self._info.pause is not None:
             self._ask("resume", self._pausing.resume_generation)
 
@@ -386,6 +390,7 @@ class AiosyncTrainerEngine:
             label = f"{version}@{scheme.epoch:016x}"  # see span_of()
             self._ask("finish", client.finish_weight_update, label)
         except AiosyncError as exc:
+            # Another worker may have loaded the version already.
             if self._info.num_workers > 1:
                 self._undo(update)
             worker_error = run_on_loop(scheme, _worker_error(outcome))
@@ -448,6 +453,7 @@ class AiosyncTrainerEngine:
         self.shutdown()
 
     def _require(self) -> WeightSyncScheme:
+        """Return the scheme; raise on an event loop, on ranks other than 0, or after shutdown()."""
         refuse_inside_loop("stage() or activate", "await asyncio.to_thread(...)")
         if self._scheme is None:
             raise LocalProtocolError(
@@ -456,6 +462,7 @@ class AiosyncTrainerEngine:
         return self._scheme
 
     def _check_workers(self, scheme: WeightSyncScheme) -> None:
+        """Raise PartialSyncError if a worker of the engine has disconnected."""
         there = scheme.worker_versions
         if len(there) < self._info.num_workers:
             gone = {

@@ -98,6 +98,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._ranks.report(exc)
 
     def _connect(self, info: AiosyncInitInfo) -> None:
+        """Connect this worker to the trainer; prepare to check updates and to undo them."""
         if info.rollback and getattr(self.parallel_config, "enable_eplb", False):
             raise ConfigError(
                 "expert load balancing moves weights between updates, which a copy of them cannot "
@@ -164,6 +165,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._ranks.report(exc)
 
     def _switch_to(self, version: int) -> None:
+        """Apply the staged update; undo it and raise if that is not ``version``."""
         assert self._scheme is not None
         applied = self._scheme.apply_pending()
         self._loaded = version
@@ -239,13 +241,16 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._reference = of_tensors(items, also=self.model_config.dtype)
 
     def _reload(self, items: list[Item]) -> None:
+        """Have vLLM's loaders load the weights; after an error the model has to be restored."""
         model = self.model
         before = {name for name, _ in model.named_parameters()}
         arriving = uploaded(items, self.device) if self._on_accelerator else iter(items)
         initialize_layerwise_reload(model)
+        # A parameter that the reload itself adds or takes away need not be loaded.
         wanted = {name for name, each in model.named_parameters() if each.numel()} & before
         with disable_mtp_completeness_check():
             loaded = model.load_weights(arriving)
+        # With a reference all names were compared already.
         if (
             self._reference is None
             and loaded is not None
@@ -265,6 +270,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 tensor.data = tensor.data.clone()
 
     def _roll_back(self) -> None:
+        """Restore the model from before the update, if there is a record of it."""
         if self._undo is not None and self._undo.has_record:
             self._undo.restore()
             for module in self.model.modules():
@@ -277,6 +283,7 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
         return any(map(accelerator().has, self.model.parameters()))
 
     def _synchronize(self) -> None:
+        """Wait until the accelerator has done its queued work."""
         if self._on_accelerator:
             accelerator().synchronize(self.device)
 
@@ -350,9 +357,12 @@ class Reference:
         ]
 
     def _difference(self, tensor: torch.Tensor, shape: Shape, dtype: torch.dtype | None) -> str:
+        """Return in words how a tensor differs from what is expected; empty if it does not."""
         if tuple(tensor.shape) != shape:
             return f"shape {list(shape)} was expected, {list(tensor.shape)} came"
         fits = dtype in (None, tensor.dtype)
+        # A floating dtype of one byte is that of quantized weights, which the engine's dtype cannot
+        # stand for.
         if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
             fits = fits or tensor.dtype == self.also
         return "" if fits else f"dtype {dtype} was expected, got {tensor.dtype}"
@@ -419,6 +429,7 @@ class Ranks:
     def __init__(self, parallel: Any) -> None:
         self._rank: int = parallel.rank
         self._size: int = parallel.world_size
+        # Errors of all ranks in the last exchange.
         self._texts: list[str] = []
         self.index: int = parallel.data_parallel_index * parallel.world_size + parallel.rank
         """Index of this worker over all data parallel replicas."""
@@ -498,7 +509,8 @@ class Undo:
     def __init__(self, model: nn.Module, *, with_values: bool) -> None:
         self._model = model
         self._pool = ThreadPoolExecutor(1, "aiosync-backup") if with_values else None
-        self._copied: Future[None] | None = None
+        self._copied: Future[None] | None = None  # is done once the values are copied
+        # Each tensor with the copy of its values, by the tensor's id.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begin()
 
@@ -518,6 +530,7 @@ class Undo:
 
     @torch.no_grad()
     def _copy(self) -> None:
+        """Copy the values of all tensors to host memory; reuse the memory of earlier copies."""
         old, self._copies = self._copies, {}
         for tensor in _tensors(self._model):
             _, kept = old.pop(id(tensor), (None, None))
