@@ -58,6 +58,7 @@ LIMIT = "limit/"
 PATIENCE = 120.0
 """Seconds to wait for a worker's connection or answer before the worker counts as failed."""
 
+# Time from one forward to the next of a worker that is not busy.
 _CALM_SECONDS = 0.005
 
 # -- models -------------------------------------------------------------------------------------
@@ -138,6 +139,7 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 def _check(model: nn.Module, value: float) -> None:
+    """Raise unless every element of every parameter is ``value``."""
     for name, parameter in model.named_parameters():
         low, high = torch.aminmax(parameter.detach())
         # Another value means old weights, or a mix of two versions.
@@ -252,6 +254,7 @@ def work_async(
 
 
 async def _work(idx: int, pipe: Connection, scheme: Any, model: nn.Module) -> None:
+    """Connect, then answer questions, with forwards between them, until the trainer ends it."""
     async with scheme:
         scheme.init_on_receiver(model_id="policy", model=model, worker_idx=idx)
         await scheme.connect()
@@ -303,6 +306,7 @@ def ask_all(handles: Sequence[Handle], question: str, argument: Any = None) -> l
 
 
 def _begin(target: Callable[..., None], *args: Any) -> None:
+    """Prepare a worker's process, and run ``target`` in it."""
     # A terminal's Ctrl-C reaches every process. The workers ignore it, because the benchmark's own
     # process ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -438,8 +442,11 @@ _Bytes = NDArray[np.uint8]
 
 # Bytes up to which the copy of a memoryview costs less than a call of numpy.
 _SMALL = 2**16
+# Most bytes of one read.
 _WINDOW = 2**20
+# Most buffers that Linux takes in one call.
 _IOV_MAX = 1024
+# Bytes of the kernel's buffer of a Unix socket.
 _UNIX_BUFFER = 4 * 2**20
 
 
@@ -487,6 +494,7 @@ class Memcpy(Limit):
     def __init__(self) -> None:
         super().__init__()
         self._pool = ThreadPoolExecutor(usable_cores())
+        # (target, source) of each small tensor, and of each thread's share of the large ones.
         self._small: list[tuple[memoryview, memoryview]] = []
         self._shares: list[list[tuple[_Bytes, _Bytes]]] = [[] for _ in range(usable_cores())]
 
@@ -523,11 +531,13 @@ class Memcpy(Limit):
 
 
 def _copy(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copy each (target, source) of one thread."""
     for target, source in pairs:
         np.copyto(target, source)  # numpy releases the GIL, so that the threads run in parallel
 
 
 def _written(nbytes: int) -> _Bytes:
+    """Return memory that has been written."""
     # The system maps zeroed memory only at the first write, so the memory has to be written.
     return np.ones(nbytes, np.uint8)
 
@@ -549,6 +559,7 @@ class Stream(Limit):
         self._family = family
         self._wake_up = wake_up
         self._sockets: list[socket.socket] = []
+        # Buffers of each call that sends, and their bytes.
         self._pieces: list[tuple[list[memoryview], int]] = []
 
     def start(self, case: Case) -> Sequence[Handle]:
@@ -613,6 +624,8 @@ def _pair(family: str) -> tuple[socket.socket, socket.socket]:
 
 
 def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> None:
+    """Run the worker of a stream: send a byte back for every ``nbytes`` bytes that arrive."""
+
     def take() -> None:
         block = _view(_written(nbytes))
         got = 0
@@ -629,6 +642,7 @@ def _receive(idx: int, pipe: Connection, sock: socket.socket, nbytes: int) -> No
 
 # -- contenders by transport ----------------------------------------------------------------------
 
+# Name and factory of the limit of each transport.
 _LIMITS: dict[str, tuple[str, Callable[[], Limit]]] = {
     "shm": ("memcpy all threads", Memcpy),
     "pipe": ("raw unix socket", Stream),

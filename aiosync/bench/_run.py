@@ -335,7 +335,7 @@ class Rounds:
         self.half: Any = half
         self.handles: Sequence[Handle] = ()
         self._busy = False
-        self._value = 1.0
+        self._value = 1.0  # of every weight in the last send
 
     async def open(self, case: Case) -> None:
         """Start the contender's workers for a case."""
@@ -418,6 +418,7 @@ async def _measure(case: Case, plan: Plan, results: Results) -> None:
     turns: dict[str, Rounds] = {}
 
     async def attempt(name: str, call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Return the result of a contender's call; after an error leave the contender out."""
         try:
             return await call(*args)
         except Exception as exc:  # noqa: BLE001 - listed with the results, which the user sees

@@ -33,6 +33,7 @@ for command in (demo, doctor, token, serve, push, pull, status, top, bench, plan
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and end the command, if the option was given."""
     if wanted:
         typer.echo(f"aiosync {__version__}")
         raise typer.Exit

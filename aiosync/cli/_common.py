@@ -159,7 +159,8 @@ def dialling(
 ) -> Iterator[tuple[WeightClient, dict[str, Any], Console, Callable[[], None]]]:
     """Run a command that asks a server or trainer, within :func:`failing`.
 
-    Errors in the options are found before anything is sent.
+    Errors in the options, an empty name in ``model_ids`` included, are found before anything is
+    sent.
 
     Yields:
         The client for ``url``; token and TLS as keyword arguments of a client or scheme; the
@@ -335,6 +336,7 @@ def failing(command: str, console: Console) -> Iterator[Callable[[], None]]:
     try:
         yield accept_options
     except AiosyncError as exc:
+        # A package that is not installed is no wrong usage.
         wrong = isinstance(exc, ConfigError) and not isinstance(exc.__cause__, ImportError)
         text = escape(plain(with_flags(_text_of(exc)), 2000))
         console.print(f"[red]aiosync {command}:[/red] {text}")

@@ -127,6 +127,7 @@ def _choose(
 
 
 def _read(path: Path) -> Results:
+    """Return the results in an earlier JSON file; raise ConfigError if it holds none."""
     from aiosync.bench import Results
 
     try:

@@ -99,6 +99,7 @@ def _without_early_warnings(progress: Progress) -> Iterator[None]:
 
 
 def _end_of(progress: Progress, *, risen: bool) -> str:
+    """Return the last line of the report; ``risen`` says that the return rose enough."""
     rose = "The return rose" if risen else "The return did not rise"
     return (
         f"{'Solved' if progress.solved else rose}: mean return "
@@ -122,4 +123,4 @@ def _empty_files(paths: Mapping[str, str | None]) -> None:
 
 
 def _say_nothing(line: str) -> None:
-    """Say nothing, as the live view shows it."""
+    """Print no line about the run: the live view shows it."""

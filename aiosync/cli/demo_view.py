@@ -45,6 +45,8 @@ def picture(progress: Progress, title: str) -> str:
 
 
 class _View:
+    """The view of one run, drawn anew for each refresh."""
+
     def __init__(self, progress: Progress, title: str) -> None:
         self._progress = progress
         self._title = title
@@ -83,6 +85,7 @@ def _rows(curve: Sequence[tuple[float, float]], seconds: float, width: int) -> l
     """Return the lines of a chart from the top, a column for each part of the time."""
     means: list[float] = []
     for at, value in list(curve):
+        # A column without a send of its own shows the value of the next send.
         column = min(width - 1, int(at / seconds * width))
         means += [value] * (column + 1 - len(means))
         means[column] = value
@@ -105,6 +108,7 @@ def _versions(progress: Progress) -> Table:
 
 
 def _sends(progress: Progress) -> Text:
+    """Return the line about the rate of the sends and the time that they take."""
     rate = len(progress.latencies) / progress.elapsed if progress.elapsed else 0.0
     half, most = progress.latency(50) * 1e3, progress.latency(95) * 1e3
     return Text(

@@ -179,6 +179,7 @@ def _report(table: Table, failed: list[str]) -> None:
 
 
 def _version_of(package: str) -> str:
+    """Import a package, and return its version."""
     importlib.import_module(package)
     return importlib.metadata.version(package)
 
@@ -191,6 +192,7 @@ def _torch_version() -> str:
 
 
 def _optional() -> str:
+    """Return the optional packages with their versions, and those that are not installed."""
     known = {each.name: each.version for each in importlib.metadata.distributions()}
     found = ", ".join(f"{name} {known[name]}" for name in _OPTIONAL if name in known)
     absent = ", ".join(name for name in _OPTIONAL if name not in known)
@@ -198,6 +200,7 @@ def _optional() -> str:
 
 
 def _event_loop() -> str:
+    """Make the event loop that aiosync runs on, and return its class."""
     loop = new_event_loop()
     loop.close()
     found = f"{type(loop).__module__}.{type(loop).__qualname__}"
@@ -205,6 +208,7 @@ def _event_loop() -> str:
 
 
 def _torch_threads(workers: int) -> str:
+    """Return the number of torch's threads, with advice if there are too few cores for them."""
     import torch
 
     threads, cores = torch.get_num_threads(), usable_cores()
@@ -220,6 +224,7 @@ def _torch_threads(workers: int) -> str:
 
 
 def _memfd() -> str:
+    """Make anonymous shared memory, and map it."""
     fd = os.memfd_create("aiosync-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
@@ -230,6 +235,7 @@ def _memfd() -> str:
 
 
 def _unix_sockets() -> str:
+    """Send a byte and a descriptor from one socket to another."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with left, right:
         right.settimeout(5.0)
@@ -240,6 +246,7 @@ def _unix_sockets() -> str:
 
 
 def _open_files(workers: int) -> str:
+    """Return the limit on open files, with advice if the workers need more."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -249,6 +256,7 @@ def _open_files(workers: int) -> str:
 
 
 def _token(path: Path | None) -> str:
+    """Return the length and the place of the token, with advice if it is short or not private."""
     notes = io.StringIO()
     token = read_token(path, Console(file=notes, soft_wrap=True)) or b""
     short = "it is short: make a new one with `aiosync token FILE`" if len(token) < 16 else ""
@@ -256,6 +264,7 @@ def _token(path: Path | None) -> str:
 
 
 def _reach(url: str, token_file: Path | None, tls: TLS | None) -> str:
+    """Ask a trainer or weight server for its models, and return them with the time it took."""
     from aiosync.server import WeightClient
 
     # The row "token" shows the notes about the file, so they are dropped here.

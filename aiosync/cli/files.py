@@ -42,6 +42,7 @@ _KNOWN = ", ".join(SAFETENSORS + TORCH)
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
+# Entries of a checkpoint that may hold the weights.
 _INSIDE = ("state_dict", "model", "model_state_dict")
 _ZIP = b"PK\x03\x04"
 _CHECKPOINT = (_ZIP, b"\x80")  # the second is a pickle of any protocol that torch ever wrote
@@ -244,6 +245,7 @@ def _read_index(path: str) -> dict[str, list[str]]:
 
 
 def _load_torch(path: str, *, mapped: bool) -> Any:
+    """Read a PyTorch checkpoint and run no code of it; ``mapped`` tensors are views of the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of files that are refused below
@@ -263,6 +265,7 @@ def _load_torch(path: str, *, mapped: bool) -> Any:
 
 
 def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) -> dict[str, Any]:
+    """Return the weights of a checkpoint: those of a known entry, or else the whole of it."""
     if isinstance(loaded, torch.Tensor) or not isinstance(loaded, Mapping):
         raise ConfigError(
             f"{path}: holds a {type(loaded).__name__}, not a state dict; save model.state_dict()"
@@ -282,6 +285,7 @@ def _find_weights(path: str, loaded: Any, note: Callable[[str], None] | None) ->
 
 
 def _is_state_dict(value: Mapping[Any, Any]) -> bool:
+    """Return True if all keys are texts, and there is a tensor."""
     return all(isinstance(key, str) for key in value) and any(
         isinstance(item, torch.Tensor) for item in value.values()
     )
@@ -309,6 +313,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _load_safetensors(package: ModuleType, path: str) -> dict[str, Any]:
+    """Return the tensors of a file; refuse a file of a weight server's store."""
     found, texts = _read_safetensors(package, path)
     if any(name.startswith("aiosync.") for name in texts):
         raise ConfigError(

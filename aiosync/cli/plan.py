@@ -20,7 +20,14 @@ _BIT_WIDTHS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
 
 class _Speed(NamedTuple):
-    """Bytes for each changed weight, and GB of weights a second for one core: docs/deltas.md."""
+    """Figures for sends that change at most a share of the weights; see ``docs/deltas.md``.
+
+    Attributes:
+        density: That share.
+        nbytes: Bytes of the delta for each changed weight.
+        encode: GB of weights, changed or not, that one core encodes in a second.
+        decode: GB of weights that one core decodes in a second.
+    """
 
     density: float
     nbytes: float
@@ -40,6 +47,7 @@ _SPEEDS = (
 
 
 def _quantity(text: str, unit: str, example: str) -> float:
+    """Return the number of units (``B`` or ``bit``) in a text; an error shows the example."""
     found = _UNIT.fullmatch(text.strip())
     if found is None or found[4] != unit or not float(found[1]):
         raise typer.BadParameter(f"{text!r} is no such quantity: write for instance {example}")
@@ -48,6 +56,7 @@ def _quantity(text: str, unit: str, example: str) -> float:
 
 
 def _nbytes(text: str) -> float:
+    """Return the number of bytes in a text such as ``16GB``."""
     return _quantity(text, "B", "16GB or 512MiB")
 
 
@@ -57,6 +66,7 @@ def as_bits(text: str) -> float:
 
 
 def _share(text: str) -> float:
+    """Return the share in a text such as ``2%``: above 0, at most 1."""
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
     if share is None or not 0 < float(share[1]) <= 100:
         raise typer.BadParameter(f"{text!r} is no share: write for instance 2%")
@@ -88,6 +98,7 @@ def plan(
     """
     if dtype not in _BIT_WIDTHS:
         raise typer.BadParameter(f"{dtype!r}: write bf16, fp16 or fp32", param_hint="--dtype")
+    # Seconds that one copy of all weights takes on the wire.
     wire = size * 8 / bandwidth
     ways = [
         ("whole, to each worker", size * workers, wire * workers, "nothing"),

@@ -132,6 +132,7 @@ def status(
 
 
 def _served_model(model: Values) -> dict[str, Any]:
+    """Return the row of a model that a server serves."""
     return {
         "model": model["model_id"],
         "strategy": model["strategy"],
@@ -155,6 +156,7 @@ def _served_version(model: Values) -> dict[str, Any]:
 
 
 def _served_worker(model: Values, worker: Values) -> dict[str, Any]:
+    """Return the row of a worker to which a server serves a model."""
     sent, seconds = worker["sent_nbytes"], worker["connected_seconds"]
     return {
         "model": model["model_id"],
@@ -249,6 +251,7 @@ def make_table(
         narrow_without: Columns that are left out on a terminal of less than 80 characters.
     """
     rows = list(rows)
+    # Some rows lack the last columns; the longest has all of them.
     names = max(rows, key=len)
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     table = Table(pad_edge=False, padding=(0, 1 if width >= _WIDE else 0))
@@ -315,6 +318,8 @@ async def _top(
     html: str | None,
     allow_hosts: Sequence[str],
 ) -> None:
+    """Ask, and show the answer as JSON, on a page or in the terminal; see :func:`top`."""
+
     async def ask() -> Sequence[SyncStats]:
         return await client.stats(timeout=_ANSWER_SECONDS)
 
@@ -393,6 +398,7 @@ def _total(url: str, found: Sequence[tuple[SyncStats, WorkerStats]]) -> Text:
 
 
 def _worker_row(model: SyncStats, worker: WorkerStats, named: bool) -> Facts:
+    """Return the row of a worker, with the name of its model if ``named``."""
     state = worker.state.upper() if worker.state in _BAD else worker.state
     row = {"worker": str(worker.index), "state": state, **worker_facts(worker)}
     return {"model": model.model, **row} if named else row
@@ -426,6 +432,7 @@ class Look(NamedTuple):
 
     def rate(self, model: SyncStats, count: Callable[[SyncStats], int]) -> float | None:
         """Return how much a count grows in a second; ``None`` while that is not known."""
+        # Without an earlier look the time between the looks is 0, and the rate unknown.
         before = self.before or self
         for old in before.models:
             if (old.role, old.model, old.epoch) == (model.role, model.model, model.epoch):
@@ -439,6 +446,7 @@ async def look_again(ask: Callable[[], Awaitable[Sequence[SyncStats]]], last: Lo
 
     Without an answer the new look has the models of the last answer, and the error.
     """
+    # The last look keeps no earlier one, so that the chain does not grow.
     last = last._replace(before=None, error=None)
     try:
         return Look(time.monotonic(), await ask(), last)
