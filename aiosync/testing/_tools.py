@@ -36,6 +36,7 @@ CLOG_NBYTES = 2 * MIB
 """Size of the payloads that :func:`clog` sends: more than a kernel buffer usually takes."""
 
 _CLOG_LIMIT_NBYTES = 64 * MIB
+# Seconds after which an operation that should end at once counts as hung.
 _patience = ContextVar("patience", default=5.0)
 
 
@@ -434,7 +435,7 @@ async def clog(
 
 
 async def drain(receiver: Transport, last: int = 10**6, *, nbytes: int = CLOG_NBYTES) -> None:
-    """Receive and check the updates 1 to ``last`` that :func:`clog` sent."""
+    """Receive and check the updates 1 to ``last`` of :func:`clog`, or until the link ends."""
     await receive_all(receiver, (pattern(nbytes, version) for version in range(1, last + 1)))
 
 

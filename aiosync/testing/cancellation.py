@@ -58,6 +58,7 @@ class CancelOutcome(Generic[_T]):
 async def _run_once(
     operation: Callable[[], Coroutine[Any, Any, _T]], point: int, late: bool
 ) -> CancelOutcome[_T]:
+    """Run the operation once, and cancel it at its await point number ``point``, if it has one."""
     # The outcome is not the task's result, because a task that cancels itself has no result.
     outcomes: list[CancelOutcome[_T]] = []
     delivered = False
@@ -68,6 +69,7 @@ async def _run_once(
 
     @types.coroutine
     def stepwise(coro: Coroutine[Any, Any, _T]) -> Generator[Any, Any, _T]:
+        """Await a coroutine from one suspension to the next, so that they can be counted."""
         thrown: BaseException | None = None
         for number in count(1):
             try:

@@ -633,6 +633,7 @@ async def check_aclose_closes_when_cancelled(bench: Bench) -> None:
 
 
 async def _cancel_recv(bench: Bench, nbytes: int, *, ready: bool, lends: bool) -> None:
+    """Cancel recv() at each await; if ``ready``, the message has been sent before the call."""
     payload = pattern(nbytes)
     lender = Lending()
 
@@ -696,6 +697,8 @@ async def check_cancel_blocked_send(bench: Bench) -> None:
 
 
 async def _cancel_send(bench: Bench, payload: bytes) -> None:
+    """Cancel send() of update 1 at each await; update 2 follows, unless a break is declared."""
+
     async def collect(link: Link) -> tuple[tuple[int, ...], AiosyncError | None]:
         """Return the versions up to version 2 or the end of the link, and the error if it ended."""
         versions: tuple[int, ...] = ()

@@ -23,6 +23,7 @@ __all__ = ["LEAK_KINDS", "LeakError", "assert_no_leaks"]
 
 
 def _read(path: str | Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     with suppress(OSError):  # the thread or process has ended, or belongs to another user
         return Path(path).read_text(errors="replace")
     return ""
@@ -34,13 +35,18 @@ def _kept(*names: str) -> set[int | None]:
     return {getattr(helper, name, None) for helper in helpers for name in names}
 
 
+# The functions below list the resources of one kind: a key that identifies each, and its text.
+
+
 def _tasks() -> dict[object, str]:
+    """Return the tasks of the running loop that have not ended."""
     with suppress(RuntimeError):  # no loop is running
         return {task: repr(task) for task in asyncio.all_tasks()}
     return {}
 
 
 def _fds() -> dict[object, str]:
+    """Return the open descriptors, each with the file that it refers to."""
     found: dict[object, str] = {}
     kept = _kept("_fd", "_forkserver_alive_fd", "_forkserver_authkey_fd")
     for path in Path("/proc/self/fd").glob("*"):
@@ -53,6 +59,7 @@ def _fds() -> dict[object, str]:
 
 
 def _threads() -> dict[object, str]:
+    """Return the threads that Python knows to run."""
     # A "Dummy-" thread is a native thread that ran Python once; Python cannot tell its end.
     threads = threading.enumerate()
     return {thread: thread.name for thread in threads if not thread.name.startswith("Dummy-")}
@@ -67,6 +74,7 @@ def _processes() -> dict[object, str]:
 
 
 def _shm() -> dict[object, str]:
+    """Return this user's files in ``/dev/shm`` by device and inode, as in :func:`_mappings`."""
     found: dict[object, str] = {}
     for path in Path("/dev/shm").glob("*"):
         with suppress(OSError):
@@ -189,6 +197,7 @@ class assert_no_leaks:  # in small letters, because it reads as a verb
             yield 0.0 if turns <= 5 else 0.005
 
     def _leaks(self) -> dict[str, tuple[str, ...]]:
+        """Return the texts of the resources that were not there before the block, by kind."""
         leaks: dict[str, tuple[str, ...]] = {}
         for kind, lister in self._listers.items():
             new = {key: text for key, text in lister().items() if key not in self._before[kind]}

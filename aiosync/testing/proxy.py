@@ -180,6 +180,7 @@ class FaultProxy:
             each.back.set()
 
     def _accept(self, listener: socket.socket) -> None:
+        """Take the connection of a dialer, and relay it in a task."""
         with contextlib.suppress(OSError):  # the dialer has closed its socket already
             connection = _Connection(self, listener.accept()[0])
             task = asyncio.create_task(connection.serve(self.connections))
@@ -200,6 +201,7 @@ class _Connection:
         self.forward, self.back = asyncio.Event(), asyncio.Event()
         self.forward.set()
         self.back.set()
+        # Is done once the connection ends: True if both sides are to be reset.
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._proxy = proxy
         self._socks = [_prepare(dialer)]
@@ -223,6 +225,7 @@ class _Connection:
             await asyncio.gather(*map(_close_in_order, self._socks))
 
     async def _relay(self, number: int) -> None:
+        """Dial the upstream, and relay both directions by the plan of connection ``number``."""
         proxy, dialer = self._proxy, self._socks[0]
         plan = (proxy.plan(number) if callable(proxy.plan) else proxy.plan) or Plan()
         address = Address.parse(proxy.upstream)
@@ -252,7 +255,7 @@ class _Connection:
         destination: socket.socket,
         count: Callable[[int], None],
     ) -> bool:
-        """Relay one direction; return True if it came to its end, False if it broke."""
+        """Relay one direction; return True at the end of the stream, False at a fault or error."""
         loop = asyncio.get_running_loop()
         at = 0
         for fault_at, fault in _by_offset(faults):
@@ -289,7 +292,7 @@ class _Connection:
         return False
 
     def close(self) -> None:
-        """Close both sockets now."""
+        """Close both sockets now, with a reset if the connection ended by one."""
         self.end(reset=False)
         for sock in self._socks:
             if self._ended.result() and sock.fileno() >= 0:
@@ -320,6 +323,7 @@ def _corrupted(block: bytes, at: int, faults: Faults) -> bytes:
 
 
 def _prepare(sock: socket.socket) -> socket.socket:
+    """Set the options of a socket of the proxy, and return the socket."""
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -58,13 +58,15 @@ class Process:
         self.most_tasks: int = 200
         self.most_sockets: int = 200
         self.tasks: list[asyncio.Task[Any]] = []
-        # Calls that wait for its end.
+        # Futures of those that wait for its end.
         self.waiters: list[asyncio.Future[None]] = []
+        # Callbacks that can be made now, in their order.
         self.ready: deque[asyncio.Handle] = deque()
-        # Callbacks that this turn of the process still makes before it looks at its descriptors.
+        # Number of callbacks of this turn that are left; then it looks at its descriptors again.
         self.turn: int = 0
         # True if a descriptor may be ready.
         self.is_due: bool = False
+        # Callbacks to make while a descriptor is readable, or writable, by its number.
         self.readers: dict[int, asyncio.Handle] = {}
         self.writers: dict[int, asyncio.Handle] = {}
 
@@ -149,7 +151,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.numbers: Iterator[int] = itertools.count(1)
         self._random = random
         self._horizon = self.now + horizon
-        # Calls outside of all processes, and timers of processes.
+        # Heap of calls outside of all processes, and of processes' timers: time, number, call.
         self._events: list[tuple[float, int, Callable[[], None] | asyncio.Handle]] = []
         # Process of the callbacks that no simulated process has made.
         self.running: Process = Process("outside", 0)
@@ -162,6 +164,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
     ) -> asyncio.Task[Any]:
+        """Make a task, which belongs to the process in whose context it is made."""
         process = _process.get(None) if context is None else context.get(_process)
         task = _Task(coro, loop=self, context=context)
         if process is not None:
@@ -197,6 +200,7 @@ class SimLoop(asyncio.BaseEventLoop):
     call_soon_threadsafe = call_soon
 
     def _enqueue(self, handle: Any) -> None:
+        """Put a callback into the queue of its process; drop it if that has ended."""
         process = handle._context.get(_process, self._outside)
         if process.is_alive:
             process.ready.append(handle)
@@ -232,7 +236,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.call_in(process, self.create_task, program)
 
     def call_in(self, process: Process, call: Callable[..., _T], *args: Any) -> _T:
-        """Make a call as a process would."""
+        """Make a call in the context of a process, to which the tasks that it starts belong."""
         context = Context()
         context.run(_process.set, process)
         return context.run(call, *args)
@@ -307,6 +311,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.now = max(when, self.now)
 
     def _poll(self, process: Process) -> None:
+        """Queue the callbacks of a process for its ready descriptors, in an order that is drawn."""
         files = self.descriptors
         found = [each for fd, each in process.readers.items() if files[fd].is_readable]
         found += [each for fd, each in process.writers.items() if files[fd].is_writable]
@@ -318,6 +323,7 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- descriptors ---------------------------------------------------------------------------
 
     def _owner(self, fd: Any) -> Process:
+        """Return the process whose socket has this descriptor."""
         if fd not in self.descriptors:
             raise SimulationError(f"descriptor {fd} is not simulated")
         owner: Process = self.descriptors[fd].owner
@@ -330,12 +336,14 @@ class SimLoop(asyncio.BaseEventLoop):
         callback: Callable[..., object],
         args: tuple[Any, ...],
     ) -> None:
+        """Have a callback made while a descriptor is ready; ``handles`` are readers or writers."""
         self._unwatch(handles, fd)
         handles[fd] = asyncio.Handle(callback, args, self)
         self.descriptors[fd].owner.is_due = True
 
     @staticmethod
     def _unwatch(handles: dict[int, asyncio.Handle], fd: Any) -> bool:
+        """Drop the callback for a descriptor; return False if there is none."""
         handle = handles.pop(fd, None)
         if handle is not None:
             handle.cancel()

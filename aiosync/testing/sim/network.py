@@ -78,6 +78,8 @@ class _Direction:
         in_flight: Number of bytes on their way.
         sent: Number of bytes that were ever written.
         is_lost: True if nothing arrives any more.
+        faults: Faults that have not happened yet, each with the number of bytes after which it
+            does; the next one is the last.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class _Direction:
         self._latency = latency
         weather, random = network.weather, network.random
         self._capacity = random.randint(*weather.capacity)
+        # Bytes, the end of the stream (None) and errors on their way.
         self._queue: deque[bytes | OSError | None] = deque()
         self.in_flight: int = 0
         self.is_lost: bool = False
-        self._last = 0.0
+        self._last = 0.0  # arrival of the item that was sent last
         self.sent: int = 0
         self.faults: list[tuple[int, str]] = []
         for kind in ("cuts", "loses", "half_closes", "corrupts"):
@@ -149,8 +152,9 @@ class _Direction:
         self._push(error)
 
     def _arrive(self) -> None:
+        """Have the next item of the queue arrive, or try it later while there is a partition."""
         if self._network.is_parted(self._target):
-            # Calls that are late take from the queue in its order all the same.
+            # Each of these calls takes the first item of the queue, so the order stays.
             loop = self._network.loop
             loop.at(loop.now + _RETRY_SECONDS, self._arrive)
             return
@@ -180,6 +184,7 @@ class _Direction:
 
 
 def _reset() -> OSError:
+    """Make the error of a connection that was reset."""
     return ConnectionResetError(errno.ECONNRESET, "the simulated connection was reset")
 
 
@@ -208,8 +213,11 @@ class SimSocket(socket.socket):
         self.peer: SimSocket | None = None
         # The direction in which bytes arrive here.
         self.inward: _Direction
+        # Bytes that have arrived and were not read.
         self.inbox: bytearray = bytearray()
+        # True once the end of the stream has arrived.
         self.is_ended: bool = False
+        # Connections that wait to be accepted; None if the socket does not listen.
         self.backlog: deque[SimSocket] | None = None
         self.error: OSError | None = None
         self.address: tuple[str, int] = ("127.0.0.1", 0)
@@ -232,7 +240,7 @@ class SimSocket(socket.socket):
         return self.peer is not None and self.peer.inward.room > 0
 
     def touch(self) -> None:
-        """Have the owner look at this socket."""
+        """Have the owner look at this socket, if it watches it: it may be ready now."""
         owner = self.owner
         owner.is_due |= self.fd in owner.readers or self.fd in owner.writers
 
@@ -376,7 +384,7 @@ class SimSocket(socket.socket):
         return self.peer.address
 
     def getsockopt(self, level: int, option: int, buflen: int = 0) -> Any:
-        """Return who the peer is; nothing else is simulated."""
+        """Return process, user and group of the peer; nothing else is simulated."""
         assert self.peer is not None
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
         return struct.pack("3i", self.peer.owner.number, os.geteuid(), os.getegid())
@@ -517,6 +525,7 @@ class Network:
         return frozenset((sock.owner.name, sock.peer.owner.name)) in self._parted
 
     def _keep_alive(self, sock: SimSocket) -> None:
+        """End this side of a silent connection after some time, if its keep-alive is on."""
         if socket.TCP_KEEPIDLE in sock.options:
             self.expire(sock, 2 * sock.options[socket.TCP_KEEPIDLE])
 
@@ -591,6 +600,7 @@ class Network:
         await connected
 
     def _try(self, sock: SimSocket, to: Any, latency: float, ended: asyncio.Future[None]) -> None:
+        """Connect a socket now, and end the future; during a partition try it again later."""
         if ended.done() or sock.fd < 0:
             return
         try:

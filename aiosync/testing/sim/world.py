@@ -27,6 +27,7 @@ from aiosync.testing.sim.network import Network, ProcessEnd, SimPoll, SimSocket,
 __all__ = ["World", "simulate"]
 
 _T = TypeVar("_T")
+# Turns of the loop in which a process whose program has ended may still close things.
 _TURNS = 10
 _SHOWN_LINES = 40
 # A program that is over awaits at most so many things in its ``finally`` blocks.
@@ -137,6 +138,7 @@ class World:
         return Process(name, _FIRST_PID + next(self._loop.numbers))
 
     async def _live(self, process: Process, program: Coroutine[Any, Any, Any]) -> None:
+        """Run a program to its end, and check that it has left nothing open."""
         try:
             await program
         except Exception as exc:  # noqa: BLE001 - raised by simulate()
@@ -154,6 +156,7 @@ class World:
         self._end(process)
 
     def _end(self, process: Process) -> None:
+        """Drop a process with its sockets and files, and tell those that wait for its end."""
         process.is_alive = False
         process.ready.clear()
         self._loop.processes.remove(process)
@@ -172,6 +175,7 @@ class World:
     # -- errors ------------------------------------------------------------------------------------
 
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the simulation: no program saw this error, so no test would."""
         error = SimulationError(f"only the event loop saw an error: {context.get('message')}")
         error.__cause__ = context.get("exception")
         self._loop.fail(error)
@@ -251,6 +255,8 @@ class World:
             real_close(fd)
 
         def owned(call: Callable[..., int]) -> Callable[..., int]:
+            """Make the running process the owner of each descriptor that ``call`` returns."""
+
             def make(*args: Any, **options: Any) -> int:
                 fd = call(*args, **options)
                 loop.files[fd] = loop.running
