@@ -383,7 +383,7 @@ class PeftAdapterReceiver:
         number = next(_numbers)
         self._labels[number] = self._versions.make()
         yield from weights
-        yield _LABEL, torch.tensor(number)
+        yield _LABEL, torch.tensor(number, device="cpu")
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Delete the versions that are not kept, add the new one and make it the active one."""

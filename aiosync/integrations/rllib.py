@@ -39,7 +39,7 @@ class _Weights(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, number: int) -> None:
         super().__init__()
         self.module = module
-        self.register_buffer("number", torch.tensor(number))
+        self.register_buffer("number", torch.tensor(number, device="cpu"))
 
 
 class AiosyncEnvRunner(SingleAgentEnvRunner):
@@ -285,10 +285,10 @@ class _Sender:
         module = module.get(DEFAULT_MODULE_ID, module)
         # Arrays of Ray's object store are read-only, which torch warns of: those are copied.
         named = {
-            f"module.{name}": torch.as_tensor(numpy.require(value, requirements="W"))
+            f"module.{name}": torch.as_tensor(numpy.require(value, requirements="W"), device="cpu")
             for name, value in module.items()
         }
-        return {**named, "number": torch.tensor(state.get(WEIGHTS_SEQ_NO, 0))}
+        return {**named, "number": torch.tensor(state.get(WEIGHTS_SEQ_NO, 0), device="cpu")}
 
 
 def _join(runner: AiosyncEnvRunner, scheme: WeightSyncScheme) -> AiosyncError | None:

@@ -64,5 +64,7 @@ def new_memory(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     for tensor in tensors:
         key = memory_key(tensor)
         if key not in made:
-            made[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            made[key] = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
     return {id(tensor): made[memory_key(tensor)] for tensor in tensors}

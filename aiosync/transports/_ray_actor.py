@@ -156,7 +156,7 @@ def _unpack(
             flat = torch.frombuffer(block, dtype=dtype, count=count, offset=offset)
             tensor = flat.view(shape)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         weights.update(dict.fromkeys(names, tensor))
     weights.update(values)
     return weights

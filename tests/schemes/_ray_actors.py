@@ -122,6 +122,15 @@ class Plain:
     def end(self, weights: dict[str, torch.Tensor]) -> None:
         os._exit(1)
 
+    def prefer(self, device: str) -> None:
+        torch.set_default_device(device)
+
+    def take(self, weights: dict[str, torch.Tensor]) -> None:
+        self.devices = {tensor.device.type for tensor in weights.values()}
+
+    def where(self) -> set[str]:
+        return self.devices
+
     def look(self) -> set[float]:
         return extremes(self.model.state_dict())
 

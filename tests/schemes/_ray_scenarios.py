@@ -20,6 +20,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import ray
+import torch
+from torch import nn
 
 from aiosync.errors import (
     ApplyError,
@@ -371,6 +373,14 @@ async def plain_actors() -> None:
             with contextlib.suppress(PartialSyncError):
                 sent = await scheme.send()
         assert await again.look.remote() == {3.0}
+    # An actor gets tensors on the CPU, an empty one too, whatever its default device.
+    await again.prefer.remote("meta")
+    async with RayWeightSyncScheme() as scheme:
+        model.empty = nn.Parameter(torch.zeros(0))
+        scheme.init_on_sender(model_id="mine", model=model, transports=to(take=again))
+        await scheme.connect(timeout=30)
+        assert (await scheme.send()).acked == {0}
+        assert await again.where.remote() == {"cpu"}
     for actor in (one, again):
         ray.kill(actor)
 

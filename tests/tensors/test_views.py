@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from aiosync.tensors import Target
-from tests.tensors._models import Refuses, add_one, all_bits, send
+from tests.tensors._models import Everything, Refuses, add_one, all_bits, send
 
 
 class Table(nn.Module):
@@ -189,3 +189,16 @@ def test_a_graph_of_an_old_version_is_refused() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     del kept
+
+
+def test_memory_is_on_the_cpu_whatever_the_default_device() -> None:
+    target = Everything(0.0, {"steps": 0})
+    receiver, kept = Target(target), list[Any]()
+    for value in (1.0, 2.0, 3.0):
+        source = Everything(value, {"steps": torch.tensor(int(value)), "none": torch.zeros(0)})
+        kept.append(target.state_dict())
+        with torch.device("meta"):
+            send(source, receiver, copy=False)
+        assert all_bits(target) == all_bits(source)
+        assert target.extra["steps"].item() == value
+    assert [state["kept"][0].item() for state in kept] == [0, 1, 2]
