@@ -5,7 +5,6 @@ Looking at a target changes nothing. This module must never import asyncio or a 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -29,15 +28,16 @@ class _Extent(NamedTuple):
     """The memory of a tensor, from its first element to the last one.
 
     Attributes:
-        content: The leaf that the tensor gets, and its memory key. Tensors that have both in
-            common may share memory.
+        leaves: The leaf that the tensor gets; empty if it gets none.
+        memory: Its memory key.
     """
 
     device: str
     start: int
     end: int
     name: str
-    content: tuple[object, object]
+    leaves: list[int]
+    memory: object
 
     @classmethod
     def of(cls, spot: Spot) -> _Extent:
@@ -45,8 +45,13 @@ class _Extent(NamedTuple):
         tensor = spot.tensor
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
-        start, content = tensor.data_ptr(), (spot.leaves[:1], memory_key(tensor))
-        return cls(str(tensor.device), start, start + nbytes, spot.name, content)
+        start, leaves, memory = tensor.data_ptr(), spot.leaves[:1], memory_key(tensor)
+        return cls(str(tensor.device), start, start + nbytes, spot.name, leaves, memory)
+
+    def clashes_with(self, other: _Extent) -> bool:
+        """Return True if weights for one of two overlapping tensors do not suit the other one."""
+        differ = self.leaves != other.leaves or self.memory != other.memory
+        return differ and bool(self.leaves or other.leaves)
 
 
 class TargetTensors:
@@ -105,7 +110,7 @@ class TargetTensors:
         return same and self._signature.same(self.tensors)
 
     def refuse_overlapping(self) -> None:
-        """Raise if a tensor that gets weights shares memory with one that gets other weights.
+        """Raise if a tensor that gets weights shares memory with one that gets others, or none.
 
         Raises:
             ManifestMismatch: Some do; all names are listed.
@@ -116,11 +121,16 @@ class TargetTensors:
             if is_ordinary(spot.tensor) and spot.tensor.numel()
         ]
         extents.sort(key=attrgetter("device", "start"))
-        mismatched = {
-            other.name: f"has memory in common with {one.name}: give each its own"
-            for one, other in pairwise(extents)
-            if one.device == other.device and other.start < one.end and one.content != other.content
-        }
+        mismatched: dict[str, str] = {}
+        before: list[_Extent] = []
+        for other in extents:
+            # A large tensor may reach beyond several others, so that its neighbour is not enough.
+            before = [x for x in before if x.device == other.device and x.end > other.start]
+            for one in filter(other.clashes_with, before):
+                refused, cause = (other, one) if other.leaves else (one, other)
+                why = f"has memory in common with {cause.name}: give each its own"
+                mismatched.setdefault(refused.name, why)
+            before.append(other)
         if mismatched:
             raise ManifestMismatch(mismatched=mismatched, hint="Nothing was changed.")
 

@@ -717,6 +717,40 @@ def test_overlapping_tensors(share: Any, kind: str, copy: bool) -> None:
         assert all_bits(target) == before
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("buffers", ["all", "persistent"])
+def test_tensors_without_weights_may_overlap(strict: bool, buffers: Any, copy: bool) -> None:
+    target, block = nn.Linear(2, 2), torch.zeros(4)
+    target.register_buffer("cache", block, persistent=False)
+    target.register_buffer("part", block[:2], persistent=False)
+    receiver, source = Target(target, strict=strict, buffers=buffers), nn.Linear(2, 2)
+    for _ in range(2):
+        add_one(source)
+        send(source, receiver, copy=copy)
+        assert bits(target.weight) == bits(source.weight)
+        block += 1
+        assert target.part.tolist() == target.cache[:2].tolist() == block[:2].tolist()
+
+
+def test_every_tensor_inside_a_large_one_is_named(copy: bool) -> None:
+    block = torch.arange(8.0)
+    target = nn.ParameterDict({"whole": nn.Parameter(block)})
+    # The first two begin at one address; the last one is far from its neighbour.
+    parts = {"a": block[:2], "b": block[:1], "c": block[3:4], "d": block[6:]}
+    target.update({name: nn.Parameter(part) for name, part in parts.items()})
+    before, weights = all_bits(target), {"whole": torch.ones(8)}
+    weights |= {name: torch.ones_like(part) for name, part in parts.items()}
+    with pytest.raises(ManifestMismatch) as caught:
+        send(weights, target, copy=copy)
+    assert set(caught.value.mismatched) == set(parts)
+    # A tensor that gets weights is refused also if the other one gets none.
+    for sent, named in (({"whole"}, {"whole"}), ({"c"}, {"c"}), ({"a", "d"}, {"a", "d"})):
+        with pytest.raises(ManifestMismatch, match="in common") as caught:
+            send({name: weights[name] for name in sent}, target, copy=copy, strict=False)
+        assert set(caught.value.mismatched) == named
+    assert all_bits(target) == before
+
+
 def test_memory_that_came_to_be_shared() -> None:
     source, target = (nn.ModuleDict({n: nn.Linear(2, 2) for n in "ab"}) for _ in range(2))
     receiver = Target(target)
