@@ -236,7 +236,8 @@ class WeightMap:
                 "remove them, or pass strict=False"
             )
 
-    # Each of these steps reads the weights that the step before it yields.
+    # Each of these steps reads the weights that the step before it yields, and tries every pattern,
+    # so that a pattern that another one overrules does not count as unused.
 
     def _renamed(self, weights: _Items, used: set[Pattern]) -> _Items:
         """Drop and rename tensors."""
@@ -244,8 +245,6 @@ class WeightMap:
         for name, tensor in weights:
             # Without any name, no pattern is refused.
             used.add(_ANY)
-            # Every pattern is tried, so that a pattern that another one overrules does not count as
-            # unused.
             if [each for each in self._drops if each.match(name, used) is not None]:
                 continue
             if self._function is not None:
@@ -258,12 +257,15 @@ class WeightMap:
     def _split(self, weights: _Items, used: set[Pattern]) -> _Items:
         """Split tensors by the first pattern that matches; other tensors stay whole."""
         for name, tensor in weights:
-            for spec in self._splits:
-                captured = spec.fused.match(name, used)
-                if captured is not None:
-                    names = [part.fill(captured) for part in spec.parts]
-                    yield from zip(names, spec.split(name, tensor), strict=True)
-                    break
+            found = [
+                (spec, captured)
+                for spec in self._splits
+                if (captured := spec.fused.match(name, used)) is not None
+            ]
+            if found:
+                spec, captured = found[0]
+                names = [part.fill(captured) for part in spec.parts]
+                yield from zip(names, spec.split(name, tensor), strict=True)
             else:
                 yield name, tensor
 
@@ -278,7 +280,6 @@ class WeightMap:
                 yield name, [tensor], 0
                 continue
             spec, index, captured = found
-            used.add(spec.fused)
             fused = spec.fused.fill(captured)
             parts = waiting.setdefault((spec, fused), (captured, {}))[1]
             # The caller adds each name that this yields to `made`.
@@ -298,12 +299,14 @@ class WeightMap:
         self, name: str, used: set[Pattern]
     ) -> tuple[_Fused, int, tuple[str, ...]] | None:
         """Return the merge that takes a tensor, the index of its part, and the stars' text."""
-        for spec in self._merges:
-            for index, part in enumerate(spec.parts):
-                captured = part.match(name, used)
-                if captured is not None:
-                    return spec, index, captured
-        return None
+        found = [
+            (spec, index, captured)
+            for spec in self._merges
+            for index, part in enumerate(spec.parts)
+            if (captured := part.match(name, used)) is not None
+        ]
+        used.update(spec.fused for spec, _, _ in found)
+        return found[0] if found else None
 
 
 def _parse_renames(renames: Any) -> _Renames:

@@ -161,6 +161,30 @@ def test_an_exact_name_counts_before_patterns_and_the_first_pattern_before_the_n
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "names", "result"),
+    [
+        ({"drop": ["a.qkv", "*.qkv"]}, ["a.qkv"], []),
+        ({"rename": {"a.qkv": "x", "*.qkv": "y.*"}}, ["a.qkv"], ["x"]),
+        (
+            {"split": {"a.qkv": {"x": 1, "y": -1}, "*.qkv": {"*.q": 1, "*.kv": -1}}},
+            ["a.qkv"],
+            ["x", "y"],
+        ),
+        (
+            {"merge": {"x": ("a.q", "a.kv"), "*.qkv": ("*.q", "*.kv")}},
+            ["a.q", "a.kv"],
+            ["x"],
+        ),
+        ({"dtype": {"a.qkv": torch.float16, "*.qkv": torch.float32}}, ["a.qkv"], ["a.qkv"]),
+    ],
+)
+def test_an_overruled_pattern_counts_as_used(
+    options: Any, names: list[str], result: list[str]
+) -> None:
+    assert list(made(WeightMap(**options), dict.fromkeys(names, torch.ones(2)))) == result
+
+
 def test_stars_take_dots_and_nothing_else_is_special() -> None:
     mapping = WeightMap(rename={"a.*.(x)[0]": "b.*"})
     found = made(mapping, dict.fromkeys(["a.1.2.(x)[0]", "a.1.2.x0"], torch.ones(1)))
