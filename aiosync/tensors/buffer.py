@@ -266,6 +266,10 @@ class FlatBuffer:
             return cached[0]
         self._check_size(layout)
         with self._lock, torch.inference_mode(False), torch.no_grad():
+            # Another thread may have made them while this one waited for the lock.
+            cached = self._views.get(layout.digest)
+            if cached is not None:
+                return cached[0]
             views = [
                 self._make(dtype, leaf.shape, leaf.offset)
                 for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,6 +82,27 @@ def test_views_that_share_memory_moved_are_made_anew() -> None:
     assert flat.exclusive()
     flat.array[:] = 0
     assert not any(view.any() for view in flat.views(layout))
+
+
+def test_two_first_calls_for_one_layout_make_the_views_once() -> None:
+    # Each view takes some time to make, so that the second call comes meanwhile.
+    layout, flat, _ = packed({f"t{i}": torch.zeros(1) for i in range(3000)})
+    flat.release()
+    both = Barrier(2)
+
+    def first(_: int) -> list[torch.Tensor]:
+        both.wait()
+        return flat.views(layout)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(first, range(2))
+    finally:
+        sys.setswitchinterval(interval)
+    assert one is other
+    assert flat.exclusive()
 
 
 # -- payloads as they lie in the tensors ----------------------------------------------------------
