@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import select
 import ssl
 import stat
@@ -47,7 +48,7 @@ def read_token(path: str | os.PathLike[str] | None, option: str) -> bytes | None
     if path is None:
         text = os.environ.get(TOKEN_VARIABLE)
         return None if text is None else os.fsencode(text)
-    token = _read_file(path, option).removesuffix(b"\n").removesuffix(b"\r")
+    token = re.sub(rb"\r?\n\Z", b"", _read_file(path, option))
     if not token:
         raise ConfigError(
             f"{option}: {path} is empty: remove it, and make one with `aiosync token {path}`"

@@ -16,7 +16,7 @@ import pytest
 
 from aiosync.errors import ConfigError
 from aiosync.rendezvous.listener import StreamListener
-from aiosync.transports.credentials import TLS, Credentials, Secret
+from aiosync.transports.credentials import TLS, Credentials, Secret, read_token
 from tests._certificates import certificates
 
 TOKEN = "correct horse battery staple"
@@ -61,6 +61,26 @@ def test_contexts_check_what_they_have_to() -> None:
     assert credentials.listening_context() is listening
     with pytest.raises(ConfigError, match=r"another process: pass tls=aiosync\.TLS"):
         pickle.dumps(credentials)
+
+
+@pytest.mark.parametrize(
+    ("content", "token"),
+    [
+        (b"token", b"token"),
+        (b"token\n", b"token"),
+        (b"token\r\n", b"token"),
+        (b"token\r", b"token\r"),
+        (b"token\n\n", b"token\n"),
+        (b"token\r\r\n", b"token\r"),
+    ],
+)
+def test_a_token_file_is_read_without_one_newline(
+    content: bytes, token: bytes, tmp_path: Path
+) -> None:
+    """Any other byte at the end may be one of a random token."""
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    assert read_token(file, "--token-file") == token
 
 
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://127.0.0.1:0"])
