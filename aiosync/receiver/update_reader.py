@@ -181,6 +181,10 @@ class UpdateReader:
             return None
         return assembly.epoch, assembly.version, assembly.good_nbytes
 
+    def drop_partial(self) -> None:
+        """Forget the chunks of the update that arrives, which then begins anew."""
+        self._assembly = None
+
     def share_partial(self) -> tuple[Layout, FlatBuffer, Callable[[], None]] | None:
         """Return the update that arrives, for a server to pass on; the next gets other memory.
 

@@ -243,7 +243,7 @@ class WeightClient:
         come with it. Waits for a first version, and logs a warning after 5 s. The first attempt to
         connect has to succeed. After that the client replaces a lost link until the time is up, and
         the transfer goes on where it stopped. If the other side sends something illegal over the
-        new link, the transfer begins anew.
+        new link, the transfer begins anew, but only once.
 
         Args:
             model_id: Name of the model.
@@ -306,6 +306,7 @@ class _Pull:
         self._total = 0  # bytes of the update that arrives
         self._moved = False  # a part of an update arrived over this link
         self._reconnects = 0
+        self._illegal = 0  # attempts that an illegal message ended
         self._pauses = Backoff()
 
     async def run(self) -> PulledWeights:
@@ -317,9 +318,9 @@ class _Pull:
     def _is_final(self, error: AiosyncError) -> bool:
         """Return True if the error of an attempt ends the call; after others it dials again."""
         if isinstance(error, RemoteProtocolError):
-            # The two sides may have disagreed about the partial update. An error about its chunks
-            # has dropped it, so that the transfer begins anew, and the next such error is final.
-            return self._partial is None
+            # The two sides may have disagreed about the partial update, which is dropped now. The
+            # transfer begins anew, and the next such error is final.
+            return self._partial is None or self._illegal > 1
         # Before the first Welcome no server is known to be at the address, so there is no retry.
         may_retry = isinstance(error, TransportError | ConnectTimeout) and self._welcome is not None
         return is_final(error) or not may_retry
@@ -353,6 +354,9 @@ class _Pull:
         except AiosyncError as exc:
             self._lost = exc
             self.close()
+            if isinstance(exc, RemoteProtocolError):
+                self._illegal += 1
+                self._updates.drop_partial()
             if self._moved:
                 self._pauses.reset()
             self._reconnects += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,28 @@ import torch
 from torch import nn
 
 import aiosync
-from aiosync.errors import ConfigError, ConnectError, ConnectTimeout, RecvTimeout
+from aiosync.errors import (
+    ConfigError,
+    ConnectError,
+    ConnectTimeout,
+    RecvTimeout,
+    RemoteProtocolError,
+)
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
+from aiosync.transports.credentials import Credentials
+from aiosync.transports.tcp import TCPTransport
+from aiosync.wire import (
+    Fetch,
+    Hello,
+    LeafSpec,
+    Manifest,
+    ManifestMessage,
+    Take,
+    Update,
+    Welcome,
+    checksum,
+)
 from tests.schemes._harness import PATIENCE, until
 from tests.schemes._models import Tied, batch_norm, fill, linear, medium
 from tests.server._tools import URL, described, send, trainer, worker
@@ -113,6 +134,76 @@ async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
         assert seen == sorted(seen)
         assert seen[-1] == pulled.nbytes
         assert torch.equal(pulled.mapping()["block"], torch.full((2, 2**20), -1.0))
+
+
+CHUNK = bytes(2**16)
+MANIFEST = Manifest((LeafSpec("weight", "uint8", (2**17,), 0, 2**17),), 2**17)
+
+
+@contextlib.asynccontextmanager
+async def raw_server(path: Path) -> AsyncIterator[asyncio.Queue[tuple[Hello, TCPTransport]]]:
+    """The links that a client dials, each with its Hello, once it asks for a version."""
+    links, accepted = asyncio.Queue[tuple[Hello, TCPTransport]](), list[TCPTransport]()
+
+    async def accept(listening: socket.socket) -> None:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+            link = await TCPTransport.accept(sock, credentials=Credentials())
+            accepted.append(link)
+            hello = (await link.recv()).message
+            assert isinstance(hello, Hello)
+            await link.send(Welcome(5, 1, 0))
+            assert isinstance((await link.recv()).message, Fetch)
+            links.put_nowait((hello, link))
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        listening.setblocking(False)
+        accepting = asyncio.ensure_future(accept(listening))
+        try:
+            yield links
+        finally:
+            accepting.cancel()
+            await asyncio.wait([accepting])
+            for link in accepted:
+                link.abort()
+
+
+async def send_half(link: TCPTransport) -> None:
+    """Send the first of the two chunks of a version, and close the link."""
+    await link.send(ManifestMessage(MANIFEST))
+    first = Update(5, 1, MANIFEST.digest, chunk=(0, 2), checksum=checksum(CHUNK))
+    await link.send(first, [CHUNK])
+    await link.aclose()
+
+
+async def send_illegal(link: TCPTransport) -> None:
+    await link.send(Take(5, 1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "partial"),
+    [
+        ([send_half, send_illegal, send_illegal], [0, len(CHUNK), 0]),
+        ([send_half, send_illegal, send_half, send_illegal], [0, len(CHUNK), 0, len(CHUNK)]),
+    ],
+)
+async def test_a_second_illegal_message_ends_a_transfer(
+    steps: Any, partial: list[int], tmp_path: Path
+) -> None:
+    """After the first one the transfer begins anew, as the two sides may have disagreed."""
+    announced = []
+    async with raw_server(tmp_path / "socket") as links, asyncio.timeout(PATIENCE):
+        client = WeightClient(f"unix://{tmp_path / 'socket'}")
+        pulling = asyncio.ensure_future(client.pull(timeout=None))
+        for step in steps:
+            hello, link = await links.get()
+            announced.append(hello.partial_nbytes)
+            await step(link)
+        with pytest.raises(RemoteProtocolError, match="unexpected Take"):
+            await pulling
+    assert announced == partial
 
 
 async def test_without_a_version_it_says_so() -> None:
