@@ -13,7 +13,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
@@ -77,6 +77,8 @@ def call_soon(
 def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]) -> None:
     """Call here if no other thread runs the loop; otherwise call on the loop, and wait for the end.
 
+    A call that has begun is waited for as long as it takes, and its errors are raised here.
+
     Raises:
         SyncTimeout: The loop, in another thread, did not run; it will not make the call any more.
     """
@@ -96,14 +98,15 @@ def run_on_loop(loop: asyncio.AbstractEventLoop | None, call: Callable[[], None]
 
     loop.call_soon_threadsafe(run)
     try:
-        done.result(_PATIENCE_SECONDS)
-    except TimeoutError as exc:
+        wait([done], _PATIENCE_SECONDS)
+    finally:
+        # A call that has not begun must not begin later; one that has is not cancelled by this.
+        is_late = done.cancel()
+    if is_late:
         raise SyncTimeout(
             f"the event loop of this scheme did not run within {_PATIENCE_SECONDS:g} s"
-        ) from exc
-    finally:
-        # A call that has not begun must not begin later.
-        done.cancel()
+        )
+    done.result()
 
 
 class Notifier:

@@ -9,9 +9,11 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import aiosync
 import aiosync.sync
@@ -87,6 +89,63 @@ def test_shutdown_from_several_threads_at_once_wakes_a_blocked_receive() -> None
                 with tools.threads(*shuts):
                     pass
             assert tools.portal_threads() == []
+
+
+class Chosen(torch.nn.Linear):
+    """A model that calls a function in the portal once it is chosen for a receiver."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__(4, 2)
+        self.then = then
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
+        self.then()
+        return super().register_forward_pre_hook(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, aiosync.SyncTimeout])
+def test_a_timeout_of_a_model_is_its_own(kind: type[Exception]) -> None:
+    error = kind("the reads did not end")
+
+    def fail() -> None:
+        raise error
+
+    with tools.pair(tools.SHM, tools.filled(1.0), tools.filled(0.0)) as (_, receiver):
+        with pytest.raises(kind, match="the reads did not end"):
+            receiver.model = Chosen(fail)
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_long_is_waited_for_and_the_next_one_is_not() -> None:
+    """A model is not chosen after its assignment has raised an error."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        over.wait(tools.PATIENCE)
+
+    long, late = Chosen(hold), Chosen(lambda: None)
+    with tools.pair(tools.SHM, tools.filled(1.0), tools.filled(0.0)) as (_, receiver):
+        errors: list[aiosync.AiosyncError] = []
+
+        def choose() -> None:
+            try:
+                receiver.model = long
+            except aiosync.AiosyncError as exc:
+                errors.append(exc)
+
+        with tools.threads(choose):
+            assert begun.wait(tools.PATIENCE)
+            try:
+                with pytest.raises(aiosync.SyncTimeout, match="did not run within 30 s"):
+                    receiver.model = late
+            finally:
+                over.set()
+        assert errors == []
+        assert receiver.model is long
+        # A call of the portal comes after those that were scheduled before.
+        receiver.wait_for_version(1)
+        assert (receiver.model is long, tools.value_at(receiver)) == (True, 1.0)
 
 
 @pytest.mark.parametrize("action", ["always", "error"])
