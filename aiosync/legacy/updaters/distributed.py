@@ -122,6 +122,9 @@ class DistributedTransport(Answered):
             status = self._store.get(self._answer)
             self._store.delete_key(self._answer)
             _, *futures = self._owed
+            # Another answer may come from a worker that has not received everything. To wait would
+            # block then, and to keep the sends would give it these weights for the next ones. Gloo
+            # drops a send with its future, and reads no memory of it from then on.
             self._owed = []
             if status != b"updated":
                 raise ApplyError(f"rank {self.rank} answered {status!r}, and not 'updated'")
