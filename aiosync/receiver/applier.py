@@ -90,7 +90,7 @@ class Applier:
         self.flipped = flipped
         # The guard holds no reference that keeps this object alive.
         take = weakly(self, Applier.apply)
-        self.turns: Turns = Turns(guard, model, ledger.inbox, take=take, ended=self._end_turn)
+        self.turns: Turns = Turns(guard, model, ledger.inbox, take=take, ended=report)
         self._guard = guard
         self._ledger = ledger
         self._promise = promise
@@ -164,13 +164,6 @@ class Applier:
         behind = slots is not None and slots.is_behind
         if (self.askers or not self.manual) and (behind or self.waiting or self._taking):
             self.turns.submit()
-
-    def _end_turn(self, changed: bool) -> None:
-        """Report results after a try to apply; with True a thread has applied an update."""
-        self._report(changed)
-        if changed:
-            # Another update may have come while the thread applied that one.
-            self.apply_soon()
 
     def apply_by_hand(self) -> None:
         """Apply only on request from now on. On the loop."""

@@ -555,6 +555,11 @@ class Guard:
                 self._wake()
 
     @property
+    def has_offer(self) -> bool:
+        """True if an offered apply has not begun yet."""
+        return self._pending
+
+    @property
     def has_news(self) -> bool:
         """True if an update waits to be applied, or the word that is watched names a new one."""
         words = self.words

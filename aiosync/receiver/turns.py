@@ -111,6 +111,9 @@ class Turns:
         finally:
             changed = (self._inbox.epoch, self._inbox.version) != had
             self._end_turn(done, pause, changed=changed)
+        if done and self._guard.has_offer and not self.has_ended:
+            # This update was offered after the thread had looked for one for the last time.
+            self.submit()
 
     def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
         """Tell the owner that a try has ended; plan the next one unless this was ``done``."""
