@@ -263,7 +263,9 @@ class StaleVersion(WeightsError):
 
 
 class ApplyError(WeightsError):
-    """A receiver could not apply an update; its module kept the version it had.
+    """A receiver refused an update; its module kept the version it had.
+
+    If only its hook ``applied`` raised, the module has the new version.
 
     Attributes:
         worker_idx: The worker that refused, or ``None`` when raised in the worker itself.

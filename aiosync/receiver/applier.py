@@ -190,7 +190,8 @@ class Applier:
             The version that was applied, or ``None`` if no update waited.
 
         Raises:
-            ApplyError: The model could not take the update; it kept the version it had.
+            ApplyError: The model could not take the update, and kept the version it had; or the
+                hook ``applied`` raised after the model took it.
             LocalProtocolError: Called inside a read.
             SyncTimeout: Another thread's forward pass did not end; on an event loop it is not
                 waited for.
@@ -326,7 +327,8 @@ class Applier:
         self._taking = self._before = None
         if self.turns.has_ended and staged.taken:
             self._leave_model(staged, target)
-        if error is not None:
+        # After the hook raised, the model has the version, and the read computes with it.
+        if error is not None and not staged.taken:
             self._raise_at_read(staged.version, error, read_has_to_raise)
         return staged
 
@@ -553,7 +555,7 @@ class Applier:
 
 
 def not_applied(version: int, error: BaseException) -> ApplyError:
-    """Return the error that callers get for a version that the model refused."""
+    """Return the error that callers get for a version that the model or a hook refused."""
     kind = type(error).__name__
-    text = f"version {version} could not be applied: {kind}: {error}"
+    text = f"version {version} was refused: {kind}: {error}"
     return ApplyError(text, version=version, remote_type=kind)

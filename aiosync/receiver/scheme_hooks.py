@@ -42,7 +42,7 @@ class SchemeHooks:
             of a forward pass: it must not wait, nor compute with the model. An ``async`` one may
             pass the version on to copies of the model elsewhere; of the versions that arrive
             meanwhile it is called with the newest only. The model keeps the version also if this
-            raises.
+            raises, and no read raises that.
         connected: Called with nothing when there is a link to the trainer, before anything is
             received over it: in ``connect()``, and again for each link that replaces a lost one. If
             it raises, the link ends, the trainer is lost, and the calls that wait for an update

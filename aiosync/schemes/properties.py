@@ -368,7 +368,8 @@ class SchemeState(SchemeOptions):
             model yet.
 
         Raises:
-            ApplyError: It does not fit the model, which kept its version.
+            ApplyError: It does not fit the model, which kept its version; or the hook ``applied``
+                raised, and the model has the new one.
             LocalProtocolError: Not a connected receiver, or called inside a forward pass.
             SyncTimeout: A forward pass of another thread did not end within 30 seconds; on an
                 event loop it is not waited for.

@@ -118,6 +118,7 @@ class Told:
         self.told: list[tuple[str, int]] = []
         self.refused = refused
         hooks = {name: functools.partial(getattr(self, kind), name) for name in HOOKS}
+        self.applied = hooks["applied"]
         self.init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(**hooks)}
 
     def plain(self, name: str, epoch: Any, version: int = 0) -> None:
@@ -159,6 +160,45 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
         owner.refused = None
         assert (await sender.send(models.linear(9.0))).acked == {0}
         assert models.holds(receiver, 9.0)
+
+
+@pytest.mark.asyncio
+async def test_a_hook_that_raises_ends_no_forward_and_is_told_afterwards() -> None:
+    """A forward that takes a version by itself computes with it, as the model has it."""
+    owner, source = Told("plain"), models.linear(1.0)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    async with here(scheme, source, init) as (sender, receiver):
+        await harness.deliver(sender, receiver, 2.0)
+        owner.refused = "applied"
+        models.fill(source, 3.0)
+        # No read has met the version yet.
+        assert (await sender.send()).acked == {0}
+        assert receiver.model(torch.ones(4)).tolist() == [15.0, 15.0]
+        assert owner.told[-1] == ("applied", receiver.version) == ("applied", 3)
+        with pytest.raises(aiosync.PartialSyncError, match="Refuses: not 3"):
+            while await sender.wait_for_version(3, timeout=harness.PATIENCE):
+                # The worker's refusal has not arrived yet.
+                await asyncio.sleep(0.001)
+        owner.refused = None
+        await harness.deliver(sender, receiver, 4.0)
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: Any) -> None:
+    """The text says only that the version was refused, as the model has it."""
+    owner, source = Told("plain"), models.linear(1.0)
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=owner.applied)}
+    async with here(make(apply="manual"), source, init) as (sender, receiver):
+        owner.refused = "applied"
+        models.fill(source, 2.0)
+        handle = await harness.stage(sender, receiver)
+        with pytest.raises(aiosync.ApplyError, match="^version 2 was refused: Refuses: not 2"):
+            receiver.apply_pending()
+        assert models.holds(receiver, 2.0)
+        with pytest.raises(aiosync.PartialSyncError, match="Refuses: not 2"):
+            await handle
 
 
 @pytest.mark.asyncio
