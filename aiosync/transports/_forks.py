@@ -59,6 +59,9 @@ def _close_copies() -> None:
     for item in list(_open):
         if isinstance(item, socket.socket):
             item.close()
+            if item.fileno() >= 0:
+                # While uvloop connects a socket, close() leaves it open until a turn of the loop.
+                os.close(item.detach())
         else:
             item.close_after_fork()
     _open.clear()

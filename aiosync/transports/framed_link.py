@@ -36,7 +36,7 @@ from aiosync.errors import (
     TransportError,
 )
 from aiosync.protocol import seconds_text
-from aiosync.transports._forks import close_in_child
+from aiosync.transports._forks import OPENING, close_in_child
 from aiosync.transports._process_end import open_pidfd
 from aiosync.transports.base import (
     Handler,
@@ -277,13 +277,13 @@ class FramedTransport(Transport):
         if pid <= 0 or pid == os.getpid() or self.ended:
             return
         try:
-            pidfd = open_pidfd(pid)
+            with OPENING:
+                self.pidfd = open_pidfd(pid)
         except ProcessLookupError as exc:
             raise ConnectError(f"process {pid} of {self.name} ended during the handshake") from exc
         # Without a pidfd, only the end of the stream shows the end of the process.
-        if pidfd >= 0:
-            self.pidfd = pidfd
-            self._loop.add_reader(pidfd, self._on_process_end)
+        if self.pidfd >= 0:
+            self._loop.add_reader(self.pidfd, self._on_process_end)
 
     def _on_process_end(self) -> None:
         """End the link, as the pidfd shows that the peer's process has ended."""

@@ -29,7 +29,7 @@ from aiosync.errors import (
     SendTimeout,
     TransportBroken,
 )
-from aiosync.transports._forks import close_in_child
+from aiosync.transports._forks import OPENING, close_in_child
 from aiosync.transports.address import Address
 from aiosync.transports.base import in_time
 from aiosync.transports.byte_stream import ByteStream
@@ -133,7 +133,6 @@ class TCPTransport(FramedTransport):
         credentials = replace(credentials, tls=credentials.dialling_context())
         async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
             sock = await _open(address)
-            close_in_child(sock)
             options = limits, keepalive, untaken, payloads
             return await cls._proved(sock, credentials, hostname, name, *options)
 
@@ -238,19 +237,31 @@ async def _open(address: Address) -> socket.socket:
     sock = None
     try:
         if address.scheme == "unix":
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock = _new_socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.setblocking(False)
             # Event loops take a socket for connected when the listener's backlog is full, so this
             # does not use sock_connect(). Connecting a Unix socket never waits.
             sock.connect(address.path)
         else:
             found = await _look_up(address.host, address.port)
-            sock = await start_connection(found, happy_eyeballs_delay=_HEAD_START_SECONDS)
+            sock = await start_connection(
+                found,
+                happy_eyeballs_delay=_HEAD_START_SECONDS,
+                socket_factory=lambda info: _new_socket(*info[:3]),
+            )
     # A loop raises RuntimeError for some failures; an impossible host name is a ValueError.
     except (OSError, RuntimeError, ValueError) as exc:
         if sock is not None:
             sock.close()
         raise ConnectError(f"{address} cannot be reached: {exc}") from exc
+    return sock
+
+
+def _new_socket(family: int, kind: int, protocol: int = 0) -> socket.socket:
+    """Return a new socket; a child that is forked while it connects closes its copy."""
+    with OPENING:
+        sock = socket.socket(family, kind, protocol)
+        close_in_child(sock)
     return sock
 
 

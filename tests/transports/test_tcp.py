@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import resource
+import select
 import socket
 import struct
 import warnings
@@ -103,6 +104,34 @@ async def test_cancelled_handshakes_leave_nothing() -> None:
         await asyncio.wait(waiting)
         assert all(each.cancelled() for each in waiting)
         assert far.fileno() == -1
+
+
+async def test_a_child_that_is_forked_while_its_parent_dials_keeps_no_link() -> None:
+    """The listener sees the end of the stream although the child lives on."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        dialing = asyncio.create_task(TCPTransport.connect(url))
+        # The kernel connects the socket before the loop of this process hears of it.
+        while not select.select([server], [], [], 0)[0]:
+            await asyncio.sleep(0)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        stack.callback(os.waitpid, pid, 0)
+        stack.callback(os.close, write)
+        os.close(read)
+        dialing.cancel()
+        await asyncio.wait({dialing})
+        peer, _ = server.accept()
+        stack.enter_context(peer)
+        peer.setblocking(False)
+        # The loop may close its end of a cancelled connection only in its next turn.
+        async with asyncio.timeout(PATIENCE):
+            assert await asyncio.get_running_loop().sock_recv(peer, 1) == b""
 
 
 async def test_options_of_the_socket() -> None:
