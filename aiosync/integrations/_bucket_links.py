@@ -376,7 +376,9 @@ class BucketSender:
 
         async def welcome(session: bytes, rank: int, name: str) -> None:
             try:
-                self._round.append(await self._let_in(session, rank, name))
+                peer = await self._let_in(session, rank, name)
+                # The list may have become another one meanwhile.
+                self._round.append(peer)
             except AiosyncError as exc:
                 self._absent[rank] = exc
 
@@ -480,7 +482,7 @@ class BucketSender:
 
     async def _give_up(self, busy: Future[Any], cause: str) -> None:
         """Tell the members why the round failed, once its step that runs (``busy``) has ended."""
-        await asyncio.wait([asyncio.wrap_future(busy)])
+        # All of this is noted at once, because the next round may begin while the step still runs.
         refused = {
             session: peer
             for session, peer in self._peers.items()
@@ -488,6 +490,9 @@ class BucketSender:
         }
         # The other members are told when they next get ready.
         self._round, self._owed = [], dict.fromkeys(self._members.keys() - refused, cause)
+        for peer in refused.values():
+            peer.is_ready = False
+        await asyncio.wait([asyncio.wrap_future(busy)])
         await asyncio.gather(*(self._refuse(peer, cause) for peer in refused.values()))
 
     async def _refuse(self, peer: _Peer, cause: str) -> None:

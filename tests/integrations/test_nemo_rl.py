@@ -211,6 +211,36 @@ async def test_a_source_that_fails_is_reported_to_all() -> None:
             assert as_bytes(taken) == as_bytes(make_weights(2))
 
 
+async def test_a_refit_that_follows_a_failed_one_at_once() -> None:
+    """A slow rank has yet to take a frame of the failed refit when the next one begins."""
+    size, weights, go = 2**24, make_weights(2), asyncio.Event()
+
+    def fail() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(4):
+            yield f"w{index}", torch.zeros(size // 4)
+        raise OverflowError("no more memory")
+
+    async def take_slowly(engine: Engine) -> None:
+        async for _ in engine.receive_weight_batches():
+            await go.wait()
+
+    async with refits(1, 2, bucket_size=size) as workers:
+        slow, quick = workers.rollouts
+        taking = asyncio.ensure_future(workers.outcomes(take_slowly(slow), take(quick)))
+        with pytest.raises(OverflowError):
+            await workers.policies[0].send_weights(fail())
+        sending = asyncio.ensure_future(workers.policies[0].send_weights(iter(weights.items())))
+        # The next refit waits for its members meanwhile.
+        await asyncio.sleep(0.3)
+        go.set()
+        failed = await taking
+        for taken in await asyncio.gather(*map(take, workers.rollouts)):
+            assert as_bytes(taken) == as_bytes(weights)
+        await sending
+        for each in failed:
+            assert isinstance(each, aiosync.PeerClosed) and "no more memory" in str(each)
+
+
 async def test_what_cannot_travel_is_refused_and_the_rest_is_gathered() -> None:
     gathered = []
 
