@@ -214,6 +214,7 @@ class _Peer:
     def fail(self, error: AiosyncError) -> None:
         """Close the link, with this error as the reason unless it has one already."""
         self.error = self.error or error
+        self.is_ready = False
         self.link.abort()
 
 

@@ -241,6 +241,23 @@ async def test_a_refit_that_follows_a_failed_one_at_once() -> None:
             assert isinstance(each, aiosync.PeerClosed) and "no more memory" in str(each)
 
 
+async def test_refits_that_fail_before_a_rank_is_ready() -> None:
+    """The rank hears of each failed one once, also if two of them fail in a row."""
+
+    def fail(why: str) -> Iterator[tuple[str, torch.Tensor]]:
+        raise OverflowError(why)
+        yield  # makes this a generator
+
+    async with refits(1, 1, timeout=2.0) as workers:
+        policy, rollout = workers.policies[0], workers.rollouts[0]
+        for why in ("no more memory", "no more disk"):
+            with pytest.raises(OverflowError):
+                await policy.send_weights(fail(why))
+            with pytest.raises(aiosync.PeerClosed, match=why):
+                await take(rollout)
+        assert len(await workers.refit(make_weights(2))) == 1
+
+
 async def test_what_cannot_travel_is_refused_and_the_rest_is_gathered() -> None:
     gathered = []
 
