@@ -200,6 +200,7 @@ class _Peer:
         link: The link.
         rank: Rank of the receiver; -1 until a round lets it in.
         is_ready: True if the receiver waits for the next round.
+        round_number: Number of the newest round that the receiver was asked into; 0 before.
         answer: Ack of the receiver to this round; ``None`` while it has sent none.
         error: Reason why the link was closed; ``None`` while it is open.
     """
@@ -208,6 +209,7 @@ class _Peer:
         self.link = link
         self.rank = -1
         self.is_ready = False
+        self.round_number = 0
         self.answer: Ack | None = None
         self.error: AiosyncError | None = None
 
@@ -422,6 +424,7 @@ class BucketSender:
 
     async def _welcome(self, peer: _Peer) -> None:
         """Tell a member that it is in the round, and wait until it knows or its link has ended."""
+        peer.round_number = self._number
         # The link may have ended while the member waited; the loop below then sees the error.
         with contextlib.suppress(AiosyncError):
             await peer.link.send(Welcome(self._number, 0, peer.rank), timeout=self._seconds)
@@ -487,7 +490,7 @@ class BucketSender:
         refused = {
             session: peer
             for session, peer in self._peers.items()
-            if peer.is_ready or peer in self._round
+            if peer.is_ready or peer.round_number == self._number
         }
         # The other members are told when they next get ready.
         self._round, self._owed = [], dict.fromkeys(self._members.keys() - refused, cause)

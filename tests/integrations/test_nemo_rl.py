@@ -368,6 +368,35 @@ async def test_a_cancelled_refit() -> None:
         assert len(await workers.refit(make_weights(2))) == 1
 
 
+async def test_a_refit_that_is_cancelled_when_everything_was_sent() -> None:
+    """A rank that is still busy with the weights takes part in the next refit."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def take_slowly(engine: Engine) -> None:
+        async for _ in engine.receive_weight_batches():
+            begun.set()
+            await go.wait()
+
+    weights = {"w": torch.eye(3)}
+    async with refits(1, 1) as workers:
+        sending = asyncio.ensure_future(workers.policies[0].send_weights(iter(weights.items())))
+        taking = asyncio.ensure_future(take_slowly(workers.rollouts[0]))
+        await begun.wait()
+        # By then only the answer of the rank is awaited.
+        await asyncio.sleep(0.3)
+        sending.cancel()
+        await asyncio.wait([sending])
+        # The rank notices the end of its link.
+        await asyncio.sleep(0.3)
+        go.set()
+        await taking
+        taking = asyncio.ensure_future(take(workers.rollouts[0]))
+        # The rank is ready before the next refit begins.
+        await asyncio.sleep(0.3)
+        await workers.policies[0].send_weights(iter(weights.items()))
+        assert as_bytes(await taking) == as_bytes(weights)
+
+
 async def test_different_sizes_of_buckets() -> None:
     async with refits(1, 1, theirs=[{"bucket_size": 512}]) as workers:
         send = workers.policies[0].send_weights(iter(make_weights(1).items()))
