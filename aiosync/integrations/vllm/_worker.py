@@ -165,14 +165,19 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
             self._ranks.report(exc)
 
     def _switch_to(self, version: int) -> None:
-        """Apply the staged update; undo it and raise if that is not ``version``."""
+        """Apply the staged update; undo it on every rank and raise if a rank has another one."""
         assert self._scheme is not None
         applied = self._scheme.apply_pending()
         self._loaded = version
-        if applied != version:
+        try:
+            # A rank may have staged another version after the ranks had compared theirs.
+            with self._ranks.together():
+                if applied != version:
+                    raise LocalProtocolError(f"version {applied} was applied in between")
+        except AiosyncError:
             self._roll_back()
             self._loaded = 0
-            raise LocalProtocolError(f"version {applied} was applied in between")
+            raise
 
     def finish_weight_update(self) -> None:
         """Keep the weights that were loaded: from now on they cannot be undone."""

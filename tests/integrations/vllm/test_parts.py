@@ -85,19 +85,37 @@ async def _refit(
     return dict(taken)
 
 
-def test_a_parameter_that_a_loader_has_swapped_is_as_it_was(plugin: None) -> None:
+def _run_program(name: str) -> dict[str, Any]:
+    """Run a program of this folder, and return what it printed."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.vllm._swapping"],
+        [sys.executable, "-m", f"tests.integrations.vllm.{name}"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         timeout=120.0,
         check=True,
     )
-    seen = json.loads(run.stdout.partition("SEEN ")[2])
+    seen: dict[str, Any] = json.loads(run.stdout.partition("SEEN ")[2])
+    return seen
+
+
+def test_a_parameter_that_a_loader_has_swapped_is_as_it_was(plugin: None) -> None:
+    seen = _run_program("_swapping")
     assert "half way" in seen["refused"]
     assert seen["bias"] == [0.0] * 4
     assert seen["attributes"] == {"note": "its own"}
+
+
+# Two processes import vLLM at the same time.
+@pytest.mark.timeout(180)
+def test_ranks_of_an_engine_have_one_version(plugin: None) -> None:
+    """If a rank gets another version before it loads the first one, no rank keeps either."""
+    seen = _run_program("_two_ranks")
+    # Only the last rank may raise.
+    assert seen["first"][0][0] == ""
+    assert "rank 0: LocalProtocolError: version 2 was applied" in seen["first"][1][0]
+    assert [bias for _, bias in seen["first"]] == [[0.0] * 4] * 2
+    assert seen["third"] == [["", [3.0] * 4]] * 2
 
 
 def test_infos_hold_no_secret() -> None:
