@@ -57,11 +57,13 @@ class Meter:
         self.observers: tuple[Observer, ...] = ()
         self.nbytes: int = 0
         self.mark_due: float = 0.0
-        self._wire_nbytes = self._started = 0
-        # Versions and when they were sent, by the number of the mark.
+        self._wire_nbytes = 0
+        # The greatest number that stats() returned, so that the next one is no smaller.
+        self._started = 0
+        # For age(): versions and when they were sent, by the number of the mark.
         self._marks: dict[int, tuple[int, float]] = {}
         self._num_marks = 0
-        self._last = _NONE
+        self._last_seconds = _NONE
         self._events: deque[SyncEvent] = deque(maxlen=_MOST_EVENTS)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -116,7 +118,7 @@ class Meter:
             "wire_nbytes": self._wire_nbytes,
             "skipped": finished["skipped"],
             "refused": finished["refused"],
-            "seconds": self._last if self.observers else _NONE,
+            "seconds": self._last_seconds if self.observers else _NONE,
         }
         return SyncStats(self.role, self.model, self.transport, **(known | more))
 
@@ -204,7 +206,7 @@ class Meter:
             wire_nbytes: Bytes of its payloads that travelled.
             trace: Traceparent of the trainer's span, if there is one.
         """
-        self._last, at = seconds, _wall_time(started)
+        self._last_seconds, at = seconds, _wall_time(started)
         named = self.role, self.model, self.transport, epoch, version, outcome
         self._events.append(SyncEvent(*named, seconds, nbytes, wire_nbytes, at, trace))
         # The first event that waits schedules the delivery. Every 64th does so, too, in case an

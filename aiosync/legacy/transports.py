@@ -356,6 +356,8 @@ class MPTransport(Answered):
     def wait_for_peer(self, timeout: float) -> bool:
         """Wait until the other side has used its end, or the link has ended.
 
+        Asked before a wait for an ack: that a worker has not attached yet is no failure.
+
         Returns:
             False if neither happened within ``timeout`` seconds.
         """

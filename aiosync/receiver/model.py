@@ -278,7 +278,7 @@ class WorkerModel:
         self._copies.wrap(model)
 
     def _let_go(self, chosen: Callable[[], object] | None = None) -> None:
-        """Let the model go, with memory of its own, and forget the version that it had."""
+        """Let the model go, with memory of its own; the next one begins without its version."""
         self.detach()
         current, self.current = self.current, None
         if current is not None and not self.copy:

@@ -643,7 +643,7 @@ class WeightReceiver:
         if self.updates.slots is not None:
             self.updates.slots.take_no_more()
         if self._owes_read:
-            # No read follows that would take it.
+            # The trainer counts on the version that it named, and no read follows: apply it now.
             self.applier.turns.submit()
         # Each callback runs, even if others raise: after the block, and the last one first.
         with contextlib.ExitStack() as last:

@@ -183,7 +183,7 @@ class Deltas:
             return None
         found = next((each for each in self._deltas if each.base.version == version), None)
         if found is None and carried is not None and carried.version == version:
-            self._drop(above=1)
+            self._drop(keep=1)
             found = self._add(carried.retain(), snapshot)
         if found is not None:
             found.base.retain()
@@ -194,11 +194,12 @@ class Deltas:
         newest = self._newest
         if newest is not None and snapshot.version <= newest.version:
             return
-        self._drop(above=0)
+        self._drop(keep=0)
         self._newest = snapshot.retain()
         if newest is None or newest.layout.digest != snapshot.layout.digest:
             self._layout = DeltaLayout(snapshot.layout.manifest)
         if newest is not None:
+            # The reference to it goes over to the delta, so that nothing is released here.
             self._add(newest, snapshot)
 
     def _add(self, base: Snapshot, new: Snapshot) -> Delta | None:
@@ -210,14 +211,14 @@ class Deltas:
         self._deltas.append(Delta(base, new, self._layout, self._size, self._tasks))
         return self._deltas[-1]
 
-    def _drop(self, *, above: int) -> None:
-        """Forget all deltas but the first ``above`` ones, and release their bases."""
-        while len(self._deltas) > above:
+    def _drop(self, *, keep: int) -> None:
+        """Forget all deltas but the first ``keep`` ones, and release their bases."""
+        while len(self._deltas) > keep:
             self._deltas.pop().base.release()
 
     def close(self) -> None:
         """Release all updates, at the end or when another sender's versions begin."""
-        self._drop(above=0)
+        self._drop(keep=0)
         if self._newest is not None:
             self._newest.release()
         self._newest = None

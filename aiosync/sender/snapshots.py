@@ -113,6 +113,7 @@ class Snapshot:
         if memory.buffer is None:
             memory.buffer = _buffer_of(memory)
         self.slot, self.buffer = memory, memory.buffer
+        # Set last, so that an interrupt leaves the slot free. No other send takes a new one before.
         memory.has_memory = memory.in_use = True
 
     def __del__(self) -> None:

@@ -342,11 +342,10 @@ class FlatBuffer:
         return True
 
     def release(self) -> None:
-        """Forget all views; the next call of :meth:`views` makes new ones.
+        """Forget all views, as they have an old layout or were moved; :meth:`views` makes new ones.
 
-        Views that are in use stay valid, and are no longer seen by :meth:`exclusive`. After this,
-        and once all views are gone, wrapped memory can be closed by its owner as soon as the buffer
-        itself is dropped.
+        Views in use stay valid, but :meth:`exclusive` no longer sees them: call this only while it
+        returns True.
         """
         self._views.clear()
         self._storages: list[int] = []

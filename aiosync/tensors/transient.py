@@ -27,11 +27,12 @@ class TransientBuffers:
         self._warned = False
 
     def check(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Warn of buffers that changed since :meth:`note`; forget what that call remembered."""
+        """Before an update, warn of buffers that changed since :meth:`note`; forget those noted."""
         left, self._left = self._left, {}
         both = left.keys() & buffers.keys()
         changed = sorted(name for name in both if _differs(buffers[name], *left[name]))
         if changed:
+            # From now on note() remembers nothing, so that this is the only warning.
             self._warned = True
             warnings.warn(
                 f"updates overwrite buffers of the {self._owner} that this process writes to: "

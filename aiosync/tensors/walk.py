@@ -422,14 +422,14 @@ def lacks_memory(model: object) -> bool:
 
 
 def find_nested(source: Any) -> Found:
-    """Walk a TensorDict or a mapping, nested or with dotted keys.
+    """Walk a TensorDict or a mapping, nested or with dotted keys; leave wrappers out of the names.
 
     Raises:
         ConfigError: A key is not a string.
     """
     places = list(_walk(source, ""))
     names = [plain_name(place.name) for place in places]
-    # If names collide, these are no wrappers.
+    # If two names become the same, the parts that were left out are no wrappers, and stay.
     if len(set(names)) == len(names):
         pairs = zip(places, names, strict=True)
         places = [each if each.name == name else each._replace(name=name) for each, name in pairs]

@@ -473,6 +473,7 @@ class Threads:
         self._loop = asyncio.get_running_loop()
         # Each thread takes its call off as that ends, so only a copy can be iterated.
         self._running: set[Future[Any]] = set()
+        # If no call was ever started, end() makes no last call, which would start a thread.
         self._used = self._ended = False
         close_in_child(self)
 

@@ -161,7 +161,7 @@ class FrameReader:
             self._loop.call_soon(self._on_turn)
 
     def _on_turn(self) -> None:
-        """Do the read that is due, unless it was called off or reading has stopped."""
+        """Do the read that :meth:`_read_soon` asked for, unless reading has stopped."""
         if self._read_again:
             self._read_again = False
             if self._watching:

@@ -263,7 +263,7 @@ class RayObjects:
             raise LocalProtocolError(str(exc)) from exc
 
     def _put(self, make: Callable[[], Any]) -> Entry:
-        """Put the object that ``make()`` returns into the store, on a thread."""
+        """Put the object that ``make()`` returns into the store. Runs on a thread, as it blocks."""
         self.check_cluster()
         try:
             entry = Entry(self._ray.put(make()))

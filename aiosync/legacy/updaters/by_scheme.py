@@ -324,7 +324,7 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         policy_weights: Live weights for updates without weights; those of the collector's policy,
             if omitted.
         remote_collectors: Handles of the actors; those of the registered collector, if omitted.
-        max_interval: Number of updates that a worker misses before it gets one.
+        max_interval: Number of updates that each worker is left out of before one goes to it.
         timeout: Seconds for each update; ``None`` waits for ever.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
@@ -345,7 +345,7 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         super().__init__(policy_weights, timeout)
         self.remote_collectors = remote_collectors
         self.max_interval: int = max(0, max_interval)
-        # Number of updates that each worker has missed since its last one.
+        # Each worker is left out of max_interval updates before one goes to it: of how many so far.
         self._left_out: Counter[int] = Counter()
 
     def _skip_update(self, worker_id: int) -> bool:
