@@ -644,7 +644,7 @@ class WeightReceiver(OfScheme):
         return True
 
     async def _wait_for_news(self, end: Endpoint, timeout: float | None) -> bool:
-        """Wait for an update that was not reported; return True if one came, or raise its error."""
+        """Wait until :meth:`_follow` applies an update; return True if so, or raise its error."""
         await end.until(lambda: self._news, timeout)
         news, self._news = self._news, False
         if isinstance(news, Exception):

@@ -245,7 +245,7 @@ class WeightSyncScheme(SchemeOptions):
             if sender is not None:
                 sender.close()
             raise
-        # A user's scheme may add its workers later.
+        # Without pipes the scheme below is the sender. A user's scheme may add its workers later.
         if not self.initialized_on_sender:
             self._sender = self.create_sender()
         # A transport for all workers has the place of worker 0's.

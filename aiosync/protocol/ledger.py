@@ -112,7 +112,7 @@ class Ledger:
         """Register a version that arrived.
 
         Raises:
-            StaleVersion: It is not news: :meth:`repeat` has the answer.
+            StaleVersion: It is of the newest epoch, and not newer: :meth:`repeat` has the answer.
         """
         if epoch != self.inbox.newest_epoch:
             # The refusal was of an earlier trainer.

@@ -191,6 +191,7 @@ class SchemeState(SchemeOptions):
         life = self._life
         if life.runtime is not None:
             return life.runtime.stats()
+        # Not called if there is a role, as it would refuse a scheme closed before it connected.
         if life.side is None:
             life.check_has_role()
         life.meter.role, life.meter.model = life.role or "sender", self.model_id or "policy"

@@ -467,7 +467,7 @@ def as_model_id(value: Any) -> str:
 
 
 def model_or_fallback(context: object, model_id: str) -> Any:
-    """Return the model of that id; without it ``None``, or for ``"policy"`` the fallback policy."""
+    """Return the model of that id, or ``None``; as policy, also a TorchRL collector's fallback."""
     try:
         return resolve_model(context, model_id)
     except AttributeError:

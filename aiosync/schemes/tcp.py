@@ -327,7 +327,7 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
         link: TCPTransport,
         timeout: float | None,
     ) -> None:
-        """Tell the weight server this trainer's model and version; the sender reads the answer."""
+        """Tell the weight server whose run this is; the sender reads the server's own Hello."""
         hello = Hello(
             role="sender",
             parts=not scheme.strict,

@@ -404,7 +404,7 @@ class WeightSender:
     def _links_that_take_named(
         self, plan: Prepared, targets: Collection[int], worker_ids: set[int] | None
     ) -> list[WorkerLink]:
-        """Return the links of the targets if naming the update is enough for them, else none."""
+        """Return the targets' links, or none if one needs a message, which only the loop sends."""
         links: list[WorkerLink] = []
         for idx in targets:
             link = self.workers.links.get(idx)

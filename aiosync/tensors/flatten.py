@@ -208,14 +208,15 @@ class Prepared:
         program.run(self.tensors, flat, pool)
 
     def _prepare_program(self, addresses: list[int]) -> _Program | None:
-        """Prepare the copies of tensors at these addresses; ``None`` if they are not yet steady.
+        """Prepare the copies of tensors at these addresses; ``None`` if that is not worth it yet.
 
-        Preparing a program pays only for tensors that stay where they are.
+        Preparing a program pays only for tensors that stay where they are. The first one is made at
+        once; after that, addresses have to be seen twice in a row.
         """
         plan = self.plan
-        is_new = plan.program is not None and plan.addresses != addresses
+        has_moved = plan.program is not None and plan.addresses != addresses
         plan.addresses = addresses
-        if is_new or self.signature is None:
+        if has_moved or self.signature is None:
             # The tensors may never be seen again, or are cast on the way.
             return None
         plan.program = _Program(self, addresses)

@@ -226,6 +226,7 @@ class ModuleTree:
     def __init__(self, source: nn.Module) -> None:
         self.source: nn.Module = source
         self.root: nn.Module = source
+        # Keys of the wrappers, which the names in the root's state_dict() lack.
         self._root_path = ""
         while (key := _wrapped(self.root)) is not None:
             self.root = getattr(self.root, key)
@@ -233,6 +234,7 @@ class ModuleTree:
         self.found: Found = Found()
         self.modules: list[tuple[nn.Module, str]] = []
         self._seen: set[int] = set()
+        # Each TensorDictParams and its tensors, which may be replaced while its tables stay.
         self._params: list[tuple[Any, dict[str, torch.Tensor]]] = []
         self._visit(source, "", "")
         self._dicts = [module.__dict__ for module, _ in self.modules]

@@ -506,7 +506,7 @@ class Threads:
         return await result_of(self.start(call), on_cancel)
 
     async def idle(self) -> None:
-        """Wait until no call runs any more.
+        """Wait until all calls that were started have ended, and none reads a tensor any more.
 
         Cancellation:
             Goes on to wait, and is raised then.
