@@ -126,6 +126,8 @@ SECONDS = float(os.environ.get("INTERRUPTED_SECONDS", "2.5"))
 """Seconds for which alarms go off. For longer runs:
 ``INTERRUPTED_SECONDS=60 pytest tests/sync/test_interrupts.py``.
 """
+FEWEST = 20 * SECONDS
+"""A test shows something if there were more interrupts than this."""
 
 
 class Alarms:
@@ -150,7 +152,9 @@ class Alarms:
 
         No alarm goes off in ``before``, which is called before each call.
         """
-        while time.monotonic() < self.until:
+        # A busy machine makes fewer calls in that time, and gets up to ten times as much.
+        late = self.until + 9 * SECONDS
+        while (now := time.monotonic()) < self.until or (self.interrupts <= FEWEST and now < late):
             before()
             try:
                 self.set(most)
@@ -364,7 +368,7 @@ alarms = [pytest.param(*each, marks=marks) for each, marks in ALARMS.items()]
 def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]) -> None:
     wrong, interrupts, segments = tools.in_process(interrupted_sends, make, kind)
     assert wrong == 0
-    assert interrupts > 20 * SECONDS
+    assert interrupts > FEWEST
     # This has room for a few slots of 0.7 MB.
     assert segments < 8 * 2**20
 
@@ -374,7 +378,7 @@ def test_an_interrupted_send_harms_no_other(make: Any, kind: type[BaseException]
 def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> None:
     mixed, interrupts = tools.in_process(interrupted_takes, make, kind)
     assert mixed == 0
-    assert interrupts > 20 * SECONDS
+    assert interrupts > FEWEST
 
 
 @pytest.mark.slow
