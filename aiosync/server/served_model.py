@@ -33,6 +33,7 @@ from aiosync.errors import (
     ConnectError,
     RemoteProtocolError,
     StaleVersion,
+    TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.receiver.answers import Outgoing
@@ -131,6 +132,8 @@ class ServedModel:
         self._session = secrets.token_bytes(16)
         self.workers.admission.path = (_mark_of(self._session),)
         self._updates = UpdateReader(takes_deltas=streaming.delta != "off")
+        # Held while a chunk is decoded and read.
+        self._reading = asyncio.Lock()
         self._early: Snapshot | None = None  # the update that is passed on while it arrives
         self._trainer_epoch: int | None = None
         # Epochs of the trainers that were accepted since the served epoch last changed.
@@ -289,6 +292,9 @@ class ServedModel:
             self.trainer.abort()  # the broken link of the same trainer
         self.trainer, self._trainer_epoch = link, hello.epoch
         try:
+            # A thread may still decode a chunk of the old link, into memory that both links use.
+            async with self._reading:
+                pass
             own_hello = await self.hello()
             try:  # the version that was being written may belong to another run
                 self._check_not_replaced(hello)
@@ -370,10 +376,14 @@ class ServedModel:
             answers.say(Ack(epoch, version, AckStatus.RECEIVED, is_base=True))
         while True:
             received = await link.recv(into=updates.lender)
-            work = updates.heavy_work(received)
-            if work is not None:
-                await in_pool_thread(work)
-            staged = updates.read(received)
+            async with self._reading:
+                # Another link may have replaced this one before this task went on.
+                if self.trainer is not link:
+                    raise TransportClosed("the trainer has dialled again over another link")
+                work = updates.heavy_work(received)
+                if work is not None:
+                    await in_pool_thread(work)
+                staged = updates.read(received)
             answers.check()
             if staged is not None:
                 self._take(answers, strategy, staged)

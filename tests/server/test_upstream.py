@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import aiosync
 from aiosync.errors import ConfigError, PartialSyncError
+from aiosync.receiver.kept_base import KeptBase
 from aiosync.server import WeightClient, WeightServer
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes import _deltas as deltas
@@ -236,6 +238,49 @@ async def test_few_changes_are_few_bytes_on_every_hop(stored: bool, tmp_path: Pa
                     ]
                     sent = [new - old for new, old in zip(after, before, strict=True)]
                     assert number == 0 or max(sent) < SIZE / 10, sent
+
+
+async def test_a_chunk_of_a_link_that_was_replaced_changes_no_later_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer dials again while a thread of the server decodes a delta of its old link."""
+    held, go, ended = threading.Event(), threading.Event(), threading.Event()
+    take = KeptBase.take
+
+    def slow(*args: Any) -> None:
+        is_first = not held.is_set()
+        held.set()
+        assert not is_first or go.wait(PATIENCE)
+        try:
+            take(*args)
+        finally:
+            if is_first:
+                ended.set()
+
+    options: Any = {"delta": "always", "chunk_nbytes": 2**17}
+    async with (
+        WeightServer(URL, **options) as server,
+        FaultProxy(server.url) as proxy,
+        bringing(proxy.url, weights := deltas.build()) as source,
+    ):
+        await source.connect()
+        await source.send()
+        monkeypatch.setattr(KeptBase, "take", slow)
+        for each in weights.buffers():
+            each[::50] += 1
+        handle = source.send_nowait()
+        await until(held.is_set)
+        proxy.cut()
+        # The new link may not bring the whole version before the thread has ended.
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: described(server)["version"] == source.version, 0.5)
+        go.set()
+        await until(ended.is_set)
+        with contextlib.suppress(PartialSyncError):
+            await handle
+        await source.wait_for_version(source.version)
+        pulled = (await WeightClient(server.url).pull()).mapping()
+        assert all(torch.equal(pulled[name], each) for name, each in weights.named_buffers())
 
 
 @pytest.mark.slow
