@@ -220,8 +220,13 @@ class WeightServer:
             raise self._crash
 
     async def aclose(self) -> None:
-        """Stop serving: write what is not on disk yet, then close every link. Idempotent."""
+        """Stop serving: write what is not on disk yet, then close every link. Idempotent.
+
+        A call while another one closes the server waits until that one has ended. If a call is
+        cancelled, it closes every link without waiting for the disk.
+        """
         if self._closed:
+            await self._ended.wait()
             return
         self._closed = True
         try:
@@ -230,9 +235,14 @@ class WeightServer:
         finally:
             for feed in self._feeds:
                 feed.cancel()
-            await asyncio.gather(*(model.aclose() for model in self._models.values()))
-            await self._tasks.aclose()
-            self._ended.set()
+            # The rest is closed as well if this call is cancelled.
+            try:
+                await asyncio.gather(*(model.aclose() for model in self._models.values()))
+            finally:
+                try:
+                    await self._tasks.aclose()
+                finally:
+                    self._ended.set()
 
     async def __aenter__(self) -> Self:
         await self.start()

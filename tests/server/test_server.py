@@ -587,6 +587,37 @@ def address(server: WeightServer) -> tuple[str, int]:
     return host, int(port)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_second_close_ends_with_the_first(
+    cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowStore(monkeypatch)
+    server = WeightServer(URL, store=tmp_path)
+    await server.start()
+    async with trainer(server, reconnect=0) as source:
+        handle = source.send_nowait(source.it)
+        await until(lambda: slow.versions == [1])
+        first = asyncio.ensure_future(server.aclose())
+        await until(lambda: "closed" in repr(server))
+        second = asyncio.ensure_future(server.aclose())
+        if cancelled:
+            first.cancel()
+        else:
+            assert not (await asyncio.wait({first, second}, timeout=0.1))[0]
+            slow.go()
+        async with asyncio.timeout(PATIENCE / 2):
+            await asyncio.wait({first})
+            assert first.cancelled() is cancelled
+            await second
+            await server.wait_closed()
+            await server.aclose()
+        stored = WeightStore(tmp_path).load("policy")
+        assert (stored is None) is cancelled
+        slow.go()
+        with contextlib.suppress(PartialSyncError):
+            await handle
+
+
 async def test_a_server_that_never_started_can_be_closed() -> None:
     server = WeightServer(URL)
     with pytest.raises(LocalProtocolError, match="not started"):
