@@ -234,7 +234,7 @@ class WeightServer:
             await self._listener.aclose()
         finally:
             for feed in self._feeds:
-                feed.cancel()
+                self._tasks.cancel(feed)
             # The rest is closed as well if this call is cancelled.
             try:
                 await asyncio.gather(*(model.aclose() for model in self._models.values()))

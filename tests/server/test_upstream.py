@@ -116,6 +116,14 @@ async def test_a_link_sends_no_faster_than_its_limit() -> None:
         assert loop.time() - began > 0.2
 
 
+async def test_the_end_of_a_server_that_follows_is_no_crash() -> None:
+    async with WeightServer(URL) as upstream, relay(upstream) as server:
+        await until(lambda: described(server)["trainer"] is not None)
+        waiting = asyncio.ensure_future(server.wait_closed())
+        await server.aclose()
+        await waiting
+
+
 async def test_a_link_to_the_upstream_comes_back(tmp_path: Path) -> None:
     """A cut link, an upstream that restarts empty or with a store, and a trainer's new run."""
     url, options = f"unix://{tmp_path / 'first'}", {"store": tmp_path / "store"}
