@@ -177,7 +177,7 @@ class WeightServer:
 
         Raises:
             StoreError: A file of the store is damaged; nothing is served.
-            LocalProtocolError: Called twice, or after :meth:`aclose`.
+            LocalProtocolError: Called twice, or :meth:`aclose` was called.
         """
         if self._closed or self._started:
             raise LocalProtocolError("a WeightServer can be started only once")
@@ -203,6 +203,8 @@ class WeightServer:
             if self._model_ids is not None and model_id not in self._model_ids:
                 continue
             stored = await in_pool_thread(self._store.load, model_id)
+            if self._closed:
+                raise LocalProtocolError("the server was closed while it loaded its store")
             if stored is not None:
                 self._new_model(model_id).restore(stored)
 

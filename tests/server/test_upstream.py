@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import aiosync
-from aiosync.errors import ConfigError, PartialSyncError
+from aiosync.errors import ConfigError, LocalProtocolError, PartialSyncError
 from aiosync.receiver.kept_base import KeptBase
-from aiosync.server import WeightClient, WeightServer
+from aiosync.server import WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes import _deltas as deltas
 from tests.schemes._harness import PATIENCE, until
@@ -163,6 +163,32 @@ async def test_a_server_that_restarts_catches_up(tmp_path: Path) -> None:
         async with relay(first, url, store=store) as server, worker(server) as below:
             await below.wait_for_version(report.version)
             assert holds(below, 2.0)
+
+
+async def test_a_server_that_is_closed_while_it_loads_follows_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, held, go = WeightStore.load, threading.Event(), threading.Event()
+
+    def slow(store: WeightStore, model_id: str) -> Any:
+        held.set()
+        assert go.wait(PATIENCE)
+        return load(store, model_id)
+
+    async with WeightServer(URL) as first, trainer(first) as source:
+        report = await send(source, 1.0)
+        async with relay(first, store=tmp_path) as server:
+            await until(lambda: described(server)["version"] == report.version)
+        monkeypatch.setattr(WeightStore, "load", slow)
+        server = relay(first, store=tmp_path)
+        starting = asyncio.ensure_future(server.start())
+        await until(held.is_set)
+        await server.aclose()
+        go.set()
+        with pytest.raises(LocalProtocolError, match="closed while it loaded"):
+            await starting
+        assert server.status()["models"] == []
+        await server.wait_closed()
 
 
 async def test_updates_of_some_names_pass_as_they_are() -> None:
