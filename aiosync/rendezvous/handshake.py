@@ -20,11 +20,16 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
-__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "SentOn", "admit", "greet"]
+__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "SentOn", "admit", "greet", "is_same_strategy"]
 
 HANDSHAKE_SECONDS = 30.0
 ANY_STRATEGY = "any"
 """Name of the strategy of a peer that takes or gives weights of any strategy, such as a file."""
+
+
+def is_same_strategy(one: str, other: str) -> bool:
+    """Return True if two peers have the same strategy, or one of them takes any."""
+    return one == other or ANY_STRATEGY in (one, other)
 
 
 async def admit(
@@ -85,7 +90,7 @@ async def admit(
                 f"this sender serves model {model_id!r}, the worker asked for "
                 f"{message.model_id!r}: pass the same model_id on both sides"
             )
-        if message.strategy != strategy and ANY_STRATEGY not in (message.strategy, strategy):
+        if not is_same_strategy(message.strategy, strategy):
             raise ConfigError(
                 f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
                 "construct both schemes with the same strategy"

@@ -12,7 +12,7 @@ from aiosync._log import log
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import AiosyncError
 from aiosync.rendezvous.dialer import is_final
-from aiosync.rendezvous.handshake import ANY_STRATEGY, admit
+from aiosync.rendezvous.handshake import ANY_STRATEGY, admit, is_same_strategy
 from aiosync.sender.update_queue import LateJoinerUpdates
 from aiosync.sender.worker_deaths import is_up
 from aiosync.sender.worker_link import WorkerLink
@@ -168,8 +168,13 @@ class Admission:
             transport.abort()
             raise
         # A link that is gone from the dictionary lost its index to a newer link, in _reserve().
-        if self.arriving.pop(transport, None) is not None:
-            registry.join(transport, idx, hello)
+        if self.arriving.pop(transport, None) is None:
+            return
+        if not is_same_strategy(hello.strategy, self.strategy):
+            # The strategy has changed since. The worker dials again, and is told.
+            transport.abort()
+            return
+        registry.join(transport, idx, hello)
 
     def _note_failure(self, idx: int, error: AiosyncError, *, is_last: bool) -> None:
         """Note why a handshake with a worker failed; if ``is_last``, no other link to it comes."""

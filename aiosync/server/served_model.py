@@ -38,7 +38,13 @@ from aiosync.errors import (
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.receiver.answers import Outgoing
 from aiosync.receiver.update_reader import Staged, UpdateReader
-from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, SentOn, greet
+from aiosync.rendezvous.handshake import (
+    ANY_STRATEGY,
+    HANDSHAKE_SECONDS,
+    SentOn,
+    greet,
+    is_same_strategy,
+)
 from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.incoming import Incoming
 from aiosync.server.fan_out import FanOut
@@ -224,12 +230,14 @@ class ServedModel:
     def _publish(self, epoch: int, strategy: str, snapshot: Snapshot, updated_at: float) -> None:
         """Serve a version to every worker; takes over the caller's reference to the snapshot."""
         workers, incoming = self.workers, snapshot.incoming
+        # Workers of another strategy must not get the last chunk.
+        self._agree_on(strategy)
         if incoming is not None:
             snapshot.incoming = None
             # Workers that got it while it arrived now get its last chunk.
             incoming.serve()
         self.replaced = self._replaced_by(epoch)
-        self.version, workers.admission.strategy = snapshot.version, strategy
+        self.version = snapshot.version
         if epoch != workers.epoch:
             self._let_in = ()
             workers.epoch, workers.version = epoch, 0
@@ -397,19 +405,16 @@ class ServedModel:
         """
         self.workers.admission.strategy = strategy
         for link in self.workers.links.values():
-            if link.hello.strategy != strategy and ANY_STRATEGY not in (
-                link.hello.strategy,
-                strategy,
-            ):
+            if not is_same_strategy(link.hello.strategy, strategy):
                 link.lose(ConfigError(f"the trainer's strategy is {strategy!r}"))
                 link.transport.abort()
 
     async def hello(self, *, is_upstream: bool = False) -> Hello:
         """Return the message that tells a trainer or an upstream what is here."""
-        strategy = self.workers.admission.strategy
         # The other side does not send again the version that the Hello names, so the version that
         # is being written should be on disk before the Hello.
         await self.drain()
+        strategy = self.workers.admission.strategy
         partial = self._updates.partial or (None, None, 0)
         # An upstream takes a subscriber with ANY_STRATEGY for a server. A trainer's strategy has to
         # match that of the served version.

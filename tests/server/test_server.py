@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -24,11 +25,12 @@ from aiosync.errors import (
     PeerClosed,
     TransportError,
 )
+from aiosync.sender import admission
 from aiosync.server import WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy
 from aiosync.wire import encode_values
 from tests.schemes._harness import PATIENCE, until
-from tests.schemes._models import fill, holds, linear, medium
+from tests.schemes._models import fill, filled, holds, linear, medium
 from tests.server._tools import URL, described, refused, send, trainer, worker
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
@@ -236,6 +238,73 @@ async def test_a_worker_that_comes_first_does_not_choose_the_strategy() -> None:
             assert holds(right, 1.0)
             with pytest.raises(PeerClosed, match="the sender's strategy is 'tensordict'"):
                 await wrong.wait_for_version(1)
+
+
+async def push(server: WeightServer, value: float) -> None:
+    """Push weights of any strategy, as ``aiosync push`` does."""
+    source = aiosync.TCPWeightSyncScheme(server.url, "state_dict", dial="both")
+    source.strategy_str = "any"
+    source.init_on_sender(model=linear(value))
+    async with source:
+        await source.connect()
+
+
+async def test_a_worker_does_not_get_the_versions_of_another_strategy() -> None:
+    """It came while weights of any strategy were served."""
+    async with WeightServer(URL) as server:
+        await push(server, 5.0)
+        async with worker(server, strategy="state_dict", reconnect=0.3) as wrong:
+            async with trainer(server, strategy="tensordict") as other:
+                await send(other, 6.0)
+                with pytest.raises(PeerClosed, match="the sender's strategy is 'tensordict'"):
+                    await wrong.wait_for_version(9)
+            assert filled(wrong.model, 5.0)
+
+
+async def test_a_worker_in_its_handshake_is_told_of_another_strategy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go, admit, calls = asyncio.Event(), admission.admit, itertools.count()
+
+    async def slow(*args: Any, **options: Any) -> Any:
+        is_first = next(calls) == 0
+        found = await admit(*args, **options)
+        if is_first:
+            await go.wait()
+        return found
+
+    monkeypatch.setattr(admission, "admit", slow)
+    async with (
+        WeightServer(URL) as server,
+        worker(server, strategy="state_dict", reconnect=0.3, initial=False) as wrong,
+        trainer(server, strategy="tensordict") as source,
+    ):
+        go.set()
+        await send(source, 1.0)
+        with pytest.raises(PeerClosed, match="the sender's strategy is 'tensordict'"):
+            await wrong.wait_for_version(9)
+        assert not filled(wrong.model, 1.0)
+
+
+async def test_a_trainer_is_told_the_strategy_of_the_version_that_was_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with WeightServer(URL, store=tmp_path) as server:
+        await push(server, 5.0)
+        slow = SlowStore(monkeypatch)
+        async with trainer(server, strategy="state_dict", reconnect=0) as source:
+            handle = source.send_nowait(source.it)
+            await until(lambda: slow.versions == [1])
+        with contextlib.suppress(AiosyncError):
+            await handle
+        await until(lambda: described(server)["trainer"] is None)
+        wrong = asyncio.ensure_future(
+            refused(trainer(server, timeout=1.0), ConnectTimeout, "strategy is 'tensordict'")
+        )
+        await until(lambda: described(server)["trainer"] is not None)
+        slow.go()
+        await wrong
+        assert described(server)["strategy"] == "state_dict"
 
 
 # -- versions of a part of the names, with ``strict=False`` ------------------------------------
