@@ -375,7 +375,7 @@ class Flattener:
         values = found.pack()
         tensors = found.tensors
         plan = self._plan = self._plan_for(found, tensors, values)
-        plan.outline = keys
+        plan.outline = None if found.values else keys
         prepared = plan.prepared(tensors, values)
         is_steady = (
             tree is not None

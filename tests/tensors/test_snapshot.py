@@ -247,6 +247,39 @@ def test_another_container_after_a_known_one(source: Any) -> None:
         assert contents(flattener, each) == expected(each)
 
 
+def _with_states() -> nn.Module:
+    """Return a module of which each part has an extra state of tensors only."""
+    part = Stateful({"mean": torch.full((2,), 7.0)})
+    part.weight = nn.Parameter(torch.ones(2))
+    return nn.Sequential(part, nn.Sequential(deepcopy(part)))
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "state_dict": lambda: _with_states().state_dict(),
+    "gathered": lambda: aiosync.gather_weights(_with_states()),
+    "nested": lambda: {"a": {"_extra_state": {"b": torch.ones(2)}, "c": torch.zeros(2)}},
+    "root": lambda: {"__extra_state__": {"b": torch.ones(2)}, "c": torch.zeros(2)},
+    "td": lambda: TensorDict(
+        {"__extra_state__": TensorDict({"b": torch.ones(2)}), "c": torch.zeros(2)}
+    ),
+    "bare": lambda: {"_extra_state": torch.ones(2), "c": torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("form", STATES)
+def test_an_extra_state_of_tensors_stays_one_value(form: str) -> None:
+    flattener = Flattener()
+    for _ in range(3):
+        source = STATES[form]()
+        wanted, prepared = collect(source), flattener.prepare(source)
+        assert prepared.values == wanted.values
+        assert bool(prepared.values) is (form != "bare")
+        names = [(leaf.name, leaf.kind) for leaf in prepared.layout.manifest.leaves]
+        assert names == [(leaf.name, leaf.kind) for leaf in wanted.leaves]
+        found = {name: bits(view) for name, view in copied(prepared).items()}
+        assert found == expected(source)
+
+
 def test_only_the_last_source_is_kept() -> None:
     flattener, sent = Flattener(), list[weakref.ref[torch.Tensor]]()
     for _ in range(3):
@@ -395,6 +428,15 @@ def test_a_single_dtype_does_not_round_statistics(
     for rule in ({"*": BF16}, {"*.count": BF16}):
         assert copied(Flattener(extract_as, dtype=rule).prepare(source))["0.count"].dtype is BF16
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_that_is_marked_as_a_buffer_later_is_not_rounded(nested: bool) -> None:
+    flattener, mean = Flattener(dtype=BF16), torch.full((2,), 1.00390625, dtype=torch.float64)
+    for tensor, dtype in ((mean, BF16), (nn.Buffer(mean), torch.float64), (mean, BF16)):
+        source: dict[str, Any] = {"w": torch.ones(2), "mean": tensor}
+        found = copied(flattener.prepare({**source, "in": source} if nested else source))
+        assert all(view.dtype is dtype for name, view in found.items() if name.endswith("mean"))
 
 
 def test_parameters_in_float64_are_no_statistics() -> None:
