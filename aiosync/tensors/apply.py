@@ -35,6 +35,7 @@ from aiosync.tensors.values import (
 from aiosync.tensors.views import new_memory
 from aiosync.tensors.walk import (
     Place,
+    is_freed,
     walk,
 )
 
@@ -197,7 +198,7 @@ class Target:
             except BaseException:  # The caller gets the error after the undo.
                 self._plan = None
                 for step in reversed(undo):
-                    step()
+                    _try_undo(step)
                 raise
         self._transient.note(plan.transient)
 
@@ -365,10 +366,23 @@ def _back_up(plan: Plan, undo: Undo) -> None:
     """
     moved = set(map(id, plan.moved))
     for tensor in filter(is_ordinary, plan.tensors.tensors):
-        # A moved tensor leaves its old memory, so that the elements there need no copy.
-        if id(tensor) not in moved:
-            undo.append(partial(tensor.copy_, tensor.detach().clone()))
+        # A moved tensor leaves its old memory, so that the elements there need no copy. Freed ones
+        # have nothing to copy.
+        if id(tensor) not in moved and not is_freed(tensor):
+            # torch refuses to write to an expanded tensor, whose elements are one in memory.
+            single = tuple(slice(None if step else 1) for step in tensor.stride())
+            elements = tensor.detach()[single]
+            undo.append(partial(elements.copy_, elements.clone()))
         undo.append(partial(_set_data, tensor, tensor.data))
+
+
+def _try_undo(step: Callable[[], object]) -> None:
+    """Take a step of an undo; log its error, which must not keep the steps after it from it."""
+    try:
+        step()
+    except Exception as exc:  # noqa: BLE001 - the caller raises the error that came first
+        text = "a part of the model could not be put back after a refused update"
+        log(logging.ERROR, "failed", text, model=None, error=exc)
 
 
 def _memory_of_moved(plan: Plan, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -790,6 +790,69 @@ def test_extra_state_that_is_refused(copy: bool) -> None:
     assert (target.extra, target.first.weight.sum()) == (2.0, 18)
 
 
+EXPANDED = [
+    torch.zeros(1).expand(4),
+    torch.zeros(3, 1).expand(3, 4),
+    torch.zeros(()).expand(2, 2),
+    torch.zeros(0, 1).expand(0, 4),
+]
+
+
+@pytest.mark.parametrize("mask", EXPANDED, ids=lambda mask: str(tuple(mask.shape)))
+def test_expanded_tensors_are_put_back_too(mask: torch.Tensor, copy: bool) -> None:
+    class WritesThere(Refuses):
+        def set_extra_state(self, state: float) -> None:
+            if self.mask.numel():
+                self.mask[(0,) * mask.dim()] = state
+            super().set_extra_state(state)
+
+    target = WritesThere(1.0, refuse=True)
+    target.register_buffer("mask", mask, persistent=False)
+    before = all_bits(target)
+    with pytest.raises(RuntimeError, match="this state is refused"):
+        send(Refuses(2.0, refuse=False), target, copy=copy)
+    assert all_bits(target) == before
+
+
+def test_a_part_whose_memory_was_freed_may_get_no_weights(copy: bool) -> None:
+    target, source = Refuses(1.0, refuse=False), Refuses(2.0, refuse=False)
+    target.offloaded = nn.Linear(64, 64)
+    for tensor in target.offloaded.parameters():
+        tensor.untyped_storage().resize_(0)
+    receiver = Target(target, strict=False)
+    send(source, receiver, copy=copy)
+    assert (target.extra, target.first.weight.sum()) == (2.0, 18)
+    target.refuse, source.extra = True, 3.0
+    before = all_bits(target.first)
+    add_one(source)
+    with pytest.raises(RuntimeError, match="this state is refused"):
+        send(source, receiver, copy=copy)
+    assert all_bits(target.first) == before
+    assert target.scale.tolist() == [2.0] * 3
+
+
+def test_all_else_is_put_back_if_something_cannot_be(
+    copy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OnlyReal(Refuses):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError("no tensors on the meta device")
+            super().__setattr__(name, value)
+
+    target, source = OnlyReal(1.0, refuse=True), Refuses(2.0, refuse=False)
+    target.register_parameter("late", nn.Parameter(torch.empty(2, device="meta")))
+    source.late = nn.Parameter(torch.ones(2))
+    before = all_bits(target.first)
+    with pytest.raises(RuntimeError, match="this state is refused"):
+        send(source, target, copy=copy)
+    assert all_bits(target.first) == before
+    assert target.scale.tolist() == [1.0] * 3
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert "no tensors on the meta device" in str(record.exc_info[1])
+
+
 # -- a module whose parameters are views of a flat buffer is still an ordinary one -----------------
 
 
