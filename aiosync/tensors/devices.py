@@ -96,8 +96,9 @@ class DeviceCopies:
         specs = layout.manifest.leaves
         runs = _runs(specs, self._add_large_blocks(tensors))
         nbytes = max((_end(specs[run[-1]]) - specs[run[0]].offset for run in runs), default=0)
-        self._memory: torch.Tensor = api.empty(nbytes, device)
+        # No later call could write to memory of the inference mode of the caller.
         with torch.inference_mode(False), torch.no_grad():
+            self._memory: torch.Tensor = api.empty(nbytes, device)
             self._blocks += map(self._make_block, runs)
         self._largest = max((block.stop - block.start for block in self._blocks), default=0)
 

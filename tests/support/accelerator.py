@@ -109,6 +109,9 @@ class Deferred:
         return torch.frombuffer(block, dtype=torch.uint8)
 
     def _begin(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # torch refuses it, too, but not for a detached one.
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("copy into an inference tensor outside of inference mode")
         target, source = target.detach(), source.detach()
         self._begun.append(lambda: target.copy_(source))
 

@@ -256,3 +256,19 @@ def test_a_copy_between_tensors_of_the_device_has_ended(device: Deferred) -> Non
     targets = [torch.zeros(5), torch.zeros(3, 2)]
     copy_tensors([(each, torch.ones_like(each)) for each in targets])
     assert all(bool(each.eq(1.0).all()) for each in targets)
+
+
+def test_memory_that_is_kept_for_copies_is_of_no_inference_mode(device: Deferred) -> None:
+    source, target, flattener = Many(1.0), Many(0.0), Flattener()
+    to = Target(target)
+    with torch.inference_mode():
+        prepared = flattener.prepare(source)
+        flat = FlatBuffer(prepared.layout.nbytes)
+        prepared.copy_into(flat)
+        to.apply_(prepared.layout, flat, {}, copy=True)
+    for tensor in source.state_dict().values():
+        tensor.fill_(2)
+    flattener.prepare(source).copy_into(flat)
+    to.apply_(prepared.layout, flat, {}, copy=True)
+    for name, tensor in target.state_dict().items():
+        assert bool(tensor.eq(2).all()), name
