@@ -150,7 +150,7 @@ class Found:
         self.add(Place(name, None, name, tensor, "buffer"))
 
     def same_as(self, other: Found) -> bool:
-        """Return True if the same names lead to the very same tensor objects."""
+        """Return True if the same names lead to the very same tensors, and to the same values."""
         return (
             len(self.places) == len(other.places)
             and all(
@@ -158,6 +158,10 @@ class Found:
                 for one, each in zip(self.places, other.places, strict=True)
             )
             and self.values.keys() == other.values.keys()
+            and all(
+                place.owner is other.values[name].owner and place.key == other.values[name].key
+                for name, place in self.values.items()
+            )
         )
 
 

@@ -381,6 +381,23 @@ def test_values_of_containers(copy: bool) -> None:
     assert td.is_locked
 
 
+def test_values_go_to_the_containers_that_are_there_now(copy: bool) -> None:
+    source: dict[str, Any] = {"sub": {"w": torch.ones(2), "step": 1}}
+    target: dict[str, Any] = {"sub": {"w": torch.zeros(2), "step": 0}}
+    receiver = Target(target)
+    send(source, receiver, copy=copy)
+    old, target["sub"] = target["sub"], dict(target["sub"])
+    source["sub"]["step"] = 2
+    send(source, receiver, copy=copy)
+    assert (old["step"], target["sub"]["step"]) == (1, 2)
+    # Both names are the same without the wrapper's part.
+    target["sub"]["_orig_mod.step"] = target["sub"].pop("step")
+    source["sub"]["step"] = 3
+    send(source, receiver, copy=copy)
+    assert target["sub"].keys() == {"w", "_orig_mod.step"}
+    assert target["sub"]["_orig_mod.step"] == 3
+
+
 def _noted(fill: float, note: Any) -> TensorDict:
     inner = TensorDict({"b": torch.full((2,), fill)}, [2])
     inner.set_non_tensor("note", note)
