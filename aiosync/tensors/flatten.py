@@ -183,6 +183,13 @@ class Prepared:
             ConfigError: The buffer is too small, or the storage of a tensor was freed.
         """
         layout, plan, program = self.layout, self.plan, self.plan.program
+        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        is_new = program is None or program.addresses != addresses
+        if is_new and not all(addresses):
+            # The plan may be one that was made before the memory was freed. Tensors without elements
+            # have no address either.
+            leaves = zip(layout.manifest.leaves, self.tensors, addresses, strict=True)
+            refuse_valueless((leaf.name, tensor) for leaf, tensor, at in leaves if not at)
         if flat.padded_for != layout.digest:
             # A device buffer is never padded, so that each copy into one ends here.
             if isinstance(flat, DeviceBuffer):
@@ -194,12 +201,7 @@ class Prepared:
                 copies.gather(self.tensors, flat)
         if not plan.on_host:
             return
-        addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        if program is None or program.addresses != addresses:
-            if not all(addresses):
-                # The plan may be one that was made before the memory was freed.
-                names = (leaf.name for leaf in layout.manifest.leaves)
-                refuse_valueless(zip(names, self.tensors, strict=True))
+        if is_new:
             program = self._prepare_program(addresses)
         if program is None:
             views = flat.views(layout)

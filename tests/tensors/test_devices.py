@@ -272,3 +272,22 @@ def test_memory_that_is_kept_for_copies_is_of_no_inference_mode(device: Deferred
     to.apply_(prepared.layout, flat, {}, copy=True)
     for name, tensor in target.state_dict().items():
         assert bool(tensor.eq(2).all()), name
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["on the host", "on the device"])
+def test_weights_that_were_freed_are_refused_after_a_plan_too(
+    device: Deferred, there: bool
+) -> None:
+    model, flattener = nn.Linear(2, 2), Flattener()
+    nbytes = flattener.prepare(model).layout.nbytes
+    memory = DeviceMemory.allocate(device.fake_driver, nbytes)
+    flat = DeviceBuffer(nbytes, lambda: memory) if there else FlatBuffer(nbytes)
+    for _ in range(2):
+        flattener.prepare(model).copy_into(flat)
+    model.weight.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match="'weight' .*freed"):
+        flattener.prepare(model).copy_into(flat)
+    model.weight.data = torch.full((2, 2), 3.0)
+    prepared = flattener.prepare(model)
+    prepared.copy_into(flat)
+    assert all(map(torch.equal, flat.views(prepared.layout), prepared.tensors))
