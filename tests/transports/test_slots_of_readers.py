@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
+
+import pytest
 
 from aiosync.transports.shared_memory.reader import SlotReader
 from aiosync.transports.shared_memory.slots import WANT, Segment
@@ -34,3 +37,43 @@ def test_an_older_segment_goes_though_an_interrupt_left_its_slot_locked() -> Non
     reader.close()
     for segment in segments:
         segment.close()
+
+
+def test_kept_memory_stays_though_another_thread_asked_for_the_version_meanwhile() -> None:
+    """That thread begins before the slot is opened for the first time, and ends after it."""
+    segment = Segment(1, NBYTES)
+    reader = SlotReader(deque([os.dup(segment.read_only_fd)]))
+    reader.words = memoryview(bytearray(4096)).cast("Q")
+    slot = segment.grow()
+    assert slot.lock()
+    slot.view[:4] = b"old!"
+    slot.seal(7, b"", 4)
+    reader.announce(SegmentMessage(1, NBYTES, 1))
+    reader.words[WANT] = 1 << 16 | 1 << 8
+    real, begun, go = os.fstat, threading.Event(), threading.Event()
+
+    def fstat(fd: int) -> os.stat_result:
+        if threading.current_thread() is asking and not begun.is_set():
+            begun.set()
+            assert go.wait(20)
+        return real(fd)
+
+    found: list[tuple[int, bytes]] = []
+    asking = threading.Thread(target=lambda: found.append(reader.named_version))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        asking.start()
+        assert begun.wait(20)
+        named = reader.open()
+        go.set()
+        asking.join()
+    assert named is not None and found == [(7, bytes(16))]
+    reader.hold(named)
+    kept = named.memory[:4]
+    reader.leave(named, keep=True)
+    assert slot.lock()
+    slot.view[:4] = b"new!"
+    slot.seal(8, b"", 4)
+    assert bytes(kept) == b"old!"
+    reader.close()
+    segment.close()

@@ -134,7 +134,9 @@ class _SegmentView:
                 raise TransportBroken(
                     f"this process cannot map a slot of {nbytes} bytes in shared memory: {exc}"
                 ) from exc
-            known = self.maps[index] = mapping, memoryview(mapping)
+            # Another thread may have mapped the slot meanwhile. All have to use one mapping, as
+            # keep() copies only that one.
+            known = self.maps.setdefault(index, (mapping, memoryview(mapping)))
         return known
 
     def share(self, index: int) -> memoryview:
