@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import os
@@ -63,6 +64,36 @@ async def test_what_a_worker_keeps_when_it_leaves_is_never_written() -> None:
                 await scheme.send()
             assert all(bool((each == 3.0).all()) for each in kept.values()), value
         assert num_slots() <= 6
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["writes", "forks"])
+async def test_a_worker_sees_each_new_version_after_its_own_page_has_another(fork: bool) -> None:
+    """A slot's header is in the page of the first weights, which is the worker's after a write."""
+    source, target = models.linear(), models.linear()
+    scheme = aiosync.SharedMemWeightSyncScheme(apply="manual")
+    scheme.init_on_sender(model=source)
+    worker = harness.twin(scheme)
+    worker.init_on_receiver(model=target)
+    async with scheme, worker:
+        await scheme.connect()
+        await worker.connect()
+        worker.apply_pending()
+        # Each slot is used several times.
+        for value in range(8):
+            if fork:
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                await asyncio.to_thread(os.waitpid, pid, 0)
+            else:
+                models.fill(target, -1.0)
+            models.fill(source, float(value))
+            sending = scheme.send_nowait()
+            assert await worker.wait_staged(scheme.version, timeout=5) == scheme.version
+            assert (worker.staged_version, worker.lag) == (scheme.version, 1)
+            assert worker.apply_pending() == scheme.version
+            assert models.filled(target, float(value))
+            await sending
 
 
 @pytest.mark.parametrize("last_stays", [False, True])

@@ -77,3 +77,24 @@ def test_kept_memory_stays_though_another_thread_asked_for_the_version_meanwhile
     assert bytes(kept) == b"old!"
     reader.close()
     segment.close()
+
+
+def test_a_version_still_counts_as_named_once_foreign_code_has_closed_the_descriptor() -> None:
+    """Otherwise nothing would open the slot, and so nothing would raise the error."""
+    segment = Segment(1, NBYTES)
+    given = os.dup(segment.read_only_fd)
+    reader = SlotReader(deque([given]))
+    reader.words = memoryview(bytearray(4096)).cast("Q")
+    slot = segment.grow()
+    assert slot.lock()
+    slot.seal(7, b"", 4)
+    reader.announce(SegmentMessage(1, NBYTES, 1))
+    reader.words[WANT] = 1 << 16 | 1 << 8
+    named = reader.open()
+    assert named is not None
+    reader.hold(named)
+    reader.words[WANT] = 2 << 16 | 1 << 8
+    os.close(given)
+    assert reader.named_version[0] > 0
+    reader.close()
+    segment.close()

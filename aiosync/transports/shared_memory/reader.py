@@ -139,6 +139,16 @@ class _SegmentView:
             known = self.maps.setdefault(index, (mapping, memoryview(mapping)))
         return known
 
+    def read_header(self, index: int) -> bytes | memoryview:
+        """Return a slot's header, as the sender sees it; less than that without such a slot."""
+        # In the private mapping, a page that this process wrote to has an old version's header.
+        if file_of(self._fd) == self._file:
+            return os.pread(self._fd, HEADER.size, index * self._slot_nbytes)
+        # Foreign code has closed the descriptor. Any version makes the caller open the slot, which
+        # raises the error.
+        known = self.maps.get(index)
+        return b"" if known is None else known[1]
+
     def share(self, index: int) -> memoryview:
         """Return a read-only view of one locked slot, with its header, as the sender sees it.
 
@@ -414,9 +424,12 @@ class SlotReader:
         if words is None or view is None:
             return 0, b""
         try:
-            version, _, digest, _, _ = HEADER.unpack_from(view.map(want & 255)[1], 0)
-        except (OSError, RemoteProtocolError, TransportBroken):
+            header = view.read_header(want & 255)
+        except OSError:
             return 0, b""
+        if len(header) < HEADER.size:
+            return 0, b""
+        version, _, digest, _, _ = HEADER.unpack_from(header, 0)
         # If the word has changed meanwhile, the header may be that of another version.
         return version if words[WANT] == want else 0, digest
 
