@@ -81,6 +81,9 @@ class FrameReader:
         self._loop = asyncio.get_running_loop()
         # The error that ends the link once every message that was read is handled.
         self._gone: PeerClosed | None = None
+        # The error that becomes that one once the stream has nothing left to read.
+        self._last_error: PeerClosed | None = None
+        self._reads_out = io.reads_out
         # In this order: the descriptor is registered with the loop; a read, or a step of decoding a
         # manifest, is due in the next turn of the loop.
         self._watching = self._read_again = self._next_step_due = False
@@ -93,9 +96,11 @@ class FrameReader:
         self.arrival.notify()
 
     def finish(self, error: PeerClosed) -> None:
-        """End the link with ``error`` once every message that was read is handled."""
-        self._gone = self._gone or error
-        self._pull()
+        """End the link with ``error`` once every message that the stream has is handled."""
+        self._last_error, self._reads_out = error, True
+        self.read_last()
+        # A message may wait for recv(), or the stream have more than one window.
+        self.resume()
 
     def lose(self, cause: OSError | PeerClosed, *, cut: bool) -> None:
         """End the link because its stream has ended; ``cut`` is true in the middle of a frame."""
@@ -140,7 +145,7 @@ class FrameReader:
             if not self._watching:
                 self._watching = True
                 self._loop.add_reader(self._io.fd, self._read)
-            if self._io.reads_out:
+            if self._reads_out:
                 self._read_soon()
 
     def _take_step(self) -> None:
@@ -197,7 +202,10 @@ class FrameReader:
             buffer = buffer[: min(most, _READ_NBYTES)]
             nbytes = io.readv([buffer])
         except BlockingIOError:
-            return 0
+            if self._last_error is None:
+                return 0
+            # The peer's process has ended, so nothing follows, although the stream is still open.
+            nbytes = 0
         except InterruptedError:
             self._read_soon()
             return 0
@@ -216,13 +224,13 @@ class FrameReader:
                 self.landed()
         else:
             # This is the end of the stream; messages that were read before still count.
-            self._gone = PeerClosed(f"{link.name} closed the link")
+            self._gone = self._last_error or PeerClosed(f"{link.name} closed the link")
             self._pause()
         self._pull()
         if self._next_step_due and decoder.is_busy:
             self._pause()
             return 0
-        more = nbytes == len(buffer) or io.reads_out
+        more = nbytes == len(buffer) or self._reads_out
         return nbytes if more and self.event is None and self._link is not None else 0
 
     def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:

@@ -289,7 +289,6 @@ class FramedTransport(Transport):
         """End the link, as the pidfd shows that the peer's process has ended."""
         self._loop.remove_reader(self.pidfd)
         # Messages that the peer sent before it died still count.
-        self._reader.read_last()
         self._reader.finish(PeerClosed(f"the process of {self.name} ended"))
 
     # -- receiving -------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -18,7 +20,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.transports import MPTransport, Received, SharedMemTransport, TCPTransport
-from aiosync.wire import Fetch, Update
+from aiosync.wire import Fetch, Update, encode_frame
 
 
 @pytest.mark.parametrize("kind", [TCPTransport, MPTransport, SharedMemTransport])
@@ -157,3 +159,45 @@ async def test_a_recv_that_ended_leaves_messages_for_the_next_one() -> None:
 
 def refuse(received: Received) -> None:
     raise RemoteProtocolError("not that")
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "held by another process"])
+@pytest.mark.parametrize("kind", [MPTransport, SharedMemTransport])
+@pytest.mark.asyncio
+async def test_what_a_process_sent_before_it_ended_is_read_to_the_end(
+    kind: Any, closes: bool
+) -> None:
+    """The loop was busy meanwhile, and hears of the messages and of the end in one turn."""
+    left, right = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with right:
+        async with kind(left, name="the trainer") as link:
+            link.channel.watch_process(process.pid)
+            receiving = asyncio.create_task(link.recv(timeout=20))
+            await asyncio.sleep(0.01)
+            payload = bytes(range(250)) * 600
+            right.sendall(encode_frame(update(1), len(payload)) + payload)
+            right.sendall(encode_frame(Fetch(1)) + encode_frame(update(2), 3) + b"abc")
+            process.communicate(b"\n")
+            if closes:
+                right.close()
+            assert b"".join((await receiving).payload) == payload
+            assert (await link.recv(timeout=20)).message == Fetch(1)
+            assert b"".join((await link.recv(timeout=20)).payload) == b"abc"
+            with pytest.raises(PeerClosed, match="the process of the trainer ended"):
+                await link.recv(timeout=20)
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_ended_in_mid_message_breaks_the_link() -> None:
+    left, right = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with right:
+        async with MPTransport(left, name="the trainer") as link:
+            link.channel.watch_process(process.pid)
+            receiving = asyncio.create_task(link.recv(timeout=20))
+            await asyncio.sleep(0.01)
+            right.sendall(encode_frame(update(1), 200_000) + bytes(100_000))
+            process.communicate(b"\n")
+            with pytest.raises(TransportBroken, match="the process of the trainer ended"):
+                await receiving
