@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -79,6 +80,9 @@ class TlsStream(ByteStream):
             raise ConfigError(f"this SSL context cannot be used: {exc}") from exc
         # Bytes that were taken out of _out, and that the kernel does not have yet.
         self._unsent = memoryview(b"")
+        # The error that the kernel reported behind data. It does so once, and the next read raises
+        # it. Only its number is kept, as an exception would keep this object.
+        self._errno: int | None = None
         self.readv, self.writev = self._readv, self._writev
 
     # -- the handshake -------------------------------------------------------------------------
@@ -171,11 +175,15 @@ class TlsStream(ByteStream):
                 try:
                     if overhead >= _READ_NBYTES:
                         raise InterruptedError
+                    if self._errno is not None:
+                        raise OSError(self._errno, os.strerror(self._errno))
                     nbytes = self.sock.recv_into(_scratch.memory)
-                except (BlockingIOError, InterruptedError):
-                    if total:
-                        break
-                    raise
+                except OSError as exc:
+                    if not total:
+                        raise
+                    if not isinstance(exc, BlockingIOError | InterruptedError):
+                        self._errno = exc.errno
+                    break
                 overhead += nbytes
                 if nbytes:
                     self._in.write(_scratch.memory[:nbytes])

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from aiosync.errors import ConnectError, RemoteProtocolError, TransportBroken
+from aiosync.errors import ConnectError, PeerClosed, RemoteProtocolError, TransportBroken
 from aiosync.testing import FaultProxy, Faults, Plan
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.tcp import TCPTransport
@@ -97,6 +97,22 @@ async def test_what_a_peer_said_before_it_reset_the_link_is_read() -> None:
         assert (await left.recv()).message == Fetch(7)
         with pytest.raises(TransportBroken):
             await sending
+
+
+async def test_what_arrived_together_with_a_reset_is_read_before_the_error() -> None:
+    async with pair() as (left, right):
+        receiving = asyncio.ensure_future(left.recv())
+        await asyncio.sleep(0.05)
+        await right.send(Fetch(7))
+        right.io.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asyncio.get_running_loop().remove_reader(right.io.fd)
+        # The end of a process closes its sockets without a close_notify of TLS.
+        right.io.close(farewell=False)
+        time.sleep(0.05)  # noqa: ASYNC251 - the message and the reset arrive before this end reads
+        assert (await receiving).message == Fetch(7)
+        with pytest.raises(PeerClosed) as caught:
+            await left.recv()
+        assert isinstance(caught.value.__cause__, ConnectionResetError)
 
 
 @pytest.mark.parametrize("faults", [Faults(cut_at=200_000), Faults(corrupt_at=200_000)], ids=str)
