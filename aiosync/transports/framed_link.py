@@ -380,6 +380,9 @@ class FramedTransport(Transport):
             reader.landed = lambda: landed(nbytes - decoder.missing_nbytes)
         try:
             reader.resume()
+            if self.error is not None:
+                # The reader has stopped, but may have read the whole payload before.
+                reader.event = decoder.next_event()
             while not isinstance(reader.event, FrameEnd):
                 self.check()
                 await reader.arrival.wait()

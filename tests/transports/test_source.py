@@ -201,3 +201,32 @@ async def test_a_process_that_ended_in_mid_message_breaks_the_link() -> None:
             process.communicate(b"\n")
             with pytest.raises(TransportBroken, match="the process of the trainer ended"):
                 await receiving
+
+
+@pytest.mark.parametrize("nbytes", [0, 1024])
+@pytest.mark.asyncio
+async def test_a_whole_message_stays_though_a_write_finds_that_the_peer_has_closed(
+    nbytes: int,
+) -> None:
+    left, right = socket.socketpair()
+    async with MPTransport(left) as link:
+        right.sendall(encode_frame(update(1), nbytes) + bytes([7]) * nbytes)
+        right.close()
+        with pytest.raises(PeerClosed):
+            link.send_nowait(Fetch(1))
+        received = await link.recv(timeout=5)
+        assert (received.message, b"".join(received.payload)) == (update(1), bytes([7]) * nbytes)
+        with pytest.raises(PeerClosed):
+            await link.recv(timeout=5)
+
+
+@pytest.mark.asyncio
+async def test_a_message_of_which_a_part_was_read_ends_as_the_link_did() -> None:
+    left, right = socket.socketpair()
+    async with MPTransport(left) as link:
+        right.sendall(encode_frame(update(1), 1024) + bytes(1000))
+        right.close()
+        with pytest.raises(PeerClosed):
+            link.send_nowait(Fetch(1))
+        with pytest.raises(PeerClosed):
+            await link.recv(timeout=5)
