@@ -20,6 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 
+from aiosync._repr import text_of
 from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
 
 __all__ = [
@@ -336,7 +337,7 @@ class WorkerThread:
             return result  # type: ignore[return-value]  # the call's own
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise error
-        raise RuntimeError(f"{type(error).__name__} was raised: {error}") from error
+        raise RuntimeError(f"{type(error).__name__} was raised: {text_of(error)}") from error
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

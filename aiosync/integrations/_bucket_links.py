@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiosync._log import log
+from aiosync._repr import text_of
 from aiosync._tasks import Notifier, TaskOwner
 from aiosync.errors import (
     AckTimeout,
@@ -363,7 +364,7 @@ class BucketSender:
         except BaseException as exc:  # raised again: the members are told first
             if count == 0:
                 busy.cancel()  # no member need get ready any more
-            self._home.start(self._give_up(busy, f"{type(exc).__name__}: {exc}"))
+            self._home.start(self._give_up(busy, f"{type(exc).__name__}: {text_of(exc)}"))
             if isinstance(exc, Exception):
                 async for _ in source:
                     pass

@@ -9,6 +9,8 @@ import threading
 import warnings
 from typing import Any
 
+from aiosync._repr import text_of
+
 __all__ = ["BackgroundReceiver"]
 
 _JOIN_SECONDS = 5.0
@@ -43,7 +45,8 @@ class BackgroundReceiver:
             try:
                 scheme.receive()
             except Exception as exc:  # noqa: BLE001 - becomes a warning
-                text = f"{type(scheme).__name__} could not receive: {type(exc).__name__}: {exc}"
+                what = f"{type(scheme).__name__} could not receive"
+                text = f"{what}: {type(exc).__name__}: {text_of(exc)}"
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from aiosync._repr import in_every_state
+from aiosync._repr import in_every_state, text_of
 from aiosync.errors import (
     ApplyError,
     ConfigError,
@@ -524,7 +524,7 @@ class WeightReceiver(OfScheme):
                 self._pass_on(weights)
         except BaseException as exc:  # the trainer gets it first, then the caller
             # Without an answer, the answer to the next weights would count for these.
-            self._answer(f"{type(exc).__name__}: {exc}")
+            self._answer(f"{type(exc).__name__}: {text_of(exc)}")
             raise
         self._answer("updated")
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from aiosync._meter import Meter
+from aiosync._repr import text_of
 from aiosync._tasks import call_soon
 from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, TransportError
 from aiosync.events import SyncOutcome
@@ -268,7 +269,8 @@ class Applier:
             self._refused_word, guard.seen = None, want
             # A newer word replaces the one whose update was refused.
             if words is None or words[0] == want:
-                raise ApplyError(f"the newest version could not be applied: {error}") from error
+                text = f"the newest version could not be applied: {text_of(error)}"
+                raise ApplyError(text) from error
 
     def _choose_next(self, by_hand: bool) -> bool:
         """Note the update to take now: the one that the word names, else the waiting one.
@@ -557,5 +559,5 @@ class Applier:
 def not_applied(version: int, error: BaseException) -> ApplyError:
     """Return the error that callers get for a version that the model or a hook refused."""
     kind = type(error).__name__
-    text = f"version {version} was refused: {kind}: {error}"
+    text = f"version {version} was refused: {kind}: {text_of(error)}"
     return ApplyError(text, version=version, remote_type=kind)

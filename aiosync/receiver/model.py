@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from aiosync._repr import text_of
 from aiosync._tasks import call_soon
 from aiosync.errors import ApplyError
 from aiosync.protocol import Inbox
@@ -334,8 +335,8 @@ def _nothing() -> None:
 
 def _misfit(version: int, error: BaseException) -> ApplyError:
     return ApplyError(
-        f"version {version} does not fit the new model, so the old one stays: {error} For a model "
-        "with another shape, set `scheme.model = None` first; it then gets the next update",
+        f"version {version} does not fit the new model, so the old one stays: {text_of(error)} For "
+        "a model with another shape, set `scheme.model = None` first; it then gets the next update",
         version=version,
         remote_type=type(error).__name__,
     )

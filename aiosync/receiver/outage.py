@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from aiosync._repr import text_of
 from aiosync.errors import AiosyncError, ConnectError, ConnectTimeout, PeerClosed, TransportClosed
 from aiosync.receiver.guard import Guard, weakly
 from aiosync.receiver.scheme_hooks import SchemeHooks, run_hook
@@ -142,7 +143,7 @@ class Outage:
             return None
         reason = error
         if not isinstance(reason, AiosyncError):
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            why = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
             reason = TransportClosed(f"this worker receives no more: {why}")
             reason.__cause__ = error
         # A farewell of the trainer is no reason to compute on: the receiver finds no other one.

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
+from aiosync._repr import text_of
 from aiosync._tasks import Newest, TaskOwner, in_pool_thread
 from aiosync.errors import (
     AiosyncError,
@@ -478,7 +479,7 @@ class WeightReceiver:
     def _refuse(self, epoch: int, version: int, error: BaseException) -> None:
         """Answer NACK for a version that the model, the transform or a hook refused."""
         answer = self.ledger.refuse(epoch, version, without_frames(error), time.monotonic())
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        why = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
         self._log("refused", f"version {version} was refused: {why}", version)
         self._promise.withdraw()
         self._say(answer)

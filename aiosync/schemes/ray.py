@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
+from aiosync._repr import text_of
 from aiosync._tasks import in_pool_thread
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
@@ -530,7 +531,7 @@ class RayModuleTransformSender:
         except Exception as exc:  # The error may be of any type; the caller of connect() sees it.
             reason = getattr(exc, "cause", None) or exc
             raise ConnectError(
-                f"{self.actor!r} could not join: {type(reason).__name__}: {reason}"
+                f"{self.actor!r} could not join: {type(reason).__name__}: {text_of(reason)}"
             ) from exc
 
     async def stop(self, model_id: str) -> None:

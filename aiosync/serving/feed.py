@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from aiosync._repr import text_of
 from aiosync._tasks import TaskOwner, WorkerThread
 from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
@@ -417,7 +418,7 @@ class WeightFeed:
                 except Exception:  # _follow() handles it
                     raise
                 except BaseException as exc:  # a SystemExit of the user's must not end the program
-                    raise ApplyError(f"{type(exc).__name__} was raised: {exc}") from exc
+                    raise ApplyError(f"{type(exc).__name__} was raised: {text_of(exc)}") from exc
 
         # An apply that has begun must end: no request may compute on weights half in place.
         await self._thread.run(apply, patience=None)

@@ -28,6 +28,7 @@ from typing import (
     runtime_checkable,
 )
 
+from aiosync._repr import text_of
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -356,7 +357,7 @@ def make_ack(
         version=version,
         status=status,
         error_type=type(error).__name__,
-        error_text=str(error) or type(error).__name__,
+        error_text=text_of(error) or type(error).__name__,
         is_base=is_base,
     )
 

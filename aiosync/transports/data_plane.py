@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from aiosync._repr import in_every_state
+from aiosync._repr import in_every_state, text_of
 from aiosync.errors import (
     AiosyncError,
     LocalProtocolError,
@@ -637,4 +637,4 @@ def copy_bytes(sources: Sequence[NDArray[np.uint8]], targets: Iterable[memoryvie
 
 def first_line(error: BaseException | None) -> str:
     """Return the first line of an error's text. Some libraries put a stack on the next ones."""
-    return str(error).strip().partition("\n")[0]
+    return text_of(error).strip().partition("\n")[0]

@@ -162,6 +162,44 @@ async def test_hooks_are_called_in_order_and_what_they_raise_is_a_refusal(
         assert models.holds(receiver, 9.0)
 
 
+class Mute(Refuses):
+    """Error without a text: ``str()`` of it raises, too."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("where", ["before_apply", "applied", "transform"])
+async def test_an_exception_that_has_no_text_is_a_refusal(make: Any, where: str) -> None:
+    is_bad = False
+
+    def function(weights: Any, version: int = 0) -> Any:
+        if is_bad:
+            raise Mute
+        return weights
+
+    init: dict[str, Any] = {"transform": function}
+    if where != "transform":
+        init = {"hooks": aiosync.SchemeHooks(**{where: function})}
+    init["model"] = models.linear()
+    async with here(make(), models.linear(1.0), init) as (sender, receiver):
+        is_bad = True
+        with pytest.raises(aiosync.PartialSyncError, match="Mute") as caught:
+            await sender.send(models.linear(2.0))
+            # A forward may be the first to take the version, and then raises.
+            with contextlib.suppress(aiosync.ApplyError):
+                receiver.model(torch.ones(1, 4))
+            await sender.send(models.linear(2.0))
+        error = caught.value.failed[0]
+        assert isinstance(error, aiosync.ApplyError)
+        assert error.remote_type == "Mute"
+        is_bad = False
+        assert (await sender.send(models.linear(3.0))).acked == {0}
+        assert models.holds(receiver, 3.0)
+
+
 @pytest.mark.asyncio
 async def test_a_hook_that_raises_ends_no_forward_and_is_told_afterwards() -> None:
     """A forward that takes a version by itself computes with it, as the model has it."""

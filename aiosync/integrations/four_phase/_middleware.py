@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import parse_qs
 
+from aiosync._repr import text_of
 from aiosync.errors import (
     ConfigError,
     ConnectError,
@@ -164,7 +165,8 @@ class FourPhaseMiddleware:
         except Refused as exc:
             status, answer = exc.status, {"error": str(exc)}
         except Exception as exc:  # noqa: BLE001 - the caller gets it
-            status, answer = _status_of(exc), {"error": f"{type(exc).__name__}: {exc}"[:MAX_TEXT]}
+            text = f"{type(exc).__name__}: {text_of(exc)}"
+            status, answer = _status_of(exc), {"error": text[:MAX_TEXT]}
         await send_json(send, status, answer)
 
     async def _run(self, path: str, scope: Any, body: Body) -> Body:

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from aiosync._repr import text_of
 from aiosync.errors import (
     AiosyncError,
     ApplyError,
@@ -238,8 +239,8 @@ class AiosyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  
                 self._roll_back()
                 if not info.rollback:
                     raise ApplyError(
-                        f"{exc}; it stopped halfway, and this engine has no copy to roll back to: "
-                        "restart it"
+                        f"{text_of(exc)}; it stopped halfway, and this engine has no copy to roll "
+                        "back to: restart it"
                     ) from exc
             raise
         if self._reference is None and self._check != "none":
@@ -455,7 +456,8 @@ class Ranks:
             yield
         except Exception as exc:  # noqa: BLE001 - raised again after the exchange with the others
             error = exc
-        self._texts = self._exchange("" if error is None else f"{type(error).__name__}: {error}")
+        text = "" if error is None else f"{type(error).__name__}: {text_of(error)}"
+        self._texts = self._exchange(text)
         if error is not None:
             raise error
         if self._texts:
