@@ -6,8 +6,10 @@ milliseconds. This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -89,13 +91,16 @@ class CopyPool:
         """Call a function for each item; return when all calls have returned."""
         # The threads share one iterator, as next() of a list iterator is atomic.
         left = iter(items)
-        helpers = [
-            self._executor.submit(_take, function, left)
-            for _ in range(min(self.num_threads, len(items)) - 1)
-        ]
+        helpers: list[Future[None]] = []
         try:
+            # If a thread cannot start, this one copies with those that there are.
+            with contextlib.suppress(RuntimeError):
+                while len(helpers) < min(self.num_threads, len(items)) - 1:
+                    helpers.append(self._executor.submit(_take, function, left))
             _take(function, left)
         finally:
+            # The executor keeps a helper that could not start: it must find no item later.
+            deque(left, maxlen=0)
             for helper in helpers:
                 # A helper that has not begun is not needed any more.
                 if not helper.cancel():

@@ -484,12 +484,18 @@ class Threads:
             The future of its result.
 
         Raises:
-            TransportBroken: :meth:`end` was called.
+            TransportBroken: :meth:`end` was called, or the system starts no thread.
         """
         if self._ended:
             raise TransportBroken("the link has ended")
-        self._used = True
-        return self._future_of(self._submit(call))
+        self._used, calls = True, [call]
+        try:
+            running = self._submit(calls)
+        except RuntimeError as exc:
+            # The executor keeps what it could not start, and runs it in its next thread.
+            calls.clear()
+            raise TransportBroken(f"a thread cannot start: {exc}") from exc
+        return self._future_of(running)
 
     async def run(
         self, call: Callable[[], _T], on_cancel: Callable[[], object] | None = None
@@ -527,7 +533,7 @@ class Threads:
             before = set(self._running)
             # The interpreter may be about to end.
             with contextlib.suppress(RuntimeError):
-                self._submit(lambda: (wait(before), last()))
+                self._submit([lambda: (wait(before), last())])
         self._pool.shutdown(wait=False)
 
     async def aclose(self, seconds: float) -> None:
@@ -543,11 +549,10 @@ class Threads:
         self._ended = True
         self._running.clear()
 
-    def _submit(self, call: Callable[[], _T]) -> Future[_T]:
+    def _submit(self, calls: list[Callable[[], _T]]) -> Future[_T]:
         # An executor drops its reference to a call only some time after the result is known, and by
         # then the buffers of a payload must belong to their owner alone. So the executor gets a
         # function that takes the call off a list.
-        calls = [call]
         running = self._pool.submit(lambda: calls.pop()())
         self._running.add(running)
         running.add_done_callback(self._running.discard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Barrier
@@ -160,3 +161,23 @@ def test_works_in_a_forked_child() -> None:
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_caller_copies_alone_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def fail(item: int) -> None:
+        taken.append(item)
+        raise LookupError
+
+    taken = list[int]()
+    with closing(CopyPool(2)) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert copies(pool)
+            with pytest.raises(LookupError):
+                pool.run(fail, range(9))
+        # The thread that starts now finds nothing left of that copy.
+        assert copies(pool)
+    assert taken == [0]

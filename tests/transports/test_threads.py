@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from aiosync.errors import TransportBroken
 from aiosync.transports.data_plane import Threads
 
 
@@ -30,3 +32,19 @@ async def test_calls_that_end_while_somebody_waits_for_them(often: None) -> None
             threads.start(int)
         threads.end()
         await threads.aclose(5.0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_whose_thread_cannot_start_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, ran = Threads("test", 1), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportBroken, match="a thread cannot start: can't start new thread"):
+            await threads.run(lambda: ran.append("refused"))
+    await threads.run(lambda: ran.append("started"))
+    assert ran == ["started"]
+    threads.end()
+    await threads.aclose(5.0)
