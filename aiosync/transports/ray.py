@@ -316,6 +316,11 @@ class RayObjects:
         name, actor = hub
         return name, landed(actor.put.remote(entry.ticket, [entry.ref]))
 
+    def lose_hub(self, name: str) -> None:
+        """Have the next payload start another hub, as the one of this name has died."""
+        if self._hub is not None and self._hub[0] == name:
+            self._hub = None
+
     def _start_hub(self) -> tuple[str, Any]:
         """Start the hub, if it does not run, and return its name and handle. It may block."""
         if self._hub is not None:
@@ -448,6 +453,7 @@ class RayTransport(DataPlaneTransport):
             try:
                 await self._outcome(passed_on, _HUB_SECONDS)
             except self._ray.exceptions.RayError as exc:
+                self._objects.lose_hub(hub)
                 # The frames of the error would keep the weights alive.
                 exc.__traceback__ = None
                 raise TransportBroken(f"Ray's hub actor has died: {_said(exc)}") from exc

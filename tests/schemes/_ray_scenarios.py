@@ -34,8 +34,9 @@ from aiosync.errors import (
 )
 from aiosync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
 from aiosync.testing import CONFORMANCE_CHECKS, ConformanceError, Hooks, check_transport
-from aiosync.transports.ray import RayActorTransport, RayTransport
+from aiosync.transports.ray import RayActorTransport, RayObjects, RayTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Update
 from tests.conformance.test_transports import cut_stream
 from tests.contract import remote
@@ -307,9 +308,18 @@ async def lost_in_the_store() -> None:
 
 
 async def dead_hub() -> None:
-    """A dead hub breaks the link; the kept error keeps no weights, here or in the store."""
+    """A dead hub breaks the link; the kept error keeps no weights, here or in the store.
+
+    The next link gets a new hub.
+    """
     update = Update(epoch=1, version=1, digest=b"d" * 16)
-    async with RayTransport.pair() as (sender, receiver):
+    # A scheme has one for all its links.
+    objects = RayObjects()
+    async with (
+        TCPTransport.pair() as (left, right),
+        RayTransport(left, objects=objects) as sender,
+        RayTransport(right, objects=objects) as receiver,
+    ):
         weights = np.zeros(4 * MIB, np.uint8)
         await asyncio.gather(sender.send(update, [memoryview(weights)]), receiver.recv())
         for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -324,6 +334,15 @@ async def dead_hub() -> None:
         del weights
         await until(lambda: gone() is None and stored() < MIB)
         assert sender.channel.error is not None
+    async with (
+        TCPTransport.pair() as (left, right),
+        RayTransport(left, objects=objects) as sender,
+        RayTransport(right, objects=objects) as receiver,
+    ):
+        sending = sender.send(update, [bytes(4 * MIB)], timeout=20)
+        _, received = await asyncio.gather(sending, receiver.recv())
+        assert received.nbytes == 4 * MIB
+    await objects.aclose()
 
 
 # -- actors without aiosync ---------------------------------------------------------------------
