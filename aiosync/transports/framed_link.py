@@ -70,6 +70,8 @@ _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffe
 
 _IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
+# The kernel takes 1024 buffers in one call, with that of the header.
+_NOWAIT_BUFFERS = 1000
 _LEAST_SECONDS = 0.01
 # Most characters of the reason that the peer is told.
 _MAX_REASON = 1000
@@ -412,11 +414,13 @@ class FramedTransport(Transport):
     ) -> bool:
         """See :meth:`Transport.send_nowait`; payloads above 64 KiB are always refused.
 
+        So are those of more than 1000 buffers.
+
         If the kernel takes only a part of the frame, the rest is copied and the loop writes it
         later; the frame counts as sent.
         """
         frame, views, nbytes = self._frame(message, payload, ext)
-        if nbytes > _NOWAIT_NBYTES:
+        if nbytes > _NOWAIT_NBYTES or len(views) > _NOWAIT_BUFFERS:
             self.check()
             return False
         return self.write_nowait(frame, views)

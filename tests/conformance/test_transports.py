@@ -36,6 +36,7 @@ from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Capabilities
+from aiosync.wire import Update
 from tests._certificates import certificates
 from tests.support.waiting import until
 
@@ -153,6 +154,22 @@ async def test_conformance(subject: Subject, check: Check) -> None:
     if reason is not None:
         pytest.skip(reason)
     await check.run(subject.factory, hooks=subject.hooks)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_more_buffers_than_one_write_takes(subject: Subject) -> None:
+    """``send_nowait()`` takes a small payload, or refuses it; the link goes on."""
+    pieces = [b"%04d" % number for number in range(2000)]
+    update = Update(1, 1, bytes(16))
+    async with subject.factory() as (sender, receiver):
+        if sender.send_nowait(update, pieces):
+            received = await receiver.recv(timeout=5)
+        else:
+            sending = sender.send(update, pieces, timeout=5)
+            _, received = await asyncio.gather(sending, receiver.recv(timeout=5))
+        assert b"".join(received.payload) == b"".join(pieces)
 
 
 # -- the suite itself: it must fail for a wrong transport ------------------------------------------
