@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from aiosync.errors import ConnectError
 from aiosync.protocol import as_pids
+from aiosync.rendezvous.same_host import peer_pid
 from aiosync.transports._process_end import find_exit_code, has_ended, open_pidfd
 from aiosync.transports.base import Transport
 
@@ -46,7 +47,10 @@ def watch_process(transport: Transport, pid: int) -> None:
     """Notice the worker's end even if another process holds a copy of its end of a pipe."""
     channel = transport.channel
     # The process id of another host means nothing here.
-    if channel is not None and channel.pidfd < 0 and not transport.capabilities.cross_host:
+    if channel is None or channel.ended or channel.pidfd >= 0 or transport.capabilities.cross_host:
+        return
+    # Nor does that of a process namespace which this process cannot see: another process has it.
+    if peer_pid(channel.io.sock) != 0:
         # There may be no such process in this namespace.
         with contextlib.suppress(ConnectError):
             channel.watch_process(pid)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
+import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import aiosync
 import aiosync.sync
+from aiosync.wire import Hello
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 
@@ -153,6 +159,38 @@ async def test_it_dies_while_a_blocking_send_begins(make: Any) -> None:
 async def _join_blocking(state: harness.State) -> None:
     state.scheme.init_on_receiver(model=state.model)
     await asyncio.to_thread(state.scheme.connect)
+
+
+async def test_a_process_of_another_namespace_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker's id, of a namespace that the trainer cannot see, is another process's here."""
+    other = subprocess.Popen(["sleep", "60"])
+
+    class Link(aiosync.MPTransport):
+        async def recv(self, **how: Any) -> Any:
+            received = await super().recv(**how)
+            if isinstance(received.message, Hello):
+                received.message = replace(received.message, pid=other.pid)
+            return received
+
+    # The kernel's credentials of such a process: no id, and this user.
+    unseen = struct.pack("3i", 0, os.geteuid(), os.getegid())
+    monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: unseen)
+    left, right = socket.socketpair()
+    trainer, worker = aiosync.MultiProcessWeightSyncScheme(), aiosync.MultiProcessWeightSyncScheme()
+    trainer.init_on_sender(model=models.linear(1.0), transports={0: Link(left)})
+    worker.init_on_receiver(model=models.linear(), transport=aiosync.MPTransport(right))
+    try:
+        async with trainer, worker:
+            await asyncio.gather(trainer.connect(), worker.connect())
+            other.kill()
+            other.wait()
+            assert (await trainer.send()).acked == {0}
+            assert (await trainer.send()).acked == {0}
+    finally:
+        other.kill()
+        other.wait()
 
 
 # -- many lost workers -----------------------------------------------------------------------------
