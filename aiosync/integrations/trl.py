@@ -85,7 +85,10 @@ class WeightTransfer:
         Raises:
             PartialSyncError: A worker of the engine has disconnected.
         """
-        self._require().stage({name: tensor.detach().to("cpu") for name, tensor in iterator})
+        engine = self._require()
+        # The iterator may gather each tensor into the memory of the one before.
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
+        engine.stage(copies)
 
     def resume(self) -> None:
         """Wait until all workers have the weights, and switch the engine to them.

@@ -311,8 +311,9 @@ class AiosyncTrainerEngine:
             self._check_workers(scheme)
             given = weights.items() if weights is not None else _items_of(self.source)
             # Tensors are copied one by one, so that the accelerator never holds all gathered
-            # tensors at a time.
-            values = {name: tensor.detach().to("cpu") for name, tensor in given}
+            # tensors at a time. A source may gather each into the memory of the one before.
+            copy = weights is None
+            values = {name: tensor.detach().to("cpu", copy=copy) for name, tensor in given}
 
             async def start() -> tuple[int, asyncio.Future[AiosyncError | None]]:
                 # The send ends with the activation of the version, which has no deadline.

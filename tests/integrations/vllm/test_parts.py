@@ -21,6 +21,7 @@ import torch
 import aiosync
 from aiosync import VersionSpan
 from aiosync.integrations.nemo_rl import Engine
+from aiosync.integrations.trl import WeightTransfer
 from aiosync.integrations.vllm import (
     AiosyncInitInfo,
     AiosyncTrainerEngine,
@@ -29,6 +30,7 @@ from aiosync.integrations.vllm import (
     register,
     span_of,
 )
+from tests.integrations._refits import as_bytes, through_one_buffer
 from tests.integrations.vllm._tools import make_weights
 from tests.support.pages import ROOT
 
@@ -302,6 +304,23 @@ def test_update(engine: _Engine, kind: str, tmp_path: Path) -> None:
         trainer.stage()
     with pytest.raises(aiosync.LocalProtocolError, match="shut down"):
         trainer.send_weights()
+
+
+def test_memory_that_the_source_uses_again_is_copied_first(engine: _Engine) -> None:
+    first, second = make_weights(1), make_weights(2)
+    info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
+    source = through_one_buffer(first)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine, source=source) as trainer:
+        trainer.send_weights()
+        assert as_bytes(engine.weights) == as_bytes(first)
+    transfer = WeightTransfer(engine, timeout=10.0)
+    transfer.init_weight_transfer()
+    try:
+        transfer.send_weights(through_one_buffer(second))
+        transfer.resume()
+        assert as_bytes(engine.weights) == as_bytes(second)
+    finally:
+        transfer.destroy()
 
 
 def test_a_trainer_that_resumes_goes_on_counting(engine: _Engine) -> None:
