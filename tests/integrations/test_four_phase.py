@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import threading
@@ -173,6 +174,61 @@ async def test_a_failed_update_leaves_the_version_and_names_the_cause() -> None:
         await asyncio.to_thread(train, url)
         assert asked == [([5.0, 5.0], "1")]
         assert await get(url) == ([20.0, 20.0], "4")
+
+
+class Holding(torch.nn.Linear):
+    """A model whose forward passes without gradients wait for a sign."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            self.entered.set()
+            self.go_on.wait(PATIENCE)
+        return super().forward(x)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        self(torch.ones(1, 4))
+
+
+@asynchronous
+@pytest.mark.slow
+async def test_a_version_that_arrives_during_the_switch_is_no_success() -> None:
+    model, source = Holding(), models.linear()
+    app = FourPhaseMiddleware(never, model=model, gate=AdmissionGate(initial_version=1))
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict", timeout=PATIENCE)
+    trainer.init_on_sender(model=source)
+    async with trainer, contextlib.aclosing(app):
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        models.fill(source, 1.0)
+        first = trainer.send_nowait()
+        await call(app, "/start_weight_update", "POST")
+        update = json.dumps({"update_info": {"version": first.version}}).encode()
+        assert (await post(app, UPDATE, update)).status == 200
+        # The switch waits for a forward that no admission at the gate covers.
+        holding = asyncio.ensure_future(asyncio.to_thread(model.hold))
+        await asyncio.to_thread(model.entered.wait, PATIENCE)
+        label = b'{"weight_version": "first"}'
+        finishing = asyncio.ensure_future(post(app, "/finish_weight_update", label))
+        await asyncio.sleep(0.2)
+        models.fill(source, 2.0)
+        second = trainer.send_nowait()
+        await asyncio.sleep(0.2)
+        model.go_on.set()
+        answer = await finishing
+        await holding
+        assert answer.status == 409, answer.json()
+        text = f"version {second.version} was applied in place of version {first.version}"
+        assert text in answer.json()["error"]
+        assert (await call(app, "/weight_info")).json() == {"weight_version": "default"}
+        assert app.gate.version == second.version and models.filled(model, 2.0)
+        await asyncio.gather(first, second, return_exceptions=True)
 
 
 def train_until_killed(url: str, ready: Any) -> None:

@@ -193,7 +193,8 @@ class Phases:
         if version is None:
             raise LocalProtocolError("no update is active: call start_weight_update first")
         scheme = self._require()
-        if version and scheme.staged_version:
+        # If none is staged, the model may have the version already.
+        if version and (scheme.staged_version or scheme.version != version):
             await self._switch_at_gate(scheme, version)
         self._label = self._label if label is None else label
         return {"message": "Weight update finished"}
@@ -209,14 +210,18 @@ class Phases:
 
     async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
         """Apply the staged version in a thread; raise if that is not ``version``."""
-        if scheme.staged_version != version:
-            text = f"version {scheme.staged_version} has come in place of version {version}"
-            raise LocalProtocolError(text)
+        if (staged := scheme.staged_version) != version:
+            here = f"version {staged} is here" if staged else "it is not here any more"
+            raise LocalProtocolError(f"version {version} was asked for, and {here}")
         self._swap, self._switching = swap, asyncio.current_task()
         try:
-            await asyncio.to_thread(scheme.apply_pending)
+            applied = await asyncio.to_thread(scheme.apply_pending)
         finally:
             self._swap = self._switching = None
+        # Another version may have arrived while the thread waited for the forwards to end.
+        if applied != version:
+            text = f"version {applied} was applied in place of version {version}"
+            raise LocalProtocolError(text)
 
     def _on_flip(self, epoch: int, version: int) -> None:
         """Activate the version at the gate, before the trainer gets its ack. On any thread."""
