@@ -333,6 +333,25 @@ async def test_a_pause_waits_for_running_requests_and_keeps_new_ones() -> None:
 
 
 @asynchronous
+@pytest.mark.slow
+async def test_a_pause_that_was_asked_for_anew_outlives_the_end_of_the_late_one() -> None:
+    app = app_of(max_pause=1.0)
+    assert (await call(app, "/pause", "POST")).status == 200
+    # The trainer does not answer, so this phase lasts until the first pause is late.
+    init = b'{"init_info": {"address": "tcp://127.0.0.1:9", "timeout": 1.5}}'
+    waiting = asyncio.ensure_future(post(app, INIT, init))
+    await asyncio.sleep(0.3)
+    again = asyncio.ensure_future(call(app, "/pause", "POST"))
+    assert (await waiting).status == 503
+    assert (await again).status == 200
+    await asyncio.sleep(0.1)
+    assert (await call(app, "/is_paused")).json()["is_paused"]
+    # That one has an end, too.
+    async with asyncio.timeout(PATIENCE), app.gate.request():
+        assert not (await call(app, "/is_paused")).json()["is_paused"]
+
+
+@asynchronous
 async def test_a_cancelled_call_goes_on() -> None:
     app = app_of(gate=AdmissionGate(initial_version=1, swap_timeout=PATIENCE))
     async with app.gate.request():

@@ -254,17 +254,24 @@ class Phases:
     async def resume(self, body: Body, query: Mapping[str, str]) -> Body:
         """Let requests in again; idempotent."""
         swap, self._pause = self._pause, None
-        if self._pause_end is not None:
-            self._pause_end.cancel()
+        end, self._pause_end = self._pause_end, None
+        if end is not None:
+            end.cancel()
         if swap is not None:
             await swap.__aexit__(None, None, None)
         return {"status": "resumed"}
 
     def _end_late_pause(self) -> None:
         """End a pause that has lasted too long, because its trainer may have died."""
+        self._start(self._resume_late(self._pause_end))
+
+    async def _resume_late(self, end: asyncio.TimerHandle | None) -> Body:
+        """Let requests in again, unless the pause with this end is over or was renewed."""
+        if self._pause_end is not end:
+            return {}
         text = f"no /resume came within {self._max_pause:g} s of /pause, so the pause was ended"
         log(logging.WARNING, "pause", text, model=None)
-        self._start(self.resume({}, {}))
+        return await self.resume({}, {})
 
     async def drop_caches(self, body: Body, query: Mapping[str, str]) -> Body:
         """Report success: no prefixes are kept here that old weights computed."""
