@@ -358,9 +358,7 @@ class BucketSender:
                 busy = self._home.start(self._deliver(frame, count, sum_of_frame))
             await asyncio.wrap_future(busy)
             busy = self._home.start(self._finish(count, version))
-            members = await asyncio.wrap_future(busy)
-        except PartialSyncError:
-            raise
+            outcome = await asyncio.wrap_future(busy)
         except BaseException as exc:  # raised again: the members are told first
             if count == 0:
                 busy.cancel()  # no member need get ready any more
@@ -369,8 +367,10 @@ class BucketSender:
                 async for _ in source:
                     pass
             raise
+        if isinstance(outcome, PartialSyncError):
+            raise outcome
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "nbytes": float(nbytes), "members": float(members)}
+        return {"seconds": seconds, "nbytes": float(nbytes), "members": float(outcome)}
 
     async def _begin(self) -> None:
         """Let each member into a new round once it is ready; note why one does not get ready."""
@@ -458,8 +458,8 @@ class BucketSender:
                 while peer.error is None:
                     await self._changed.wait()
 
-    async def _finish(self, count: int, version: int | None) -> int:
-        """End the round, wait for all answers, return their number; raise if a member failed."""
+    async def _finish(self, count: int, version: int | None) -> int | PartialSyncError:
+        """End the round, wait for all answers; return their number, or the error if one failed."""
         members, self._round = self._round, []
         number, seconds = self._number, self._seconds
 
@@ -482,7 +482,8 @@ class BucketSender:
         failed |= self._absent
         if failed:
             acked = [peer.rank for peer in members if peer.error is None]
-            raise PartialSyncError(acked=acked, failed=failed, version=version or number)
+            # It is returned, as the weights themselves may raise an error of this type.
+            return PartialSyncError(acked=acked, failed=failed, version=version or number)
         return len(members)
 
     async def _give_up(self, busy: Future[Any], cause: str) -> None:

@@ -9,7 +9,7 @@ import inspect
 import multiprocessing
 import pickle
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,18 +195,31 @@ async def test_a_consumer_that_fails_concerns_no_other() -> None:
             assert as_bytes(taken) == as_bytes(make_weights(2))
 
 
-async def test_a_source_that_fails_is_reported_to_all() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OverflowError("no more memory"),
+        # A trainer may sync with others while it gathers.
+        lambda: aiosync.PartialSyncError(acked=(), failed={0: aiosync.PeerClosed()}, version=1),
+    ],
+    ids=["its own", "of another sync"],
+)
+async def test_a_source_that_fails_is_reported_to_all(make: Callable[[], Exception]) -> None:
+    # Made here, because an error keeps the engines alive whose calls it ended.
+    error = make()
+
     def fail() -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_weights(1).items()
-        raise OverflowError("no more memory")
+        raise error
 
     async with refits() as workers:
         send = workers.policies[0].send_weights(fail())
         sent, *failed = await workers.outcomes(send, *map(take, workers.rollouts))
-        assert isinstance(sent, OverflowError)
+        assert sent is error
         for each in failed:
             assert isinstance(each, aiosync.PeerClosed)
-            assert "policy rank (" in str(each) and "OverflowError: no more memory" in str(each)
+            assert "policy rank (" in str(each)
+            assert f"{type(error).__name__}: {error}" in str(each)
         for taken in await workers.refit(make_weights(2)):
             assert as_bytes(taken) == as_bytes(make_weights(2))
 
