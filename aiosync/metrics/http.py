@@ -63,8 +63,6 @@ class HttpServer:
             raise ConfigError(f"allow_hosts must be a list of names: pass [{allow_hosts!r}]")
         self._listen, self._pages = listen, pages
         self._names = {_host_of(each) for each in (*allow_hosts, socket.gethostname())}
-        # True once the host's full name was looked up, which may take long and is seldom needed.
-        self._has_full_name = False
         # The task of each connection, oldest first, and True if its request has arrived.
         self._links: dict[asyncio.Task[None], bool] = {}
 
@@ -76,6 +74,8 @@ class HttpServer:
                 f"{self._listen.rpartition('@')[2]!r} is not HOST:PORT, such as 127.0.0.1:9464"
             ) from exc
         self._names.add(_host_of(address.host))
+        # The look-up of the host's full name, which may take seconds; None until it is needed.
+        self._full_name: asyncio.Future[str] | None = None
         sock, address = bind(address)
         # With start_serving=False this call does not suspend, so no cancellation can come between
         # the bind and the assignment of the server that has to be closed.
@@ -149,12 +149,12 @@ class HttpServer:
             return True
         with contextlib.suppress(ValueError):
             return bool(ipaddress.ip_address(host))
-        # The look-up may take seconds and is made only when needed: most clients use an address.
-        if not self._has_full_name:
-            self._has_full_name = True
+        # Most clients use an address, so that the look-up is seldom needed.
+        if self._full_name is None:
             loop = asyncio.get_running_loop()
-            self._names.add(_host_of(await loop.run_in_executor(None, socket.getfqdn)))
-        return host in self._names
+            self._full_name = loop.run_in_executor(None, socket.getfqdn)
+        # The end of one connection must not end the look-up for the others.
+        return host == _host_of(await asyncio.shield(self._full_name))
 
     async def _answer(self, request: bytes) -> bytes | AsyncGenerator[bytes]:
         """Return the whole answer to a request, or the events of a page that streams them."""

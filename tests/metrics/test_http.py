@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import urllib.request
 from typing import Any
 
@@ -18,7 +19,7 @@ from aiosync.metrics import Metrics, serve
 from aiosync.server import WeightServer
 from aiosync.serving import AdmissionGate
 from tests.metrics._tools import ask, get
-from tests.schemes._harness import twin
+from tests.schemes._harness import PATIENCE, twin, until
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer
 
@@ -90,6 +91,32 @@ async def test_a_name_that_somebody_else_may_have_chosen_is_refused(path: str) -
 async def test_an_address_and_a_name_of_this_host_are_answered(host: str) -> None:
     async with serve(Metrics(), ANY, allow_hosts=["given.example"]) as url:
         asked = f"GET /healthz HTTP/1.1\r\nHOST:{host}\r\n\r\n"
+        assert (await ask(url, asked)).status == 200
+
+
+@asynchronous
+async def test_a_slow_look_up_of_the_full_name_is_awaited_by_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def look_up() -> str:
+        begun.set()
+        go_on.wait(PATIENCE)
+        return "node7.cluster.example"
+
+    monkeypatch.setattr(socket, "getfqdn", look_up)
+    asked = "GET /healthz HTTP/1.1\r\nHost: node7.cluster.example:9464\r\n\r\n"
+    async with serve(Metrics(), ANY) as url:
+        asking = [asyncio.ensure_future(ask(url, asked)) for _ in range(32)]
+        await until(begun.is_set)
+        await asyncio.sleep(0.3)
+        # With one connection more the oldest has to end, while it waits for the look-up.
+        asking.append(asyncio.ensure_future(ask(url, asked)))
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        go_on.set()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert [getattr(each, "status", None) for each in answers].count(200) == 32
         assert (await ask(url, asked)).status == 200
 
 
