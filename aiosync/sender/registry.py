@@ -365,6 +365,14 @@ class WorkerRegistry:
         if len(lost) > REMEMBERED:
             self._forget()
 
+    def keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
+        """Keep errors of lost workers that no report has named, if their index has a new holder.
+
+        Only the next report can name them, as the record is that of the new holder.
+        """
+        replaced = {idx: why for idx, why in lost.items() if idx in self.links}
+        self.records.replaced = replaced | self.records.replaced
+
     def _forget(self) -> None:
         """Forget workers that went long ago, with the updates kept for each of them alone."""
         arriving = self.admission.arriving.values()

@@ -23,13 +23,22 @@ from aiosync.errors import (
     ConfigError,
     LocalProtocolError,
     PartialSyncError,
+    SendTimeout,
     SyncTimeout,
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.snapshots import STEP_SECONDS, How, Snapshot, SnapshotCopier, turn_to_copy
+from aiosync.sender.snapshots import (
+    OVERTAKEN,
+    STEP_SECONDS,
+    How,
+    Snapshot,
+    SnapshotCopier,
+    release_all,
+    turn_to_copy,
+)
 from aiosync.sender.steps import why_not_copied
 from aiosync.sender.update_chunks import Streaming
 from aiosync.sender.waits import WorkerWaits
@@ -265,10 +274,21 @@ class WeightSender:
         model = self.workers.model_id
         with Waiting("send()", timeout, why_not_copied, model=model), self._preparing(started):
             async with turn_to_copy(self._copying, timeout) as left:
-                # The scheme may have been closed meanwhile.
-                self.workers.check()
-                # Here the timeout ends only the wait for an optimizer's step: no copy is cut short.
-                return await self._take(planned, left)
+                while True:
+                    # The scheme may have been closed meanwhile.
+                    self.workers.check()
+                    newest = self.workers.version
+                    how = self._how if len(planned) == 1 and self._can_send_early() else "copy"
+                    # The time ends only the wait for an optimizer's step: no copy is cut short.
+                    snapshots = await self.copier.take_all(planned, how, left)
+                    if newest == self.workers.version:
+                        return snapshots
+                    # send_nowait() copied later, and has an older version than this send would get.
+                    release_all(snapshots.values())
+                    if timeout is not None:
+                        left = started + timeout - time.perf_counter()
+                        if left <= 0:
+                            raise SendTimeout(OVERTAKEN.format(timeout))
 
     def _dispatch_copies(
         self,
@@ -283,7 +303,7 @@ class WeightSender:
             self.workers.check()
             addressed = self.workers.find_targets(planned, worker_ids)
         except BaseException:  # The error goes on to the caller of send().
-            _release(snapshots)
+            release_all(snapshots.values())
             raise
         given = snapshots, addressed, worker_ids, timeout, started
         return self._dispatch(*given, at_once=not self.workers.has_ended())
@@ -330,21 +350,6 @@ class WeightSender:
         done = self._loop.create_future()
         done.set_result(sent)
         return sent.version, done
-
-    async def _take(
-        self, planned: Mapping[int | None, Prepared], timeout: float | None
-    ) -> dict[int | None, Snapshot]:
-        """Copy the weights of each worker, or borrow them if the links can send them early."""
-        how = self._how if len(planned) == 1 and self._can_send_early() else "copy"
-        snapshots = {}
-        patience = STEP_SECONDS if timeout is None else timeout
-        try:
-            for key, plan in planned.items():
-                snapshots[key] = await self.copier.take(plan, how, patience)
-        except BaseException:  # The error goes on to the caller of send().
-            _release(snapshots)
-            raise
-        return snapshots
 
     def _can_send_early(self) -> bool:
         """Return True if links can send the bytes before they are copied, or meanwhile."""
@@ -541,7 +546,7 @@ class WeightSender:
             outcome, error = "error", PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
         if send.lost and (error is not None or send.waiter.done()):
-            self._keep_replaced(send.lost)
+            self.workers.keep_replaced(send.lost)
         if not send.waiter.done():
             self._tell_caller(send, error)
 
@@ -558,15 +563,6 @@ class WeightSender:
         if send.workers or workers.links:
             return False
         return not any(each.has_left for each in workers.records.values())
-
-    def _keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
-        """Keep errors of lost workers that no report has named, if their index has a new holder.
-
-        Only the next report can name them, as the record is that of the new holder.
-        """
-        workers = self.workers
-        replaced = {idx: why for idx, why in lost.items() if idx in workers.links}
-        workers.records.replaced = replaced | workers.records.replaced
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
         """End the wait of ``send()`` with its report or error; its failures count as reported."""
@@ -791,9 +787,3 @@ def _keep_out_of_log(future: asyncio.Future[SendReport]) -> None:
     """Retrieve the error of a send that no caller awaits any more, which asyncio would log."""
     if future.done() and not future.cancelled():
         future.exception()
-
-
-def _release(snapshots: Mapping[int | None, Snapshot]) -> None:
-    """Give back the snapshots of an update that is not sent."""
-    for snapshot in snapshots.values():
-        snapshot.release()

@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -39,10 +39,22 @@ from aiosync.transports.shared_memory import DEVICE_SLOTS, MAX_SLOTS, Arena, Slo
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS
 
-__all__ = ["STEP_SECONDS", "How", "Snapshot", "SnapshotCopier", "turn_to_copy"]
+__all__ = [
+    "OVERTAKEN",
+    "STEP_SECONDS",
+    "How",
+    "Snapshot",
+    "SnapshotCopier",
+    "release_all",
+    "turn_to_copy",
+]
 
 STEP_SECONDS = 60.0
 """Seconds that a copy waits for an optimizer's step if its caller has no timeout."""
+OVERTAKEN = (
+    "send_nowait() copied newer weights meanwhile, and {:g} s were too short to copy them again"
+)
+"""Text of the error for a copy that would replace newer weights."""
 
 _T = TypeVar("_T")
 
@@ -193,6 +205,12 @@ class Snapshot:
                 free()
             else:
                 self.filling.add_done_callback(lambda _: free())
+
+
+def release_all(snapshots: Iterable[Snapshot]) -> None:
+    """Give back the snapshots of an update that is not sent."""
+    for snapshot in snapshots:
+        snapshot.release()
 
 
 def _buffer_of(slot: Slot) -> FlatBuffer:
@@ -495,6 +513,20 @@ class SnapshotCopier:
             snapshot.release()
             raise
         return snapshot
+
+    async def take_all(
+        self, planned: Mapping[int | None, Prepared], how: How, timeout: float | None
+    ) -> dict[int | None, Snapshot]:
+        """Copy the weights of each worker like :meth:`take`, or of none if one copy fails."""
+        snapshots: dict[int | None, Snapshot] = {}
+        patience = STEP_SECONDS if timeout is None else timeout
+        try:
+            for key, plan in planned.items():
+                snapshots[key] = await self.take(plan, how, patience)
+        except BaseException:  # The error goes on to the caller of send().
+            release_all(snapshots.values())
+            raise
+        return snapshots
 
     def _borrow(
         self,

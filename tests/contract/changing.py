@@ -121,7 +121,24 @@ async def check_a_step_that_raised(bench: Bench) -> None:
         assert await crew.workers[0].value() == 3.0
 
 
+async def check_copy_at_once_beside_a_send(bench: Bench) -> None:
+    """Weights that send_nowait() copies are not replaced by older ones of a send() before."""
+    model = large(0.0)
+    optimizer = _optimizer(model)
+    async with bench.crew(model, [large()]) as crew:
+        for turn in range(1, 4):
+            sending = asyncio.create_task(crew.sender.send())
+            # The copy begins, and the step waits for its end.
+            await asyncio.sleep(0)
+            optimizer.step()
+            handle = crew.sender.send_nowait()
+            await asyncio.gather(sending, handle)
+            await until(lambda: crew.sender.worker_versions[0] == crew.sender.version)
+            assert await crew.workers[0].value() == turn
+
+
 CHECKS = (
+    check_copy_at_once_beside_a_send,
     check_steps_beside_a_send,
     check_steps_in_a_thread,
     check_writes_beside_a_send,
