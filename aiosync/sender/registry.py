@@ -357,13 +357,13 @@ class WorkerRegistry:
         self.records[link.idx] = self.records.pop(link.idx)
         self._forget()
 
-    def on_listed(self, lost: Mapping[int, AiosyncError]) -> None:
-        """Note that a report lists these workers as lost: their records may be forgotten."""
+    def on_listed(self, lost: Mapping[int, AiosyncError], targets: Collection[int]) -> None:
+        """Note that a report lists these workers as lost, so that only targets keep a record."""
         self.records.replaced = {}
         for idx in lost:
             self.record(idx).listed = True
         if len(lost) > REMEMBERED:
-            self._forget()
+            self._forget(targets)
 
     def keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
         """Keep errors of lost workers that no report has named, if their index has a new holder.
@@ -373,10 +373,10 @@ class WorkerRegistry:
         replaced = {idx: why for idx, why in lost.items() if idx in self.links}
         self.records.replaced = replaced | self.records.replaced
 
-    def _forget(self) -> None:
+    def _forget(self, kept: Collection[int] = ()) -> None:
         """Forget workers that went long ago, with the updates kept for each of them alone."""
-        arriving = self.admission.arriving.values()
-        for idx in self.records.forget_gone({*self.expected.indices, *arriving, *self.links}):
+        here = *self.admission.arriving.values(), *self.links, *kept
+        for idx in self.records.forget_gone({*self.expected.indices, *here}):
             self.history.forget(idx)
 
     def end(self) -> None:

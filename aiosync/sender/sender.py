@@ -448,7 +448,7 @@ class WeightSender:
         if started >= meter.mark_due:
             meter.mark(version, started)
         if lost:
-            workers.on_listed(lost)
+            workers.on_listed(lost, targets)
         nbytes = 0
         for snapshot in snapshots.values():
             snapshot.version, snapshot.trace = version, trace
@@ -499,8 +499,10 @@ class WeightSender:
     def _offer(self, send: Send, snapshots: Mapping[int | None, Snapshot]) -> None:
         """Queue the update for each target that naming did not reach; fail those not linked."""
         workers = self.workers
-        for idx in sorted(send.waiting):
-            record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
+        # A link that ends here may have others' records forgotten.
+        records = {idx: workers.records[idx] for idx in sorted(send.waiting)}
+        for idx, record in records.items():
+            mine = snapshots.get(idx) or snapshots.get(None)
             if idx in workers.links and mine is not None:
                 workers.links[idx].offer(mine)
             else:

@@ -230,3 +230,27 @@ async def test_workers_that_went_are_forgotten(make: Any, named: bool) -> None:
         await scheme.send(worker_ids=0)
         assert len((await scheme.send(worker_ids=0)).lost) <= 64
         assert len(scheme.stats().workers) <= 65
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["to two", "to all"])
+@ANY
+async def test_a_send_to_a_worker_that_is_about_to_be_forgotten(make: Any, named: bool) -> None:
+    """It had left before so many others were lost, and no report has named it yet."""
+    options = {"reconnect": 0} if make is aiosync.TCPWeightSyncScheme else {}
+    scheme = make(**options)
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=None)
+    living, leaver = harness.twin(scheme), harness.twin(scheme)
+    async with scheme, living:
+        await scheme.connect()
+        for idx, worker in ((0, living), (100, leaver)):
+            worker.init_on_receiver(model=models.linear(), worker_idx=idx)
+            await worker.connect()
+        await leaver.aclose()
+        await _come_and_go(scheme, 66, 1)
+        await harness.until(lambda: scheme.worker_versions.keys() == {0})
+        if not named:
+            with pytest.raises(aiosync.PartialSyncError) as caught:
+                await scheme.send()
+            assert caught.value.failed.keys() == {*range(1, 67)}
+        report = await scheme.send(worker_ids=[0, 100] if named else None)
+        assert (report.acked, report.left) == ({0}, {100})
