@@ -151,6 +151,11 @@ class Trainer:
                 "context= to init_on_sender()"
             )
         each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
+        if self.runtime.workers.deltas is not None and None not in each:
+            raise ConfigError(
+                "delta= compares one state of the weights, and params_map or device_map_fn makes "
+                "one for each worker: choose one of them"
+            )
         return {
             idx: flatteners[-1 if idx is None else idx].prepare(value)
             for idx, value in each.items()

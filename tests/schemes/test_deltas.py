@@ -16,6 +16,7 @@ from torch import nn
 import aiosync
 import aiosync.sync
 from aiosync.errors import ConfigError
+from aiosync.tensors.delta import DeltaLayout
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes import _deltas as deltas
 from tests.schemes import _harness as harness
@@ -246,6 +247,27 @@ async def test_a_damaged_delta_costs_the_link_and_comes_again_whole() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_chunk_that_cannot_be_encoded_travels_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without memory, or without a thread, for it."""
+    async with pair(timeout=PATIENCE) as (sender, model, _, target):
+        encode, errors = DeltaLayout.encode, [MemoryError(), RuntimeError("can't start new thread")]
+
+        def fail_first(*args: Any) -> bytes:
+            if errors:
+                raise errors.pop()
+            return encode(*args)
+
+        monkeypatch.setattr(DeltaLayout, "encode", fail_first)
+        for _ in range(2):
+            step(model)
+            assert (await sender.send()).acked == {0}
+            assert deltas.digests(target) == deltas.digests(model)
+        assert not errors
+
+
+@pytest.mark.asyncio
 async def test_a_link_that_comes_back_goes_on_with_deltas() -> None:
     model, target = deltas.build(), deltas.build()
     sender = tcp()
@@ -277,6 +299,16 @@ def test_options_that_exclude_each_other_and_a_missing_library(
 
     with pytest.raises(ConfigError, match="per_worker_weights has many: choose one of them"):
         asyncio.run(connect(per_worker_weights=True))
+    state = dict(models.linear().state_dict())
+    maps: list[dict[str, Any]] = [
+        {"params_map": {0: state, 1: dict(state)}},
+        {"weights": state, "num_workers": 2, "device_map_fn": lambda _, given: dict(given)},
+    ]
+    for sources in maps:
+        scheme = tcp()
+        scheme.init_on_sender("policy", **sources)
+        with pytest.raises(ConfigError, match="makes one for each worker: choose one of them"):
+            asyncio.run(scheme.connect(timeout=5))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"pip install 'aiosync\[delta\]'"):
         asyncio.run(connect())
