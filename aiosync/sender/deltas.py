@@ -143,6 +143,9 @@ class Delta:
                 whole, nbytes, spent = self._measured
                 self._measured = whole + stop - start, nbytes + len(encoded), spent + seconds
                 found.set_result(encoded)
+        except (MemoryError, RuntimeError):
+            # There is no memory for the encoding, or no thread.
+            pass
         finally:
             if not found.done():
                 found.set_result(None)

@@ -148,7 +148,7 @@ class LateJoinerUpdates:
 
         Raises:
             LocalProtocolError: Together the updates exceed the limits.
-            TransportBroken: There is no memory for the whole.
+            TransportBroken: There is no memory for the whole, or no thread.
         """
         newest, group = snapshots[-1], tuple(snapshots)
         if len(snapshots) == 1:
@@ -164,7 +164,7 @@ class LateJoinerUpdates:
             except ConfigError as exc:
                 text = f"updates that waited cannot be put together: {exc}"
                 raise LocalProtocolError(text) from exc
-            except MemoryError as exc:
+            except (MemoryError, RuntimeError) as exc:
                 text = f"updates that waited cannot be put together: {exc}"
                 raise TransportBroken(text) from exc
             self._joins[group] = joined = Snapshot(

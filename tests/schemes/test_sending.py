@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from anyio import to_thread
 from tensordict import TensorDict
 from torch import nn
 
@@ -244,6 +245,40 @@ async def test_a_trainer_does_not_wait_for_workers_that_do_not_subscribe() -> No
             await until(lambda: len(trainer.worker_versions) == 1)
             await trainer.send(timeout=PATIENCE)
             assert await trainer.wait_for_version(trainer.version, timeout=1) == trainer.version
+
+
+async def test_updates_that_cannot_be_put_together_cost_one_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process can start no thread for it, and the worker dials anew."""
+    run, errors = to_thread.run_sync, [RuntimeError("can't start new thread")]
+
+    async def fail_first(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await run(*args, **options)
+
+    weights, names = {"a": torch.zeros(4), "b": torch.zeros(4)}, ("a", "b")
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", strict=False)
+    trainer.init_on_sender(weights=weights)
+    async with trainer:
+        await trainer.connect(timeout=PATIENCE)
+        for name in names:
+            await trainer.send({name: torch.ones(4)})
+        target = {name: torch.zeros(4) for name in names}
+        worker = aiosync.TCPWeightSyncScheme(
+            trainer.address, strict=False, subscribe=False, guard="reading"
+        )
+        worker.init_on_receiver(weights=target)
+        async with worker:
+            await worker.connect(timeout=PATIENCE)
+            for name in names:
+                await trainer.send({name: torch.full((4,), 2.0)})
+            monkeypatch.setattr(to_thread, "run_sync", fail_first)
+            await worker.pull(min_version=trainer.version, timeout=PATIENCE)
+            assert not errors
+            with worker.reading():
+                assert all(bool((each == 2.0).all()) for each in target.values())
 
 
 @both
