@@ -720,7 +720,11 @@ class WeightSyncScheme(SchemeOptions):
         own = {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
         # The state of the scheme below stands for that scheme: it holds a copy already, and a copy
         # of the scheme would be copied once more when it is pickled.
-        return {**own, "_scheme": self._scheme.__getstate__()}
+        below = self._scheme.__getstate__()
+        if self._receiver is not None:
+            # The index is that of this worker.
+            below["worker_idx"] = None
+        return {**own, "_scheme": below}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

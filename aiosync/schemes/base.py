@@ -121,9 +121,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         self._fabric = fabric
         self._begin(None)
 
-    def _begin(self, model_id: str | None) -> None:
+    def _begin(self, model_id: str | None, worker_idx: int | None = None) -> None:
         """Begin a new life in this process: without a role, a loop or links."""
         self._life = Life(model_id)
+        self._life.worker_idx = worker_idx
         self._fabric.begin(self._life)
 
     @classmethod
@@ -141,14 +142,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name != "_life"}
-        return {**state, "model_id": self.model_id}
+        return {**state, "model_id": self.model_id, "worker_idx": self._life.free_idx}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model_id = state.pop("model_id")
+        model_id, worker_idx = state.pop("model_id"), state.pop("worker_idx")
         self.__dict__.update(state)
         # A copy in this process was given the other scheme's fabric.
         self._fabric = copy.copy(self._fabric)
-        self._begin(model_id)
+        self._begin(model_id, worker_idx)
 
     @in_every_state
     def __repr__(self) -> str:
@@ -321,7 +322,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         """Raise if the scheme has a role; one that it had before a fork is dropped instead."""
         # The role, the context and the links are the parent process's.
         if self._life.inherited:
-            self._begin(self.model_id)
+            self._begin(self.model_id, self._life.free_idx)
         self._life.check_no_role(method)
 
     # -- connecting ----------------------------------------------------------------------------

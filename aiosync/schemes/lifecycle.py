@@ -157,6 +157,11 @@ class Life:
         """True if the process was forked since: tasks and open links are the parent's."""
         return self.pid != os.getpid()
 
+    @property
+    def free_idx(self) -> int | None:
+        """Index that was assigned for a later worker; ``None`` once this scheme has a role."""
+        return self.worker_idx if self.side is None else None
+
     def is_a(self, role: str) -> bool:
         """Return True if the scheme has this role, in this process."""
         return self.role == role and not self.inherited

@@ -241,6 +241,18 @@ def test_a_model_in_the_place_of_its_name_is_told_where_it_goes() -> None:
         scheme.init_on_sender(models.linear())  # type: ignore[arg-type]
 
 
+@facades
+@every
+def test_an_index_that_is_given_to_a_copy_travels_with_it(module: Any, name: str) -> None:
+    first = copy.copy(scheme_class(module, name)())
+    first.worker_idx = 2
+    for same in (pickle.loads(pickle.dumps(first)), copy.copy(first)):
+        assert same.worker_idx == 2
+        same.init_on_receiver()
+        # Another worker cannot have the index that this one has.
+        assert (same.worker_idx, copy.copy(same).worker_idx) == (2, None)
+
+
 @pytest.mark.asyncio
 @pytest.mark.one_loop
 @pytest.mark.parametrize("make", harness.SCHEMES)

@@ -106,6 +106,28 @@ def test_a_child_connects_as_a_worker(make: Any) -> None:
         assert tools.value_at(receiver) == 2.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_a_child_has_the_index_that_its_copy_was_given(make: Any) -> None:
+    scheme = make()
+    scheme.worker_idx = 2
+
+    def child() -> None:
+        scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+        assert scheme.worker_idx == 2
+
+    _in_child(child)
+    scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+
+    def child_of_a_worker() -> None:
+        scheme.init_on_receiver(model_id="policy", model=tools.filled(0.0))
+        # The parent has that index.
+        assert scheme.worker_idx is None
+
+    _in_child(child_of_a_worker)
+    scheme.shutdown()
+
+
 def _client_hello() -> bytes:
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
