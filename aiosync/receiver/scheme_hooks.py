@@ -39,10 +39,10 @@ class SchemeHooks:
             forwards over shared memory do not take versions by themselves.
         applied: Called when the model has the version, before the trainer is told. A plain function
             is called at that very moment, in the thread that applies the version, which may be that
-            of a forward pass: it must not wait, nor compute with the model. An ``async`` one may
-            pass the version on to copies of the model elsewhere; of the versions that arrive
-            meanwhile it is called with the newest only. The model keeps the version also if this
-            raises, and no read raises that.
+            of a forward pass: it must not wait, compute with the model, or return a coroutine. An
+            ``async`` one may pass the version on to copies of the model elsewhere; of the versions
+            that arrive meanwhile it is called with the newest only. The model keeps the version
+            also if this raises, and no read raises that.
         connected: Called with nothing when there is a link to the trainer, before anything is
             received over it: in ``connect()``, and again for each link that replaces a lost one. If
             it raises, the link ends, the trainer is lost, and the calls that wait for an update
@@ -74,29 +74,50 @@ class SchemeHooks:
 
     @functools.cached_property
     def at_once(self) -> Callable[[int, int], object] | None:
-        """The ``applied`` hook if it is a plain function, else ``None``."""
-        called = getattr(type(self.applied), "__call__", None)  # noqa: B004 - __call__ may be async
-        is_async = any(map(inspect.iscoroutinefunction, (self.applied, called)))
-        return None if is_async else self.applied
+        """A call of the ``applied`` hook if it is a plain function, else ``None``."""
+        if self.applied is None or _is_async(self.applied):
+            return None
+        return functools.partial(_call_plain, self.applied)
 
     @property
     def awaited(self) -> AfterApply | None:
         """The ``applied`` hook if it is an ``async`` function, else ``None``."""
-        if self.applied is None or self.at_once is self.applied:
+        if self.applied is None or self.at_once is not None:
             return None
         return functools.partial(run_hook, self.applied)
 
 
+def _is_async(hook: Callable[..., object]) -> bool:
+    """Return True for a coroutine function, also below decorators or as a ``__call__()``."""
+    called = getattr(type(hook), "__call__", None)  # noqa: B004 - __call__ may be async
+    return any(inspect.iscoroutinefunction(inspect.unwrap(each)) for each in (hook, called) if each)
+
+
+def _call_plain(hook: Callable[[int, int], object], epoch: int, version: int) -> None:
+    """Call a plain ``applied`` hook; refuse a result that has to be awaited."""
+    result = hook(epoch, version)
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise ConfigError(
+            "the hook `applied` returned an awaitable, and is no coroutine function: define it "
+            "with `async def`"
+        )
+
+
 async def in_thread(call: Callable[[], object]) -> None:
-    """Run a call that may block in a thread of its own, and wait for it.
+    """Run a call that may block in a thread of its own; wait for it, and for its awaitable result.
 
     A thread of a pool would keep the process from ending if the call never returns.
     """
     thread = WorkerThread("aiosync-cascade")
     try:
-        await thread.run(call, patience=0.0)
+        result = await thread.run(call, patience=0.0)
     finally:
         thread.close(patience=1.0)
+    # An `async def` below a decorator looks like a plain function, and gives a coroutine.
+    if inspect.isawaitable(result):
+        await result
 
 
 async def run_hook(hook: Callable[..., object], *args: object) -> None:

@@ -13,6 +13,8 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 import aiosync
 from aiosync import VersionSpan
 from tests.contract.bench import (
@@ -496,6 +498,12 @@ class Awaiting(Below):
         await self.below.sender.send(policy_or_weights)
 
 
+class Decorated(Awaiting):
+    """Context whose call is a coroutine function below a decorator."""
+
+    update_policy_weights_ = torch.no_grad()(Awaiting.update_policy_weights_)
+
+
 async def check_context_passes_on(bench: Bench) -> None:
     """A worker calls its context's ``update_policy_weights_()`` before it tells the trainer."""
     async with bench.sender(small(1.0), {"num_workers": 1}) as crew:
@@ -513,13 +521,14 @@ async def check_context_passes_on(bench: Bench) -> None:
 
 async def check_context_sends_on(bench: Bench) -> None:
     """``update_policy_weights_()`` of a context may await a scheme of its own on the same loop."""
-    async with bench.crew(small(1.0), [small()]) as below, bench.sender(small(1.0)) as crew:
-        context = Awaiting(small(), below)
-        worker = crew.hire(None, context=context)
-        worker.model = context.policy
-        await asyncio.gather(crew.sender.connect(), worker.connect())
-        await crew.send(2.0)
-        assert (await below.values(), await crew.values()) == ([2.0], [2.0])
+    for kind in (Awaiting, Decorated):
+        async with bench.crew(small(1.0), [small()]) as below, bench.sender(small(1.0)) as crew:
+            context = kind(small(), below)
+            worker = crew.hire(None, context=context)
+            worker.model = context.policy
+            await asyncio.gather(crew.sender.connect(), worker.connect())
+            await crew.send(2.0)
+            assert (await below.values(), await crew.values()) == ([2.0], [2.0])
 
 
 CHECKS = (

@@ -241,6 +241,41 @@ async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: A
 
 @pytest.mark.asyncio
 @both
+async def test_a_coroutine_function_below_a_decorator_is_awaited(make: Any) -> None:
+    told: list[int] = []
+
+    @torch.no_grad()
+    async def pass_on(epoch: int, version: int) -> None:
+        await asyncio.sleep(0.001)
+        told.append(version)
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=pass_on)}
+    async with here(make(), models.linear(1.0), init) as (sender, _):
+        assert (await sender.send()).acked == {0}
+        assert told == [1, 2]
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_plain_function_that_returns_a_coroutine_is_refused(make: Any) -> None:
+    """Nothing could await it at the moment at which a plain function is called."""
+    told: list[int] = []
+
+    async def pass_on(version: int) -> None:
+        told.append(version)
+
+    def plain(epoch: int, version: int) -> object:
+        return None if version == 1 else pass_on(version)
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=plain)}
+    async with here(make(guard="reading"), models.linear(1.0), init) as (sender, _):
+        with pytest.raises(aiosync.PartialSyncError, match="ConfigError: .*with `async def`"):
+            await sender.send()
+        assert told == []
+
+
+@pytest.mark.asyncio
+@both
 async def test_a_version_that_is_no_longer_to_be_passed_on_is_overtaken(make: Any) -> None:
     """An older version is overtaken even if the async hook refuses the newer one."""
     free = asyncio.Event()
