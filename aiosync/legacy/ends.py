@@ -11,7 +11,7 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aiosync._repr import in_every_state, text_of
@@ -183,7 +183,7 @@ class WeightSender(OfScheme):
             raise LocalProtocolError(
                 "Cannot call send() while an async send is pending. Call wait_async() first."
             )
-        self._wait(self._start(self._prepare(weights), worker_ids))
+        self._wait(self._start(self._prepare(weights), self.chosen(worker_ids)))
 
     def send_async(
         self, weights: Any = None, worker_ids: int | Iterable[int] | None = None
@@ -204,12 +204,13 @@ class WeightSender(OfScheme):
             raise LocalProtocolError(
                 "Cannot call send_async() again while a send is pending. Call wait_async() first."
             )
-        for transport in self.chosen(worker_ids).values():
+        chosen = self.chosen(worker_ids)
+        for transport in chosen.values():
             if not hasattr(transport, "send_weights_async"):
                 raise LocalProtocolError(
                     f"transport of type {type(transport)} does not support async send"
                 )
-        self._pending = self._start(self._prepare(weights), worker_ids)
+        self._pending = self._start(self._prepare(weights), chosen)
 
     def wait_async(self) -> None:
         """Wait for the pending :meth:`send_async`.
@@ -229,7 +230,7 @@ class WeightSender(OfScheme):
 
     def offer(self, weights: Any) -> None:
         """Offer weights to the workers that attach before the first send."""
-        self._start(weights, None)
+        self._start(weights, self.chosen(None))
 
     def _prepare(self, weights: Any) -> Any:
         """Return the weights of a send, extracted as views, and let the scheme register them."""
@@ -264,9 +265,9 @@ class WeightSender(OfScheme):
         there = [idx for idx in chosen if named is not None or idx not in self._lost]
         return {idx: self._transports[idx] for idx in there or chosen}
 
-    def _start(self, weights: Any, worker_ids: int | Iterable[int] | None) -> Deliveries:
-        """Begin to send weights to these workers; :meth:`_wait` waits for their answers."""
-        chosen, model_id = self.chosen(worker_ids), self._scheme.model_id or "policy"
+    def _start(self, weights: Any, chosen: Mapping[int, Any]) -> Deliveries:
+        """Begin to send weights over these transports; :meth:`_wait` waits for the answers."""
+        model_id = self._scheme.model_id or "policy"
         if all(isinstance(transport, MPTransport) for transport in chosen.values()):
             if weights is None:
                 raise ConfigError(

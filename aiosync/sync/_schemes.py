@@ -331,6 +331,10 @@ class WeightSyncScheme(SchemeState, abc.ABC):
 
     def _wait_for(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a coroutine method of the async scheme; an owner carries out the call in its way."""
+        if name == "send" and (len(args) > 1 or "worker_ids" in kwargs):
+            # Several calls below read the indices.
+            args = tuple(_listed(each) for each in args)
+            kwargs = {key: _listed(each) for key, each in kwargs.items()}
         owner = self._tenant.owner
         if owner is None:
             return self._proceed(name, *args, **kwargs)
@@ -570,6 +574,11 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     @in_every_state
     def __repr__(self) -> str:
         return f"<aiosync.sync twin of {self._scheme!r}>"
+
+
+def _listed(value: object) -> object:
+    """Return what an iterator gives, as a list; anything else itself."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
 async def _there(function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

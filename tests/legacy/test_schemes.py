@@ -266,6 +266,9 @@ def test_single_workers() -> None:
         ):
             sender.send(td(value), worker_ids=worker_ids)
             assert [tools.value_of(model) for model in models] == expected
+        sender.send_async(td(7.0), worker_ids=iter([0]))
+        sender.wait_async()
+        assert [tools.value_of(model) for model in models] == [7.0, 6.0]
         with pytest.raises(aiosync.ConfigError, match="worker_ids="):
             sender.send({0: td(1.0), 1: td(2.0)})
 

@@ -48,6 +48,18 @@ def test_send_waits_for_nobody(make: Any) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("sync", [False, True])
+def test_an_iterator_of_indices_is_read_once(make: Any, sync: bool) -> None:
+    with tools.pair(make, tools.filled(1.0), tools.filled(0.0), sync=sync) as (sender, receiver):
+        # Some of the sends have to wait for the loop, and others do not.
+        for version in range(2, 12):
+            assert sender.send(worker_ids=iter([0])).version == version
+            assert receiver.wait_for_version(version) == version
+            tools.value_at(receiver)
+        assert sender.send(None, (idx for idx in [0])).version == 12
+
+
+@EVERY
 def test_a_failure_is_raised_by_the_next_call_that_sends(make: Any) -> None:
     source, target = tools.filled(1.0), tools.filled(0.0)
     with tools.pair(make, source, target, sync=False) as (sender, receiver):
