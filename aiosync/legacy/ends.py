@@ -551,13 +551,15 @@ class WeightReceiver(OfScheme):
             ConfigError: ``No model registered`` (a ``ValueError``).
             ApplyError: The weights do not fit the model; nothing was changed.
         """
-        if inplace:
-            self._put(weights)
-        else:
-            self._replace(weights)
-        # A transport that does not tell if it owes an answer is always answered.
-        if getattr(self._transport, "owes_ack", True):
-            self._answer("updated")
+        try:
+            if inplace:
+                self._put(weights)
+            else:
+                self._replace(weights)
+        except BaseException as exc:  # the trainer gets it first, then the caller
+            self._answer_if_owed(f"{type(exc).__name__}: {exc}")
+            raise
+        self._answer_if_owed("updated")
 
     def _put(self, weights: Any) -> None:
         """Copy weights into the model on the portal's loop, between two forwards."""
@@ -576,6 +578,11 @@ class WeightReceiver(OfScheme):
             functools.partial(apply, model, weights, inplace=False), method="apply_weights"
         )
         self._target = None  # it refers to the parameters that were replaced
+
+    def _answer_if_owed(self, message: str) -> None:
+        """Answer the trainer, unless the transport tells that it owes no answer."""
+        if getattr(self._transport, "owes_ack", True):
+            self._answer(message)
 
     def _answer(self, message: str) -> None:
         """Answer the trainer with ``"updated"`` or an error's text, if the transport can answer."""

@@ -388,6 +388,25 @@ def test_weights_that_do_not_fit(make: Any, late: bool) -> None:
         assert tools.value_of(model) == 1.0
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_weights_that_are_applied_by_hand_and_do_not_fit(inplace: bool) -> None:
+    """The answer to the next weights does not count for those that were refused."""
+    model = tools.filled(0.0)
+    with workers.pair(MP, model) as (sender, receiver):
+        for weights, refused in (({"weight": torch.zeros(2, 4)}, True), (ones(), False)):
+            sender.send_async(weights)
+            (_, arrived), _ = receiver.transports[0].pipe.recv()
+            if refused:
+                with pytest.raises((aiosync.ApplyError, aiosync.ManifestMismatch)):
+                    receiver.apply_weights(arrived, inplace)
+                with pytest.raises(aiosync.PartialSyncError, match="Apply|Mismatch"):
+                    sender.wait_async()
+            else:
+                receiver.apply_weights(arrived, inplace)
+                sender.wait_async()
+        assert tools.value_of(model) == 1.0
+
+
 def test_a_worker_that_is_refused() -> None:
     mine, theirs = Pipe()
     with MP() as scheme, MP() as other:
