@@ -345,6 +345,20 @@ class Given:
                 "have: pass the model itself (model=, and num_workers= on the sender)"
             ) from exc
 
+    def replace(self, name: str, value: Any) -> None:
+        """Set the model, the weights or the context; a model and weights replace each other.
+
+        Raises:
+            ConfigError: A function loads the weights, in the place of both.
+        """
+        loads = self.loader is not None and name != "context" and value is not None
+        refuse((loads, "load cannot be provided if model or weights are provided"))
+        setattr(self, name, value)
+        if value is not None and name == "model":
+            self.weights = None
+        elif value is not None and name == "weights":
+            self.model = None
+
     def find(self) -> Any:
         """Return the model as it is now: as given, or from the context; ``None`` without one."""
         if self.model is not None:

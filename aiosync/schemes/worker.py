@@ -203,11 +203,11 @@ class Worker:
             self.check(scheme, value)
         receiver, given = self.runtime, self._given
         if receiver is None or life.closed or life.inherited:
-            setattr(given, name, value)
+            given.replace(name, value)
             return
         changed = copy.copy(given)
-        setattr(changed, name, value)
-        chosen = functools.partial(setattr, given, name, value)
+        changed.replace(name, value)
+        chosen = functools.partial(given.replace, name, value)
         use = functools.partial(receiver.applier.use_model, changed.target(), chosen)
         run_on_loop(life.loop, use)
 

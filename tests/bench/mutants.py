@@ -387,8 +387,9 @@ MUTANTS = [
     Mutant(
         "a copy has a role",
         "schemes/base.py",
-        "        self._begin(model_id)\n\n    @in_every_state",
-        "        self._begin(model_id)\n        self._life.side = True\n\n    @in_every_state",
+        "        self._begin(model_id, worker_idx)\n\n    @in_every_state",
+        "        self._begin(model_id, worker_idx)\n        self._life.side = True\n\n"
+        "    @in_every_state",
         contract("pickling"),
     ),
     # -- the wire

@@ -264,3 +264,33 @@ async def test_copies_and_changes_inside_of_reads_and_beside_them(make: Any, cha
             target(torch.ones(4))
             handle.remove()
         await harness.deliver(sender, receiver, 5.0)
+
+
+async def test_a_model_takes_the_place_of_weights_and_they_of_a_model() -> None:
+    source, model = models.linear(1.0), models.linear()
+    kept = {name: torch.zeros_like(each) for name, each in source.state_dict().items()}
+    init = {"weights": kept}
+    start = {"model": source}
+    scheme = SHM(guard="reading")
+    async with harness.here(scheme, None, sender=start, receiver=init) as (sender, worker):
+        worker.model = model
+        assert models.holds(worker, 1.0)
+        models.fill(source, 2.0)
+        assert (await sender.send()).acked == {0}
+        assert models.holds(worker, 2.0)
+        worker.weights = kept
+        assert (worker.model, worker.weights) == (None, kept)
+        models.fill(source, 3.0)
+        assert (await sender.send()).acked == {0}
+        with worker.reading():
+            assert (kept["bias"].tolist(), model.bias.tolist()) == ([3.0, 3.0], [2.0, 2.0])
+
+
+async def test_a_function_that_loads_weights_keeps_its_place() -> None:
+    start, init = {"model": models.linear()}, {"load": lambda weights: list(weights)}
+    scheme = SHM(guard="reading")
+    async with harness.here(scheme, None, sender=start, receiver=init) as (_, worker):
+        for name, value in (("model", models.linear()), ("weights", {"w": torch.zeros(1)})):
+            with pytest.raises(aiosync.ConfigError, match="load cannot be provided"):
+                setattr(worker, name, value)
+            setattr(worker, name, None)
