@@ -201,15 +201,22 @@ class Worker:
         """Set the model, weights or context, and tell the receiver; all of it or nothing."""
         if name != "context":
             self.check(scheme, value)
-        receiver, given = self.runtime, self._given
-        if receiver is None or life.closed or life.inherited:
+        given = self._given
+        before = copy.copy(given)
+        if self.runtime is None or life.closed or life.inherited:
             given.replace(name, value)
-            return
+            # The loop may have made the receiver meanwhile, which then has to be told.
+            if self.runtime is None or life.closed or life.inherited:
+                return
         changed = copy.copy(given)
         changed.replace(name, value)
         chosen = functools.partial(given.replace, name, value)
-        use = functools.partial(receiver.applier.use_model, changed.target(), chosen)
-        run_on_loop(life.loop, use)
+        use = functools.partial(self.runtime.applier.use_model, changed.target(), chosen)
+        try:
+            run_on_loop(life.loop, use)
+        except BaseException:  # raised again for the caller, for whom nothing has changed
+            vars(given).update(vars(before))
+            raise
 
     # -- the trainer ---------------------------------------------------------------------------
 

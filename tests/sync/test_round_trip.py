@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import aiosync
 import aiosync.sync
+from aiosync.schemes.sources import Given
 from tests.sync import _tools as tools
 
 
@@ -143,3 +145,37 @@ def test_ready_blocks_until_there_is_a_version() -> None:
         told = (receiver.ready.is_set(), bool(sender.ready), repr(receiver.ready))
         assert told == (True, True, "<ready>")
         assert tools.value_at(receiver) == 1.0
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_a_model_that_is_assigned_while_connect_runs(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    """The thread that assigns it has seen no receiver, and then there is one."""
+    seen, may_go_on = threading.Event(), threading.Event()
+
+    def assign_late(given: Any, name: str, value: Any) -> None:
+        if name == "model" and value is not None:
+            seen.set()
+            assert may_go_on.wait(tools.PATIENCE)
+        object.__setattr__(given, name, value)
+
+    model = tools.filled(0.0)
+    with make() as sender:
+        sender.init_on_sender(model=tools.filled(1.0))
+        sender.connect()
+        with copy.copy(sender) as worker:
+            worker.init_on_receiver()
+            monkeypatch.setattr(Given, "__setattr__", assign_late, raising=False)
+            thread = threading.Thread(target=setattr, args=(worker, "model", model))
+            thread.start()
+            assert seen.wait(tools.PATIENCE)
+            worker.connect(initial=False)
+            worker.wait_staged(1)
+            may_go_on.set()
+            thread.join()
+            # Forwards are guarded, and take the version that waited for the model.
+            deadline = time.monotonic() + 5.0
+            while tools.value_of(model) != 1.0 and time.monotonic() < deadline:
+                model(torch.ones(1, model.in_features))
+            assert tools.value_of(model) == 1.0
