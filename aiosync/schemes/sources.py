@@ -417,9 +417,13 @@ def resolve_path(root: object, path: str) -> Any:
                 f"{path!r} is not a path: write attributes, indices and keys, for example "
                 "'env.transform[0].module'"
             )
+        missing: tuple[type[Exception], ...] = (AttributeError, IndexError, KeyError)
+        if step.group(1) is None:
+            # The container may still be None. An attribute's own TypeError is an error of its code.
+            missing = (*missing, TypeError)
         try:
             here = _take_step(here, step)
-        except (AttributeError, IndexError, KeyError) as exc:
+        except missing as exc:
             raise AttributeError(
                 f"Attribute {step.group(0).lstrip('.')} from {path!r} not found in "
                 f"{type(root).__name__}"

@@ -119,6 +119,25 @@ async def test_a_context_that_has_no_such_model(make) -> None:
         assert await receiver.wait_for_version(1) == 1
 
 
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("path", ["models['critic']", "models[0]"])
+async def test_a_context_whose_container_comes_later(make, path) -> None:
+    owner = _Owner(models.linear())
+    owner.models = None
+    scheme = make()
+    scheme.init_on_sender(model_id=path, model=models.linear(1.0), num_workers=None)
+    receiver = harness.twin(scheme)
+    receiver.init_on_receiver(model_id=path, context=owner)
+    async with scheme, receiver:
+        await scheme.connect()
+        with pytest.warns(UserWarning, match="has no model"):
+            await receiver.connect(initial=False)
+        owner.models = {"critic": models.linear(), 0: models.linear()}
+        assert await receiver.wait_for_version(1) == 1
+        assert models.holds(receiver, 1.0)
+
+
 WEIGHTS = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
 WRONG: list[dict[str, Any]] = [
     {"weights": WEIGHTS},
