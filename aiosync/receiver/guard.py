@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
@@ -38,10 +39,17 @@ from aiosync.receiver.code_marks import is_automatic, never_traced, no_guard
 from aiosync.receiver.forwards import Forwards
 from aiosync.receiver.read_versions import ReadVersions
 
-__all__ = ["PATIENCE_SECONDS", "Guard", "weakly"]
+__all__ = ["PATIENCE_SECONDS", "TASKS_AROUND", "Guard", "weakly"]
 
 PATIENCE_SECONDS = 30.0
 """Seconds for which a call in one thread waits for another thread."""
+
+TASKS_AROUND: ContextVar[tuple[weakref.ref[asyncio.Task[Any]], ...]]
+"""Tasks in whose ``async with`` blocks this code is: its own one, and those that started it there.
+
+A block may have ended since. A context may outlive such a task, so the references are weak.
+"""
+TASKS_AROUND = ContextVar("aiosync_tasks_around", default=())
 
 # A thread that waits looks again at the latest after this, and a coroutine after this pause.
 _LOOK_SECONDS = 0.05
@@ -590,6 +598,14 @@ class Guard:
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
         """Return True if this very task is inside a block of this thread."""
         return task is not None and task in self._open.get(threading.get_ident(), ())
+
+    @property
+    def is_open_around(self) -> bool:
+        """True inside an open block of this task, or of one that started this one inside it."""
+        around = [task() for task in TASKS_AROUND.get()]
+        with self._lock:
+            reads = [read for reads in self._open.values() for read in reads]
+        return any(task is not None and task in reads for task in around)
 
     def refuse_inside_read(self, method: str) -> None:
         """Raise if this thread reads, as a call inside a read cannot wait for it to end.

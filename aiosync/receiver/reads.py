@@ -26,7 +26,7 @@ from aiosync._tasks import current_task
 from aiosync.errors import ConfigError
 from aiosync.receiver.code_marks import automatic, itself, never_traced
 from aiosync.receiver.forwards import has_no_forward
-from aiosync.receiver.guard import Guard
+from aiosync.receiver.guard import TASKS_AROUND, Guard
 from aiosync.spans import VersionSpan, epoch_text
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _PAUSE_SECONDS = 0.001
 # An automatic read that keeps an update waiting for longer warns.
 _LONG_SECONDS = 1.0
 
-# Guards in whose reads this task is, or a task that started it: no update can go first.
-_inside: ContextVar[tuple[int, ...]] = ContextVar("aiosync_inside", default=())
 # Guards whose reads are open in the thread that waits for this code.
 _waiting: ContextVar[tuple[int, ...]] = ContextVar("aiosync_waiting", default=())
 
@@ -98,14 +96,16 @@ class Reading:
 
     async def __aenter__(self) -> Self:
         guard = self._guard
-        if id(guard) not in _inside.get():
+        # While a block around this one is open, no update can go first.
+        if not guard.is_open_around:
             # A coroutine that runs one forward after the other must give the loop its turns.
             await asyncio.sleep(0)
             while guard.turn_left > 0:  # noqa: ASYNC110 - other threads do not wake a loop
                 await asyncio.sleep(_PAUSE_SECONDS)
             guard.note_overlap()
         self.__enter__()
-        _inside.set((*_inside.get(), id(guard)))
+        if (task := current_task()) is not None:
+            TASKS_AROUND.set((*TASKS_AROUND.get(), weakref.ref(task)))
         return self
 
     async def __aexit__(
@@ -114,11 +114,10 @@ class Reading:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        reads = list(_inside.get())
-        # The block may have been entered in another context.
-        with contextlib.suppress(ValueError):
-            reads.remove(id(self._guard))
-        _inside.set(tuple(reads))
+        around = [task for task in TASKS_AROUND.get() if task() is not None]
+        if (task := current_task()) is not None and weakref.ref(task) in around:
+            around.remove(weakref.ref(task))
+        TASKS_AROUND.set(tuple(around))
         self.__exit__(exc_type, exc, traceback)
 
 

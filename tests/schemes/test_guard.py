@@ -26,6 +26,7 @@ import aiosync
 from aiosync.schemes import Guard
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.one_loop
 both = pytest.mark.parametrize("make", harness.SCHEMES)
@@ -392,3 +393,29 @@ async def test_a_child_outside_of_every_read_is_warned_of_once(make: Any) -> Non
         for _ in range(500):
             other(X)
         assert not is_looked_at(other)
+
+
+@pytest.mark.asyncio
+@both
+async def test_tasks_that_a_block_started_let_updates_in_once_it_has_ended(make: Any) -> None:
+    """Their reads overlap without a gap, so an update needs a turn of its own."""
+    model, stop = models.linear(), asyncio.Event()
+    source = models.linear()
+
+    async def read(delay: float) -> None:
+        await asyncio.sleep(delay)
+        while not stop.is_set():
+            async with receiver.reading():
+                await asyncio.sleep(0.02)
+
+    pair = harness.here(make(timeout=PATIENCE), model, sender={"model": source})
+    async with pair as (sender, receiver), asyncio.TaskGroup() as tasks:
+        async with receiver.reading():
+            for delay in (0.0, 0.01):
+                tasks.create_task(read(delay))
+        await asyncio.sleep(0.05)
+        for value in (2.0, 3.0, 4.0):
+            models.fill(source, value)
+            await sender.send()
+            await until(lambda value=value: models.holds(receiver, value))
+        stop.set()
