@@ -203,10 +203,12 @@ class WeightFeed:
             return
         self._num_starts -= 1
         if self._num_starts == 0:
+            # While this waits, start() may begin another run.
+            tasks, thread = self._tasks, self._thread
             try:
-                await self._tasks.aclose()
+                await tasks.aclose()
             finally:
-                self._thread.close(patience=_CLOSE_SECONDS)
+                thread.close(patience=_CLOSE_SECONDS)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -327,7 +329,7 @@ class WeightFeed:
 
     async def _run(self) -> None:
         """Connect to the source and follow it until the feed is closed."""
-        scheme = self._scheme
+        scheme, receiver = self._scheme, None
         try:
             await scheme.connect(timeout=math.inf, initial=False)
             self._catch_up()
@@ -335,11 +337,13 @@ class WeightFeed:
             assert receiver is not None
             await self._follow(receiver)
         finally:
-            if self._receiver is not None:
+            if receiver is not None:
                 # Memory that belongs to this process stays the model's. Otherwise the close would
                 # copy a large model, which would hold the loop.
-                self._receiver.applier.model.keep_own_memory()
-                self._receiver = None
+                receiver.applier.model.keep_own_memory()
+                # A call that outlasts aclose() ends when another run may have begun.
+                if self._receiver is receiver:
+                    self._receiver = None
             await scheme.aclose()
 
     def _catch_up(self, epoch: int | None = None) -> None:
@@ -404,10 +408,11 @@ class WeightFeed:
         limit = self.gate.swap_timeout or math.inf
         if not self._in_thread and applier.is_quick and self._apply_on_loop(applier):
             return
-        late = time.monotonic() + limit
+        late, thread = time.monotonic() + limit, self._thread
 
         def apply() -> None:
-            while self._num_starts:  # a feed that is being closed waits for no forward
+            # A feed that is being closed waits for no forward, also if it was started again.
+            while self._num_starts and self._thread is thread:
                 try:
                     applier.apply_pending(patience=min(limit, _POLL_SECONDS))
                     return
@@ -421,7 +426,7 @@ class WeightFeed:
                     raise ApplyError(f"{type(exc).__name__} was raised: {text_of(exc)}") from exc
 
         # An apply that has begun must end: no request may compute on weights half in place.
-        await self._thread.run(apply, patience=None)
+        await thread.run(apply, patience=None)
 
     def _apply_on_loop(self, applier: Applier) -> bool:
         """Apply the staged update here; return False if the feed's thread has to go on with it."""

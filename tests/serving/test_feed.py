@@ -377,6 +377,39 @@ async def test_a_feed_that_is_started_again_joins_again(address: str) -> None:
             assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, scheme.epoch)
 
 
+async def test_a_feed_that_is_started_again_before_it_has_ended(address: str) -> None:
+    source, engine = models.linear(), Engine()
+    feed = feed_of(address, load=engine.load)
+    async with trainer(source, address) as scheme:
+        await feed.start()
+        await feed.ready.wait(timeout=PATIENCE)
+        closing = asyncio.ensure_future(feed.aclose())
+        await asyncio.sleep(0)
+        async with feed:
+            await closing
+            await scheme.send()
+            await until(lambda: feed.version == 2)
+            assert feed.status.state == "live"
+
+
+@pytest.mark.slow
+async def test_a_load_that_outlasts_its_feed_ends_no_later_one(address: str) -> None:
+    source, engine = models.linear(), Held(2)
+    feed = feed_of(address, load=engine.load)
+    async with trainer(source, address) as scheme:
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            handle = scheme.send_nowait()
+            await until(engine.entered.is_set)
+        async with feed:
+            await until(lambda: feed.status.connected)
+            engine.go_on.set()
+            await _outcome(handle)
+            await until(lambda: engine.loads >= 3)
+            await until(lambda: feed.status.state == "live")
+            assert feed.status.connected
+
+
 async def test_mistakes() -> None:
     scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:9")
     for wrong_target in ({}, {"model": nn.Linear(1, 1), "load": print}):
