@@ -282,8 +282,7 @@ class Guard:
             # The frame of enter(), which runs the apply, tells whether that was interrupted.
             self._begin(sys._getframe(1), at_read=True)
             return self._run
-        if not reads:
-            self._check_outermost(computes)
+        self._check_outermost(thread, computes)
         if self.before_next_read is not None:
             call, self.before_next_read = self.before_next_read, None
             call()
@@ -292,10 +291,12 @@ class Guard:
         self._open.setdefault(thread, []).append(read)
         return None
 
-    def _check_outermost(self, computes: bool) -> None:
+    def _check_outermost(self, thread: int, computes: bool) -> None:
         """Raise what :attr:`check` raises; forget since when an update waits, if none does."""
         if self.check is not None and computes:
-            self.check()
+            # The blocks of other tasks of this thread say nothing about this read.
+            if not (self._is_inside(thread) or self.is_open_around):
+                self.check()
         if not (self._pending or self._claims or self._open):
             self._met_since = 0.0
 

@@ -145,6 +145,40 @@ async def test_reads_raise_once_the_trainer_is_lost(make: Any) -> None:
     assert torch.equal(model(X), before)
 
 
+@pytest.mark.parametrize("bound", [{"on_lost": "raise"}, {"max_staleness": 0.2}], ids=str)
+@pytest.mark.asyncio
+async def test_a_block_raises_although_that_of_another_task_is_open(bound: Any) -> None:
+    """A task for which an open block may wait reads on, as that block does."""
+    model, scheme, ended = nn.Linear(4, 2), SCHEMES["TCP"](reconnect=0.1), asyncio.Event()
+
+    async def read() -> None:
+        async with worker.reading():
+            model(X)
+
+    async def hold() -> None:
+        async with worker.reading():
+            held.set()
+            await ended.wait()
+            await asyncio.gather(read())
+            await read()
+
+    async with _worker(scheme, model, **bound) as (worker, end):
+        held = asyncio.Event()
+        holder = asyncio.ensure_future(hold())
+        await held.wait()
+        end("killed")
+        with pytest.raises(aiosync.PeerClosed):
+            while await worker.receive(timeout=PATIENCE) is not None:
+                pass
+        await asyncio.sleep(bound.get("max_staleness", 0))
+        with pytest.raises(aiosync.PeerClosed):
+            await read()
+        with pytest.raises(aiosync.PeerClosed):
+            worker.reading().__enter__()
+        ended.set()
+        await holder
+
+
 @all_schemes
 @pytest.mark.asyncio
 async def test_a_farewell_is_no_loss(make: Any) -> None:
