@@ -205,6 +205,8 @@ class VersionWaits:
         try:
             await self.wait_until(arrived, timeout=timeout, late=RecvTimeout(), applied=True)
         except RecvTimeout:
+            # A hook that raised a RecvTimeout has ended the receiver.
+            self._check()
             return False
         self.reported = (inbox.epoch, inbox.version)
         return True

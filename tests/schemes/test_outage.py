@@ -278,14 +278,15 @@ async def test_a_worker_says_why_it_is_not_linked_again(
 
 
 @pytest.mark.asyncio
-async def test_what_hooks_raise_is_raised() -> None:
+@pytest.mark.parametrize("kind", [ValueError, aiosync.RecvTimeout])
+async def test_what_hooks_raise_is_raised(kind: type[Exception]) -> None:
     def refuse(*_: object) -> None:
-        raise ValueError("no use for a trainer")
+        raise kind("no use for a trainer")
 
     model, scheme = nn.Linear(4, 2), SCHEMES["pipes"]()
     async with _worker(scheme, model, hooks=aiosync.SchemeHooks(lost=refuse)) as (worker, end):
         end("killed")
-        with pytest.raises(ValueError, match="no use"):
+        with pytest.raises(kind, match="no use"):
             while await worker.receive(timeout=PATIENCE) is not None:
                 pass
 
