@@ -190,11 +190,17 @@ class Outage:
             self._log("stale", f"version {version} is stale: {exc}", version, logging.WARNING)
             wake()
 
-    async def give_up(self, error: AiosyncError) -> None:
-        """Declare the trainer lost, and call the ``lost`` hook, unless it said farewell."""
+    async def give_up(self, error: AiosyncError, wake: Callable[[], object]) -> None:
+        """Declare the trainer lost, and call the ``lost`` hook, unless it said farewell.
+
+        Args:
+            error: The error that ended the last link.
+            wake: Called before the hook, which may take long: calls that wait may raise by now.
+        """
         self.lost_link = error
         if not self.farewell and self._lost is None:
             self._lost = error
+            wake()
             if (lost := self._hooks().lost) is not None:
                 await run_hook(lost, error)
 

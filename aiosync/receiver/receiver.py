@@ -190,7 +190,7 @@ class WeightReceiver:
             notify = self.waits.changed.notify
             reason = self.outage.end_receiver(without_frames(error), self.version, notify)
             if reason is not None:
-                self._tasks.start(self.outage.give_up(reason), "aiosync lost hook")
+                self._tasks.start(self.outage.give_up(reason, notify), "aiosync lost hook")
         self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
@@ -239,9 +239,10 @@ class WeightReceiver:
     async def _find_next_link(self, lost: AiosyncError) -> tuple[Transport, Welcome] | None:
         """Dial the link that replaces a lost one; if there is none, stop, and return ``None``."""
         outage, reconnect = self.outage, self._reconnect
-        outage.end_link(lost, self.version, reconnect is None, self.waits.changed.notify)
+        notify = self.waits.changed.notify
+        outage.end_link(lost, self.version, reconnect is None, notify)
         if reconnect is None:
-            await outage.give_up(lost)
+            await outage.give_up(lost, notify)
             self._stop(lost)
             return None
         self.transport.abort()
@@ -250,7 +251,7 @@ class WeightReceiver:
         except AiosyncError as exc:
             held = f"the model keeps version {self.version}"
             self._log("gave up", f"no trainer any more, {held}: {exc}", None, logging.WARNING)
-            await outage.give_up(without_frames(exc))
+            await outage.give_up(without_frames(exc), notify)
             self._stop(exc)
             return None
 

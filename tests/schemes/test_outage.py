@@ -291,6 +291,25 @@ async def test_what_hooks_raise_is_raised(kind: type[Exception]) -> None:
                 pass
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.1], ids=["dials no more", "dials again"])
+@pytest.mark.asyncio
+async def test_a_call_that_waits_raises_before_the_hook_has_ended(seconds: float) -> None:
+    ended = asyncio.Event()
+
+    async def lost(_: object) -> None:
+        await ended.wait()
+
+    model, scheme = nn.Linear(4, 2), SCHEMES["TCP"](reconnect=seconds)
+    options: Any = {"on_lost": "raise", "hooks": aiosync.SchemeHooks(lost=lost)}
+    async with _worker(scheme, model, **options) as (worker, end):
+        waiting = asyncio.ensure_future(worker.wait_for_version(9, timeout=PATIENCE))
+        await asyncio.sleep(0)
+        end("killed")
+        with pytest.raises(aiosync.PeerClosed, match="the trainer is lost"):
+            await waiting
+        ended.set()
+
+
 @all_schemes
 @pytest.mark.parametrize("bound", [{"on_lost": "raise"}, {"max_staleness": 0.2}], ids=str)
 @pytest.mark.asyncio
