@@ -15,7 +15,16 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +159,7 @@ class Guarded:
 
     Raises:
         ConfigError: ``function`` cannot be called, or is a generator function; a call that returns
-            a generator raises the same.
+            a generator, a future or a task raises the same.
     """
 
     def __init__(self, guard: Guard, function: Any, name: str = "function") -> None:
@@ -190,6 +199,11 @@ class Guarded:
             return self._wait(result)
         if isinstance(result, Generator | AsyncGenerator):
             raise _generates(self._name)
+        if isinstance(result, Awaitable | Future):
+            raise ConfigError(
+                f"{self._name!r} returned a {type(result).__name__}, whose work goes on after the "
+                "call: guard the function that does the work, or await it in an `async def`"
+            )
         return result
 
     async def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -229,7 +243,7 @@ class _Automatic(Guarded):
                 self._warn("kept an update waiting", "opts out, and reading() guards a part of it")
             self._guard.leave(frame)
             del frame
-        if isinstance(result, Generator | AsyncGenerator | Coroutine):
+        if isinstance(result, Generator | AsyncGenerator | Awaitable | Future):
             self._warn("goes on after its call, unguarded", "opts out; read inside, with reading()")
         return result
 

@@ -6,6 +6,7 @@ The contract suite tests the promises of every scheme: forwards, reads, updates 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -362,6 +363,11 @@ def test_what_is_guarded_is_a_method_a_coroutine_function_and_no_generator() -> 
     assert asyncio.iscoroutinefunction(scheme.guarded(Policy().ponder))
     with pytest.raises(aiosync.ConfigError, match="is a generator"):
         scheme.guarded(lambda: (x for x in "ab"))()
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        futures = concurrent.futures.Future[int](), asyncio.Future[int](loop=loop)
+    for future in futures:
+        with pytest.raises(aiosync.ConfigError, match="returned a Future, whose work"):
+            scheme.guarded(lambda future=future: future)()
     with pytest.raises(aiosync.ConfigError, match="no such function"):
         scheme.guarded(3)  # type: ignore[arg-type]
 
