@@ -76,25 +76,46 @@ class Forwards:
         if self._module is not None and self._module() is module:
             return
         self.uninstall()
-        parts = {part: _hooks_of(part) for part in _entrances(module)}
+        parts = _entrances(module)
+        self._add(parts)
+        # Set last: an install() that an interrupt cut short has to begin anew.
+        self._module = weakref.ref(module)
+        if watch:
+            self._watch = _Watch(self._guard, module, set(parts) - {module})
+
+    def _add(self, modules: list[nn.Module]) -> None:
+        """Guard the forwards of these modules, too."""
+        parts = {part: _hooks_of(part) for part in modules}
         if "torch._dynamo" in sys.modules and not all(hooks.handles for hooks in parts.values()):
             # Code that was compiled before assumes that hooks never change.
             torch.compiler.reset()
         self._parts.update(parts)
         for part, hooks in parts.items():
             hooks.guard(part, (*hooks.guards, self._guard))
-        # Set last: an install() that an interrupt cut short has to begin anew.
-        self._module = weakref.ref(module)
-        if watch:
-            self._watch = _Watch(self._guard, module, parts.keys() - {module})
+
+    def _remove(self, part: nn.Module) -> None:
+        """Stop guarding the forwards of one module."""
+        hooks = self._parts.pop(part)
+        hooks.guard(part, tuple(each for each in hooks.guards if each is not self._guard))
+
+    def follow_parts(self) -> None:
+        """Guard the parts that a module without a forward has by now, and no others."""
+        module = None if self._module is None else self._module()
+        if module is None or not has_no_forward(module):
+            return
+        found = dict.fromkeys(_entrances(module))
+        # The others stay guarded meanwhile: another thread may begin a forward.
+        if new := [part for part in found if self._guard not in _hooks_of(part).guards]:
+            self._add(new)
+        for part in [part for part in self._parts if part not in found]:
+            self._remove(part)
 
     def uninstall(self) -> None:
         """Stop guarding the module. Idempotent."""
-        for part, hooks in list(self._parts.items()):
-            hooks.guard(part, tuple(each for each in hooks.guards if each is not self._guard))
+        for part in list(self._parts):
+            self._remove(part)
         if self._watch is not None:
             self._watch.end()
-        self._parts.clear()
         self._module = self._watch = None
 
 

@@ -666,6 +666,10 @@ class Guard:
         """
         self._forwards.install(module, watch=watch)
 
+    def follow_parts(self) -> None:
+        """Guard the parts that a module without a forward has by now, and no others."""
+        self._forwards.follow_parts()
+
     def uninstall(self) -> None:
         """Stop guarding forwards. Idempotent."""
         self._forwards.uninstall()

@@ -172,6 +172,8 @@ class WorkerModel:
                 # The context has a model of another shape, without a version yet.
                 self._let_go()
                 self._use(model)
+        elif not closed:
+            self._guard.follow_parts()
         return model is not None and self.target is not None
 
     def replace(self, model: Any, chosen: Callable[[], object], waiting: Staged | None) -> None:

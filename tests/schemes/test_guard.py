@@ -425,3 +425,40 @@ async def test_tasks_that_a_block_started_let_updates_in_once_it_has_ended(make:
             await sender.send()
             await until(lambda value=value: models.holds(receiver, value))
         stop.set()
+
+
+class Part(nn.Module):
+    """Part of a model, with a forward that says which values it computed with, first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = models.linear(), models.linear()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self) -> tuple[float, float]:
+        first = self.first.weight[0, 0].item()
+        self.begun.set()
+        assert self.go_on.wait(PATIENCE)
+        return first, self.second.weight[0, 0].item()
+
+
+@pytest.mark.asyncio
+@both
+async def test_a_part_that_took_the_place_of_another_is_guarded(make: Any) -> None:
+    """The model has no forward, so that those of its parts are reads, from the next update on."""
+    source, model = (nn.ModuleDict({"actor": Part()}) for _ in "ab")
+    scheme = make(timeout=PATIENCE)
+    async with harness.here(scheme, model, sender={"model": source}) as (sender, receiver):
+        model["actor"] = Part()
+        models.fill(source, 2.0)
+        await sender.send()
+        assert models.holds(receiver, 2.0)
+        call = asyncio.create_task(asyncio.to_thread(model["actor"]))
+        await until(model["actor"].begun.is_set)
+        models.fill(source, 3.0)
+        handle = sender.send_nowait()
+        # Long enough for an update that nothing holds back.
+        await asyncio.sleep(0.1)
+        model["actor"].go_on.set()
+        assert await call == (2.0, 2.0)
+        await handle
