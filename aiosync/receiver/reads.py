@@ -222,7 +222,7 @@ def _generates(name: str) -> ConfigError:
 class _Automatic(Guarded):
     """A method that is a read although the user did not ask for it, so that it must not disturb.
 
-    Generators and coroutines that the method returns go on unguarded, with a warning, and the read
+    Generators and awaitables that the method returns go on unguarded, with a warning, and the read
     ends if the method waits for an update.
     """
 
@@ -341,7 +341,7 @@ class Methods:
             owner = _owner(model, name)
             try:
                 kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
-            except TypeError as exc:
+            except Exception as exc:
                 # The module can have no class of its own: an error only if the user named methods.
                 if self._names is not None:
                     raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
@@ -365,7 +365,7 @@ class Methods:
             for guards in names.values():
                 guards.pop(self._guard, None)
             if type(owner) is kind and not any(names.values()):
-                object.__setattr__(owner, "__class__", kind.__base__)
+                object.__setattr__(owner, "__class__", kind.__bases__[-1])
 
 
 # Attribute of a class that belongs to one module: the guards that each method enters.
@@ -383,6 +383,13 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
             return owner
         raise ConfigError(f"{name!r} is no method of the model: call scheme.guarded()") from None
     return model
+
+
+class _Unnoticed(nn.Module):
+    """First base of a module's own class, which the user's ``__init_subclass__()`` is not told."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Call none of the bases."""
 
 
 def _own_class(module: nn.Module) -> type:
@@ -403,7 +410,8 @@ def _own_class(module: nn.Module) -> type:
         return make, tuple(base if each is kind else each for each in args), *state
 
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    kind: type = type(base)(base.__name__, (base,), {**names, "__reduce_ex__": reduce, _GUARDS: {}})
+    names |= {"__reduce_ex__": reduce, _GUARDS: {}}
+    kind: type = type(base)(base.__name__, (_Unnoticed, base), names)
     object.__setattr__(module, "__class__", kind)
     return kind
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -290,3 +290,48 @@ async def test_a_method_that_was_taken_before_is_warned_of() -> None:
         agent.look()
         with pytest.warns(UserWarning, match=r"methods=\['look'\].*before you take"):
             look()
+
+
+class Registered(Agent):
+    """Agent whose class notes the classes that are derived from it, and wants an option of them."""
+
+    kinds: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.kinds.append(cls)
+
+
+class Walker(Registered, name="walker"):
+    pass
+
+
+async def test_a_class_that_notes_its_subclasses_sees_none_of_aiosync() -> None:
+    agent = Walker()
+    async with acting(SHM, agent) as (sender, _):
+        await looks_beside_sends(sender, agent, lambda: agent.look())
+        assert isinstance(agent, Walker)
+        assert type(copy.deepcopy(agent)) is Walker
+    assert type(agent) is Walker
+    assert Registered.kinds == [Walker]
+
+
+class Sealed(type):
+    """Metaclass of a class from which no other is derived."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+        if any(isinstance(base, Sealed) for base in bases):
+            raise RuntimeError("this class is sealed")
+        return super().__new__(mcs, name, bases, names)
+
+
+class SealedAgent(Agent, metaclass=Sealed):
+    pass
+
+
+async def test_a_class_that_makes_no_subclass_is_only_unguarded() -> None:
+    async with acting(SHM, SealedAgent()) as (sender, worker):
+        await harness.deliver(sender, worker, 2.0)
+    with pytest.raises(aiosync.ApplyError, match="'look' of a SealedAgent: .*is sealed"):
+        async with acting(SHM, SealedAgent(), methods=["look"]):
+            pass
