@@ -20,7 +20,15 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello, Refuse, Welcome
 
-__all__ = ["ANY_STRATEGY", "HANDSHAKE_SECONDS", "Refused", "SentOn", "admit", "greet", "is_same_strategy"]
+__all__ = [
+    "ANY_STRATEGY",
+    "HANDSHAKE_SECONDS",
+    "Refused",
+    "SentOn",
+    "admit",
+    "greet",
+    "is_same_strategy",
+]
 
 HANDSHAKE_SECONDS = 30.0
 ANY_STRATEGY = "any"

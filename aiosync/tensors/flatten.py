@@ -186,8 +186,8 @@ class Prepared:
         addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         is_new = program is None or program.addresses != addresses
         if is_new and not all(addresses):
-            # The plan may be one that was made before the memory was freed. Tensors without elements
-            # have no address either.
+            # The plan may be older than the loss of the memory. Tensors without elements have no
+            # address either.
             leaves = zip(layout.manifest.leaves, self.tensors, addresses, strict=True)
             refuse_valueless((leaf.name, tensor) for leaf, tensor, at in leaves if not at)
         if flat.padded_for != layout.digest:
