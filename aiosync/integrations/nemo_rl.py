@@ -8,7 +8,7 @@ Written for NeMo-RL of August 2026, after its release 0.7. See ``docs/topics/nem
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -76,6 +76,7 @@ class Engine:
         self._bucket_size, self._options = bucket_size, options
         # Which of the two this worker is becomes known after prepare().
         self._sender: BucketSender | None = None
+        self._close_sender: Callable[[], object] | None = None
         self._receiver = BucketReceiver(bucket_size, options)
         # True once NeMo-RL has made this worker a policy rank.
         self._sends = False
@@ -91,7 +92,7 @@ class Engine:
         found = {"session": self._receiver.session, "name": process_name("rollout rank {}")}
         if self._sender is None:
             self._sender = BucketSender(self._bucket_size, self._options, "policy rank")
-            weakref.finalize(self, self._sender.close)
+            self._close_sender = weakref.finalize(self, self._sender.close)
         return {**found, "source": self._sender.source}
 
     def init_policy_process_group(
@@ -145,9 +146,10 @@ class Engine:
             ConnectTimeout: The policy rank did not answer in time.
         """
         del rollout_world_size
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self._close_sender is not None:
+            # A finalizer that was called keeps the sender no longer.
+            self._close_sender()
+            self._sender = self._close_sender = None
         source = metadata[rollout_rank % train_world_size]["source"]
         if not isinstance(source, Source):
             # vLLM's asynchronous engine hands its workers a mapping for a dataclass.

@@ -125,6 +125,21 @@ async def test_links_live_on() -> None:
             assert proxy.connections == 2
 
 
+async def test_a_rollout_rank_keeps_nothing_of_a_refit_before() -> None:
+    def count_senders() -> int:
+        gc.collect()
+        return sum(type(each).__name__ == "BucketSender" for each in gc.get_objects())
+
+    async with refits(1, 1, ready=False) as workers:
+        workers.rollouts[0].prepare()
+        # A rollout rank can send until it is told its role.
+        assert count_senders() == 1
+        for step in range(3):
+            await workers.get_ready()
+            assert count_senders() == 1
+            assert len(await workers.refit(make_weights(step))) == 1
+
+
 async def test_memory_that_the_source_uses_again_is_copied_first() -> None:
     weights = make_weights(1)
     async with refits(1, 1) as workers:
