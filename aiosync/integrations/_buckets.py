@@ -83,7 +83,8 @@ def _flatten(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ManifestEnt
     """
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise ConfigError(f"{name} cannot travel: {tensor.dtype}, {tensor.layout}")
-    source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    source = plain.reshape(-1).view(torch.uint8)
     return source, (name, DTYPES[tensor.dtype], tensor.shape, "param", ())
 
 

@@ -167,6 +167,16 @@ async def test_tensors_are_the_consumers() -> None:
         assert as_bytes(kept) == before
 
 
+async def test_conjugate_and_negative_views() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    views = {"conjugate": values.conj(), "negative": values.conj().imag}
+    assert views["conjugate"].is_conj() and views["negative"].is_neg()
+    async with refits(1, 1) as workers:
+        taken = (await workers.refit(views))[0]
+        assert torch.equal(taken["conjugate"], torch.tensor([1 - 2j, 3 + 4j]))
+        assert torch.equal(taken["negative"], torch.tensor([-2.0, 4.0]))
+
+
 async def test_weights_may_come_asynchronously() -> None:
     weights = make_weights(1)
 
