@@ -460,6 +460,10 @@ async def test_callers_that_may_not() -> None:
     assert (await call(app_of(), "/weight_info", **far)).status == 403
     assert (await call(app_of(), "/weight_info", client=None)).status == 403
     assert (await call(app_of(), "/weight_info", client=("::1", 5))).status == 200
+    # A socket for both families shows a caller with an address of IPv4 so.
+    mapped, far_mapped = ("::ffff:127.0.0.1", 5), ("::ffff:203.0.113.7", 5)
+    assert (await call(app_of(), "/weight_info", client=mapped)).status == 200
+    assert (await call(app_of(), "/weight_info", client=far_mapped)).status == 403
     assert (await call(opened, "/weight_info", **far)).status == 200
     assert (await call(guarded, "/weight_info")).status == 401
     wrong = [("authorization", "Bearer s3cre")]

@@ -201,7 +201,9 @@ class FourPhaseMiddleware:
 def _is_loopback(client: Any) -> bool:
     """Return True if a client, (host, port) or ``None``, is known to be on this host."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
-        return ipaddress.ip_address(client[0]).is_loopback
+        address = ipaddress.ip_address(client[0])
+        # Before Python 3.13 an address of IPv4 that is mapped to IPv6 counts as none of this host.
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     return False
 
 
