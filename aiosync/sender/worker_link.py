@@ -415,7 +415,8 @@ class WorkerLink:
         The timer goes on when the answer comes: making one costs as much as a small send.
         """
         assert self._chunks is not None
-        owed = self.outbox.unreceived
+        # The update may be of an epoch that has ended since.
+        owed = self.outbox.unreceived or (0 if self._writing else None)
         timeout = self._chunks.settings.stall_timeout
         self._timer = None
         if owed is None or timeout is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 import aiosync
+from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.server import WeightServer
+from aiosync.tensors import FlatBuffer, Flattener
 from aiosync.testing import FaultProxy
+from aiosync.transports.framed_link import MPTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Fetch, Hello
 from tests.schemes._harness import PATIENCE, until
@@ -116,3 +120,40 @@ async def test_readers_share_the_memory_of_updates_that_are_put_together() -> No
             for link in links:
                 link.abort()
     assert held < READERS * NBYTES // 2
+
+
+async def test_a_reader_that_takes_nothing_goes_although_another_trainer_took_over() -> None:
+    """The update that it does not take is of the epoch before."""
+    flat = Flattener().prepare({"w": torch.zeros(NBYTES)})
+
+    def snapshot() -> Snapshot:
+        memory = FlatBuffer(flat.layout.nbytes)
+        return Snapshot(flat.layout, memory, lambda: None, version=1)
+
+    streaming = Streaming(2**20, stall_timeout=0.3)
+    registry = WorkerRegistry(
+        model_id="policy",
+        strategy="any",
+        num_workers=None,
+        on_outcome=None,
+        on_crash=print,
+        streaming=streaming,
+    )
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    hello = Hello("receiver", "policy", os.getpid())
+    registry.join(MPTransport(ours), 0, hello)
+    try:
+        for epoch in (registry.epoch, registry.epoch + 1):
+            registry.epoch, update = epoch, snapshot()
+            for link in registry.links.values():
+                if link.outbox.epoch != epoch:
+                    link.begin_epoch(epoch)
+                link.offer(update)
+            update.release()
+            await asyncio.sleep(0.1)
+        await until(lambda: not registry.links, 5.0)
+    finally:
+        registry.end()
+        await registry.tasks.aclose()
+        theirs.close()
