@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Rational, Real
 from typing import Any
 
@@ -182,7 +182,7 @@ def as_pids(name: str, value: Any) -> list[int]:
             the id of one.
     """
     wanted = f"{name} must be a list of started processes, none of them closed, or of their ids"
-    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise ConfigError(f"{wanted}, got {_show(value)}")
     pids: list[int] = []
     for each in value:

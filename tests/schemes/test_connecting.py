@@ -213,6 +213,8 @@ async def test_processes_that_are_none_are_refused_at_once() -> None:
     async with scheme:
         with concurrent.futures.ProcessPoolExecutor() as executor:
             several: list[Any] = [None, executor, os.getpid(), iter([os.getpid()])]
+            # They have no order, which says the worker that each process becomes.
+            several += [{0: os.getpid()}.values(), {os.getpid()}]
             singles = [closed, unstarted, 0, -1, 2**40, True, 1.5, None, "1"]
             for given in several + [[each] for each in singles]:
                 with pytest.raises(aiosync.ConfigError, match="processes must be a list of"):
