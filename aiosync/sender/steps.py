@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from aiosync.errors import SendTimeout, WeightsChanged
+from aiosync.errors import SendTimeout, TransportClosed, WeightsChanged
 from aiosync.tensors import Prepared
 
 __all__ = ["STEPS", "STILL_STEPPING", "steadily", "why_not_copied"]
@@ -204,8 +204,8 @@ def steadily(
 
     Returns:
         A future of the caller's loop with the result of the call. It fails with
-        :class:`SendTimeout` if the step did not end, and with :class:`WeightsChanged` if the
-        weights changed.
+        :class:`SendTimeout` if the step did not end, :class:`TransportClosed` if it gave up, and
+        :class:`WeightsChanged` if the weights changed.
     """
     layout, tensors = prepared.layout, prepared.tensors
     copy, no_step_was_open = object(), False
@@ -237,6 +237,8 @@ def steadily(
         try:
             waited = STEPS.wait(timeout, gave_up)
             if waited is None:
+                if gave_up():
+                    raise TransportClosed("this scheme was closed")
                 raise SendTimeout(STILL_STEPPING.format(timeout))
             # A step that was open has written: only writes from now on are mistakes.
             if waited or not no_step_was_open:
