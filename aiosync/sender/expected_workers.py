@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -93,16 +94,25 @@ class ExpectedWorkers:
         """
         if not isinstance(error, ConnectTimeout | PartialSyncError):
             return False
+        # Without the initial weights there is nothing for them.
+        if self._registry.admission.initial:
+            return False
         # A ConnectTimeout names no workers, so only those that are linked count then.
         failed = getattr(error, "failed", self.indices)
         return bool(self._registry.links) or len(failed) < len(self.indices)
 
     async def wait(
-        self, version: int, require: Require, processes: Sequence[Any], timeout: float | None
+        self,
+        version: int,
+        require: Require,
+        processes: Sequence[Any],
+        timeout: float | None,
+        ends: float,
     ) -> None:
         """Wait until every expected worker has applied ``version``, or has failed.
 
-        The wait ends as soon as so many processes have ended that ``require`` cannot be met.
+        The wait ends as soon as so many processes have ended that ``require`` cannot be met. It
+        ends at ``ends``, on ``time.perf_counter()``'s clock, after ``timeout`` seconds in all.
 
         Raises:
             ConnectTimeout: Some expected worker did not come in time.
@@ -115,7 +125,8 @@ class ExpectedWorkers:
         tolerated = len(self.indices) - Send(version, {*self.indices}, require).needed
         missing = Missing({}, [], [])
         try:
-            async with asyncio.timeout(timeout):
+            left = None if timeout is None else ends - time.perf_counter()
+            async with asyncio.timeout(left):
                 while True:
                     registry.check()
                     missing = self._missing(version)

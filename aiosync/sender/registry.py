@@ -367,6 +367,10 @@ class WorkerRegistry:
         if len(lost) > REMEMBERED:
             self._forget(targets)
 
+    def has_lost_all(self) -> bool:
+        """Return True if no worker is connected, and none left in an orderly way."""
+        return not self.links and not any(each.has_left for each in self.records.values())
+
     def keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
         """Keep errors of lost workers that no report has named, if their index has a new holder.
 

@@ -183,9 +183,10 @@ class WeightSender:
         """Send the initial weights to every worker that joins, and wait for the expected ones.
 
         Raises:
-            ConnectTimeout: Some expected worker did not come in time.
+            ConnectTimeout: Some expected worker did not come in time, or no copy was made in time.
             PartialSyncError: A worker came, but could not apply the initial weights or died.
         """
+        ends = math.inf if timeout is None else time.perf_counter() + timeout
         workers = self.workers
         version, workers.admission.initial = 0, set(planned)
         if planned:
@@ -194,7 +195,7 @@ class WeightSender:
         # A send() meanwhile waits: its weights are newer.
         async with self._copying:
             for idx, plan in planned.items():
-                snapshot = await self.copier.take(plan)
+                snapshot = await self.copier.take_initial(plan, ends - time.perf_counter())
                 snapshot.version = version
                 workers.admission.initial.discard(idx)
                 workers.history.add({idx: snapshot})
@@ -202,7 +203,7 @@ class WeightSender:
                     if idx in (None, link.idx):
                         link.offer(snapshot)
                 self.tell()
-        await workers.expected.wait(version, self.require, processes, timeout)
+        await workers.expected.wait(version, self.require, processes, timeout, ends)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -544,7 +545,7 @@ class WeightSender:
         if (send.waiting and not send.satisfied) or self._sends.pop(send.version, None) is None:
             return
         outcome, error = send.result()
-        if send.lost and self._has_lost_all(send):
+        if send.lost and not send.workers and workers.has_lost_all():
             outcome, error = "error", PartialSyncError(failed=send.lost, version=send.version)
         self._count(send, outcome)
         if send.lost and (error is not None or send.waiter.done()):
@@ -558,13 +559,6 @@ class WeightSender:
             record = self.workers.record(idx)
             if record.error is not None and record.subscribes:
                 send.withdraw(idx, record.error)
-
-    def _has_lost_all(self, send: Send) -> bool:
-        """Return True if no worker is connected or addressed, and none left in an orderly way."""
-        workers = self.workers
-        if send.workers or workers.links:
-            return False
-        return not any(each.has_left for each in workers.records.values())
 
     def _tell_caller(self, send: Send, error: PartialSyncError | None) -> None:
         """End the wait of ``send()`` with its report or error; its failures count as reported."""

@@ -20,7 +20,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiosync._log import log
 from aiosync.device_memory import Driver
-from aiosync.errors import ConfigError, LocalProtocolError, SendTimeout, TransportClosed
+from aiosync.errors import (
+    ConfigError,
+    ConnectTimeout,
+    LocalProtocolError,
+    SendTimeout,
+    TransportClosed,
+)
 from aiosync.sender.incoming import Incoming
 from aiosync.sender.steps import STEPS, STILL_STEPPING, steadily
 from aiosync.tensors import (
@@ -513,6 +519,13 @@ class SnapshotCopier:
             snapshot.release()
             raise
         return snapshot
+
+    async def take_initial(self, prepared: Prepared, left: float) -> Snapshot:
+        """Copy weights like :meth:`take`, for ``connect()``, which ends in ``left`` seconds."""
+        try:
+            return await self.take(prepared, timeout=min(STEP_SECONDS, max(0.0, left)))
+        except SendTimeout as exc:
+            raise ConnectTimeout(f"the initial weights were not copied: {exc}") from exc
 
     async def take_all(
         self, planned: Mapping[int | None, Prepared], how: How, timeout: float | None

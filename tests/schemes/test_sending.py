@@ -228,6 +228,44 @@ async def test_a_send_behind_one_that_waits_for_an_optimizer_keeps_its_deadline(
         assert (await first).acked == {0}
 
 
+@pytest.mark.parametrize("call", ["connect", "send"])
+async def test_an_open_step_of_an_optimizer_outlasts_no_call(call: str) -> None:
+    """connect() keeps its timeout, and a send ends when the scheme is closed."""
+    source, began, go = models.linear(), threading.Event(), threading.Event()
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.0)
+    for each in source.parameters():
+        each.grad = torch.zeros_like(each)
+
+    def closure() -> float:
+        began.set()
+        go.wait(20)
+        return 0.0
+
+    first, sender = (aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0") for _ in range(2))
+    async with first, sender:
+        for each in (first, sender):
+            each.init_on_sender(model=source, num_workers=None)
+        # The first copy of this process lets torch call hooks around steps.
+        await first.connect(timeout=PATIENCE)
+        stepping = asyncio.create_task(asyncio.to_thread(optimizer.step, closure))
+        await asyncio.to_thread(began.wait, 10)
+        started = time.monotonic()
+        try:
+            if call == "connect":
+                with pytest.raises(aiosync.ConnectTimeout, match="weights were not copied"):
+                    await sender.connect(timeout=0.3)
+            else:
+                sending = asyncio.create_task(first.send(timeout=50))
+                await asyncio.sleep(0.3)
+                await first.aclose()
+                with pytest.raises(aiosync.TransportClosed, match="was closed"):
+                    await sending
+            assert time.monotonic() - started < 3
+        finally:
+            go.set()
+            await stepping
+
+
 async def test_a_trainer_does_not_wait_for_workers_that_do_not_subscribe() -> None:
     """The last subscriber has left, and the one that is still linked only pulls."""
     trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
