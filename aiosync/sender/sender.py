@@ -389,7 +389,7 @@ class WeightSender:
         if len(planned) != 1 or self._copying.locked():
             return None
         [plan] = planned.values()
-        links = self._links_that_take_named(plan, addressed[0], worker_ids) if off_loop else []
+        links = self._links_that_take_named(planned, addressed[0], worker_ids) if off_loop else []
         if off_loop and not links:
             return None
         snapshot = self.copier.copy_if_free(plan, may_wait=off_loop)
@@ -408,13 +408,18 @@ class WeightSender:
         )
 
     def _links_that_take_named(
-        self, plan: Prepared, targets: Collection[int], worker_ids: set[int] | None
+        self,
+        planned: Mapping[int | None, Prepared],
+        targets: Collection[int],
+        worker_ids: set[int] | None,
     ) -> list[WorkerLink]:
         """Return the targets' links, or none if one needs a message, which only the loop sends."""
         links: list[WorkerLink] = []
         for idx in targets:
+        [(key, plan)] = planned.items()
             link = self.workers.links.get(idx)
-            if link is None or not link.takes_named(plan.layout.digest):
+            # A target without weights fails, which the loop has to do, too.
+            if link is None or key not in (None, idx):
                 return []
             if link.publisher is None or link.publisher.leaves:
                 return []
