@@ -399,7 +399,8 @@ class WeightSender:
         # workers must also be able to read this slot.
         took_long = time.perf_counter() - started > _LONG_COPY_SECONDS
         if (took_long and self.reads_slots and not self.is_quiet()) or (
-            links and not all(each.takes_named(plan.layout.digest, snapshot.slot) for each in links)
+            links
+            and not all(each.takes_off_loop(plan.layout.digest, snapshot.slot) for each in links)
         ):
             snapshot.release()
             return None
@@ -415,13 +416,13 @@ class WeightSender:
     ) -> list[WorkerLink]:
         """Return the targets' links, or none if one needs a message, which only the loop sends."""
         links: list[WorkerLink] = []
-        for idx in targets:
         [(key, plan)] = planned.items()
+        for idx in targets:
             link = self.workers.links.get(idx)
             # A target without weights fails, which the loop has to do, too.
             if link is None or key not in (None, idx):
                 return []
-            if link.publisher is None or link.publisher.leaves:
+            if not link.takes_off_loop(plan.layout.digest):
                 return []
             links.append(link)
         enough = worker_ids is not None or self.require == "all" or self.require <= len(targets)
@@ -470,7 +471,8 @@ class WeightSender:
                     record.recover()
         send, require = None, self.require
         enough = worker_ids is not None or require == "all" or require <= len(named)
-        if not (0 < len(named) == len(targets) and enough and at_once):
+        # A target that naming did not reach although that suffices is about to leave.
+        if not (naming_suffices or (0 < len(named) == len(targets) and enough and at_once)):
             send = self._sends[version] = Send(
                 version,
                 {*targets},
@@ -496,9 +498,9 @@ class WeightSender:
             meter.nbytes += nbytes
             if observed is not None:
                 self._tell("ok", version, started, nbytes, observed)
-            return SendReport(
-                workers.epoch, version, acked, lost=lost, elapsed=elapsed, nbytes=nbytes
-            )
+            report = workers.epoch, version, acked
+            left = frozenset(targets - named)
+            return SendReport(*report, lost=lost, left=left, elapsed=elapsed, nbytes=nbytes)
         self._wait_for(send, timeout)
         return send
 

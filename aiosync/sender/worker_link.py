@@ -469,6 +469,11 @@ class WorkerLink:
             and not (self.outbox.queue.groups or self.outbox.in_flight)
         )
 
+    def takes_off_loop(self, digest: bytes, slot: Slot | None = None) -> bool:
+        """Return True if naming is enough, as for :meth:`takes_named`, and the worker stays."""
+        publisher = self.publisher
+        return publisher is not None and not publisher.leaves and self.takes_named(digest, slot)
+
     def name_in_memory(self, snapshot: Snapshot, naming_suffices: bool) -> bool:
         """Name an update to the worker if that is enough. Return True if it counts as applied.
 
@@ -478,7 +483,7 @@ class WorkerLink:
                 another thread than the loop's, and no message may be sent there instead.
 
         Returns:
-            False if the update has to be offered, too.
+            False if the update has to be offered, too; or, if naming sufficed, the worker leaves.
         """
         publisher, slot, outbox = self.publisher, snapshot.slot, self.outbox
         if publisher is None or slot is None:
@@ -491,7 +496,7 @@ class WorkerLink:
         # The slot is unlocked before any link names it, so that workers can read it.
         if slot.locked:
             slot.seal(snapshot.version, digest, snapshot.nbytes, snapshot.trace)
-        if not publisher.store(slot, snapshot.version) and not naming_suffices:
+        if not publisher.store(slot, snapshot.version):
             return False
         outbox.newest = outbox.named_version = outbox.received = snapshot.version
         return True

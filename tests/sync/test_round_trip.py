@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import aiosync
 import aiosync.sync
 from aiosync.schemes.sources import Given
+from aiosync.transports.shared_memory import SlotPublisher
 from tests.sync import _tools as tools
 
 
@@ -179,3 +182,48 @@ def test_a_model_that_is_assigned_while_connect_runs(
             while tools.value_of(model) != 1.0 and time.monotonic() < deadline:
                 model(torch.ones(1, model.in_features))
             assert tools.value_of(model) == 1.0
+
+
+@contextlib.contextmanager
+def two_workers() -> Iterator[Any]:
+    """A sender over shared memory, whose sends name slots on the caller's thread."""
+    sender = tools.SHM(timeout=tools.PATIENCE, per_worker_weights=True)
+    sender.init_on_sender(model_id="policy", model=tools.filled(1.0), num_workers=2)
+    targets = [tools.filled(0.0) for _ in range(2)]
+    workers = [copy.copy(sender) for _ in targets]
+    for idx, (worker, target) in enumerate(zip(workers, targets, strict=True)):
+        worker.init_on_receiver(model_id="policy", model=target, worker_idx=idx)
+    with sender, workers[0], workers[1]:
+        with tools.threads(*(worker.connect for worker in workers)):
+            sender.connect()
+        for _ in range(5):
+            assert sender.send().acked == {0, 1}
+            for target in targets:
+                target(torch.zeros(1, 4))
+        yield sender
+
+
+def test_a_target_without_weights_fails_in_one_version() -> None:
+    with two_workers() as sender:
+        before, weights = sender.version, tools.filled(2.0).state_dict()
+        with pytest.raises(aiosync.PartialSyncError, match="no weights were given for worker 1"):
+            sender.send({0: dict(weights)}, worker_ids=[0, 1])
+        assert sender.version == before + 1
+
+
+def test_a_worker_that_leaves_while_it_is_named_has_not_acked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with two_workers() as sender:
+        store, named = SlotPublisher.store, list[SlotPublisher]()
+
+        def leave_second(self: SlotPublisher, *args: Any) -> bool:
+            named.append(self)
+            return store(self, *args) and len(named) != 2
+
+        before = sender.version
+        monkeypatch.setattr(SlotPublisher, "store", leave_second)
+        report = sender.send()
+        monkeypatch.undo()
+        assert (report.acked, report.left, len(named)) == ({0}, {1}, 2)
+        assert sender.version == before + 1
