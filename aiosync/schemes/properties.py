@@ -357,7 +357,8 @@ class SchemeState(SchemeOptions):
             function: Function that computes with the model beside its forward passes. No generator.
 
         Raises:
-            ConfigError: It cannot be called, or is a generator: generators need :meth:`reading`.
+            ConfigError: It cannot be called, or is a generator: generators need :meth:`reading`. A
+                call that returns a future or a task raises this, too.
         """
         return Guarded(self._life.guard, function, getattr(function, "__name__", "function"))
 
