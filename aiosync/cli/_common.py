@@ -33,6 +33,7 @@ __all__ = [
     "AllowHost",
     "ModelId",
     "Quiet",
+    "Streams",
     "Timeout",
     "TlsCa",
     "TlsCert",
@@ -134,6 +135,16 @@ Timeout = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 """``--quiet``."""
 
+Streams = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=16,
+        help="Connections of a link, where one gets less than the line between two sites.",
+    ),
+]
+"""``--streams``."""
+
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(
@@ -156,11 +167,12 @@ def dialling(
     cert: Path | None,
     key: Path | None,
     *model_ids: str,
+    streams: int = 1,
 ) -> Iterator[tuple[WeightClient, dict[str, Any], Console, Callable[[], None]]]:
     """Run a command that asks a server or trainer, within :func:`failing`.
 
     Errors in the options, an empty name in ``model_ids`` included, are found before anything is
-    sent.
+    sent. ``streams`` is for the client alone.
 
     Yields:
         The client for ``url``; token and TLS as keyword arguments of a client or scheme; the
@@ -180,7 +192,7 @@ def dialling(
             "token": read_token(token_file, errors),
         }
         Credentials(**proofs).dialling_context()
-        yield WeightClient(url, **proofs), proofs, errors, accept_options
+        yield WeightClient(url, **proofs, streams=streams), proofs, errors, accept_options
 
 
 def errors_to() -> Console:

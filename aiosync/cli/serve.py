@@ -21,6 +21,7 @@ from aiosync.cli._common import (
     INTERRUPTED,
     AllowHost,
     Quiet,
+    Streams,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -130,6 +131,7 @@ def serve(
             help="Where others reach this server, if --listen does not say so.",
         ),
     ] = None,
+    streams: Streams = 1,
     fanout: Annotated[
         int | None,
         typer.Option(
@@ -210,6 +212,7 @@ def serve(
                 upstream=upstream or None,
                 upstream_token=upstream_token,
                 upstream_tls=tls_of(ca=upstream_tls_ca, cert=None, key=None),
+                streams=streams,
                 fanout=fanout,
                 advertise=advertise,
             )

@@ -17,6 +17,7 @@ import typer
 from aiosync.cli._common import (
     ModelId,
     Quiet,
+    Streams,
     Timeout,
     TlsCa,
     TlsCert,
@@ -64,6 +65,7 @@ def push(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    streams: Streams = 1,
     timeout: Timeout = 120.0,
     quiet: Quiet = False,
 ) -> None:
@@ -85,7 +87,7 @@ def push(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
             accept_options()
-            options["take_over"] = take_over
+            options |= {"take_over": take_over, "streams": streams}
             source = file, stored_nbytes(file)
             done = aiosync.run(
                 _push(weights, source, client, url, options, model_id, timeout, show)
@@ -213,6 +215,7 @@ def pull(
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    streams: Streams = 1,
     timeout: Timeout = 120.0,
     quiet: Quiet = False,
 ) -> None:
@@ -224,7 +227,8 @@ def pull(
     - `aiosync pull unix:///tmp/weights policy.pt --timeout 5`
     """
     given = (url, token_file, tls, tls_ca, tls_cert, tls_key)
-    with dialling("pull", *given, model_id) as (client, _, errors, accept_options):
+    dialled = dialling("pull", *given, model_id, streams=streams)
+    with dialled as (client, _, errors, accept_options):
         with _transfer_bar(errors, quiet, f"pull {model_id}", f"waits for {url}") as show:
             import aiosync
             from aiosync.cli.files import check_target, save_weights

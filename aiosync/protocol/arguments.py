@@ -143,11 +143,11 @@ def as_version(name: str, value: Any, least: int = 0, most: int = MAX_VERSION) -
     return version
 
 
-def as_count(name: str, value: Any, least: int) -> int:
-    """Return a number of bytes, connections or the like as an int. It has no upper bound.
+def as_count(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a number of bytes, connections or the like as an int; ``most`` is its upper bound.
 
     Raises:
-        ConfigError: The value is not an integer of at least ``least``.
+        ConfigError: The value is not an integer of at least ``least``, or larger than ``most``.
     """
     count = least - 1
     # Integers of numpy and torch are accepted. Booleans are not, although they are integers for
@@ -156,8 +156,9 @@ def as_count(name: str, value: Any, least: int) -> int:
         # Torch raises RuntimeError where Python raises TypeError: for a value that is no integer.
         with contextlib.suppress(TypeError, RuntimeError):
             count = operator.index(value)
-    if count < least:
-        raise ConfigError(f"{name} must be an int of at least {least}, got {_show(value)}")
+    if count < least or (most is not None and count > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name} must be an int {bounds}, got {_show(value)}")
     return count
 
 

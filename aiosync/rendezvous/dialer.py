@@ -241,6 +241,7 @@ class Dialer:
         limits: Bounds on what the other end may announce.
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
+        streams: Number of connections of a link.
         attempt_timeout: Seconds for one attempt at one address, its handshakes included.
         name: Name of the other end in errors.
         advice: Advice in errors: what the user has to do so that the other end can be reached.
@@ -251,6 +252,7 @@ class Dialer:
     limits: Limits | None
     keepalive: float | None
     untaken: float | None = None
+    streams: int = 1
     attempt_timeout: float
     name: str
     advice: str = "it has to run init_on_sender() and connect(), or `aiosync serve`"
@@ -295,6 +297,7 @@ class Dialer:
                 payloads=False,
                 keepalive=self.keepalive,
                 untaken=self.untaken,
+                streams=self.streams,
                 timeout=min(self.attempt_timeout, math.inf if timeout is None else timeout),
                 name=f"{self.name} at {address}",
             )

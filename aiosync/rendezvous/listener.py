@@ -39,7 +39,7 @@ from aiosync.transports.base import Transport, is_no_room
 from aiosync.transports.credentials import MAKE_A_TOKEN, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import Hello, Refuse, Status, encode_frame
+from aiosync.wire import Hello, Join, Message, Refuse, Status, encode_frame
 
 __all__ = ["Listener", "StreamListener", "receive_hello"]
 
@@ -228,6 +228,12 @@ class Listener:
         self.close()
 
 
+def _limit(sock: socket.socket, rate: int) -> None:
+    """Let a socket send at most so many bytes per second."""
+    packed = struct.pack("@L", max(1, min(rate, 2**64 - 1)))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, packed)
+
+
 def _close_all(sockets: list[socket.socket]) -> None:
     for each in sockets:
         each.close()
@@ -244,10 +250,13 @@ async def receive_hello(link: Transport, timeout: float) -> Hello:
         RemoteProtocolError: The peer's first message is not a Hello.
         RecvTimeout: No message arrived in time.
     """
-    hello = (await link.recv(timeout=timeout)).message
-    if not isinstance(hello, Hello):
-        raise RemoteProtocolError(f"expected Hello, got {type(hello).__name__}")
-    return hello
+    return _as_hello((await link.recv(timeout=timeout)).message)
+
+
+def _as_hello(message: Message) -> Hello:
+    if not isinstance(message, Hello):
+        raise RemoteProtocolError(f"expected Hello, got {type(message).__name__}")
+    return message
 
 
 class StreamListener(Listener):
@@ -321,11 +330,13 @@ class StreamListener(Listener):
         # Texts of the last errors, by the name of the error.
         self._why: dict[str, str] = {}
         self._tasks: TaskOwner | None = None
+        # The connections so far of each link that has several, by the link and their number.
+        self._joining: dict[tuple[bytes, int], dict[int, TCPTransport]] = {}
         sock, self._address = bind(address)
+        self._limit_rate = limit_rate
         if limit_rate is not None:
             # Accepted sockets inherit it, and the kernel keeps to it.
-            rate = struct.pack("@L", min(limit_rate, 2**64 - 1))
-            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+            _limit(sock, limit_rate)
         super().__init__(sock)
         self.url: str = str(self._address)
         self._file = _identity_of(self._address.path)
@@ -377,7 +388,16 @@ class StreamListener(Listener):
                 stream = await self._prove(sock, name=_name_of(sock))
                 undo.callback(stream.abort)
                 link = wrap(stream)
-                hello = await receive_hello(link, self._handshake_timeout)
+                first = (await link.recv(timeout=self._handshake_timeout)).message
+                if isinstance(first, Join) and link is stream:
+                    joined = self._join(stream, first)
+                    if joined is None:
+                        undo.pop_all()
+                        return
+                    link = stream = joined
+                    undo.callback(stream.abort)
+                    first = (await link.recv(timeout=self._handshake_timeout)).message
+                hello = _as_hello(first)
                 if hello.role == "status":
                     self.accepted += 1
                     await link.send(Status(self._status()), timeout=HANDSHAKE_SECONDS)
@@ -400,6 +420,53 @@ class StreamListener(Listener):
         stream.call_on_end(lambda: self.links.discard(stream))
         on_link(link, hello)
 
+    def _join(self, stream: TCPTransport, join: Join) -> TCPTransport | None:
+        """Take one connection of a link that has several; return the link with the last of them.
+
+        This object owns the others until then. They are given up when one of them ends, and when
+        the time for a handshake is over.
+
+        Raises:
+            RemoteProtocolError: The connection is no new one of the link.
+            TransportError: Another connection has just ended.
+        """
+        key = join.link, join.count
+        if join.index >= join.count or join.index in self._joining.get(key, ()):
+            raise RemoteProtocolError(f"connection {join.index} of {join.count} was not expected")
+        members = self._joining.setdefault(key, {})
+        give_up = functools.partial(self._give_up_join, key, members)
+        if not members:
+            asyncio.get_running_loop().call_later(self._handshake_timeout, give_up)
+        members[join.index] = stream
+        if len(members) < join.count:
+            stream.call_on_end(give_up)
+            # The dialer waits for this before it dials the next one, which could crowd this out.
+            stream.queue(encode_frame(join))
+            if sum(map(len, self._joining.values())) > _MAX_STRANGERS:
+                oldest = next(iter(self._joining))
+                self._give_up_join(oldest, self._joining[oldest])
+            return None
+        del self._joining[key]
+        try:
+            if self._limit_rate is not None:
+                for each in members.values():
+                    _limit(each.io.sock, self._limit_rate // join.count)
+            link = TCPTransport.join([members[index] for index in range(join.count)])
+        except BaseException:
+            for each in members.values():
+                each.abort()
+            raise
+        link.queue(encode_frame(join))
+        return link
+
+    def _give_up_join(self, key: tuple[bytes, int], members: dict[int, TCPTransport]) -> None:
+        """Close the connections of a link that has not come together."""
+        if self._joining.get(key) is members:
+            del self._joining[key]
+            self.refused["ConnectTimeout"] += 1
+            for each in members.values():
+                each.abort()
+
     def refusals(self) -> list[str]:
         """Return one text for each kind of error: the number of refusals, and the last reason."""
         return [
@@ -417,6 +484,8 @@ class StreamListener(Listener):
             with contextlib.suppress(OSError):
                 os.unlink(self._address.path)
         super().close()
+        for key, members in list(self._joining.items()):
+            self._give_up_join(key, members)
         if self._tasks is not None:
             self._tasks.abort()
 

@@ -23,6 +23,7 @@ from aiosync.protocol import (
 from aiosync.tensors import Dtypes, check_dtypes
 from aiosync.transports.distributed import check_backend
 from aiosync.types import Limits, Require
+from aiosync.wire import MAX_STREAMS
 
 __all__ = [
     "DistributedOptions",
@@ -153,9 +154,9 @@ def _timeout(name: str, value: Any) -> float | None:
     return None if value == math.inf else cast("float | None", value)
 
 
-def count(least: int) -> Callable[[str, Any], int]:
-    """Return a check of an integer of at least ``least``."""
-    return lambda name, value: as_count(name, value, least)
+def count(least: int, most: int | None = None) -> Callable[[str, Any], int]:
+    """Return a check of an integer of at least ``least``, and at most ``most``."""
+    return lambda name, value: as_count(name, value, least, most)
 
 
 def _version(name: str, value: Any) -> int:
@@ -300,6 +301,9 @@ class TCPOptions:
         ``"always"``: all above 64 KiB. Each side keeps one more copy of the weights, and the
         sender another one while workers skip versions.
         """,
+    )
+    streams: Option[int] = Option(
+        count(1, MAX_STREAMS), "Connections of each link that this side dials."
     )
     keepalive: Option[float | None] = Option(
         seconds(none=True), "Seconds after which a silent peer is probed."

@@ -111,6 +111,10 @@ class StreamFabric(Fabric[_Scheme]):
         """Return the greatest number of links that the listener has at a time."""
         return 65536
 
+    def streams(self, scheme: _Scheme) -> int:
+        """Return the number of connections of a link that this side dials."""
+        return 1
+
     def untaken(self, scheme: _Scheme) -> float | None:
         """Return the seconds after which a peer that takes no bytes is lost; ``None`` for never."""
         # A worker's messages are small, and the trainer's host takes them unless it is gone. A
@@ -188,6 +192,7 @@ class StreamFabric(Fabric[_Scheme]):
             limits=scheme.limits,
             keepalive=self.keepalive(scheme),
             untaken=self.untaken(scheme),
+            streams=self.streams(scheme),
             attempt_timeout=scheme.handshake_timeout,
             name=self.trainer_name,
             advice=self.advice,

@@ -80,6 +80,8 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         chunk_nbytes: Bytes that share one checksum, a multiple of 64.
         delta: Updates travel as changes to an older one: ``"off"``, ``"auto"`` where they arrive
             sooner so, or ``"always"``. Both sides need it, and zstandard. Experimental.
+        streams: Connections of each link that this side dials, up to 16: between sites, where one
+            connection gets less than the line.
         keepalive: Seconds after which the kernel probes a silent TCP peer; ``None`` for never.
         handshake_timeout: Seconds that a peer has to prove its identity.
         max_connections: Links that a listening side accepts at a time.
@@ -114,6 +116,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
         take_over: bool = False,
         chunk_nbytes: int = 4 * 2**20,
         delta: Literal["auto", "off", "always"] = "off",
+        streams: int = 1,
         keepalive: float | None = 30.0,
         handshake_timeout: float = 10.0,
         max_connections: int = 1024,
@@ -144,6 +147,7 @@ class TCPWeightSyncScheme(TCPOptions, StreamScheme):
             take_over=take_over,
             chunk_nbytes=chunk_nbytes,
             delta=delta,
+            streams=streams,
             keepalive=keepalive,
             handshake_timeout=handshake_timeout,
             max_connections=max_connections,
@@ -187,6 +191,10 @@ class TCPFabric(StreamFabric[TCPWeightSyncScheme]):
             self.advice: str = "`aiosync serve` has to run there"
             # A server may name other hosts, which a user of Unix sockets did not ask to dial.
             self.follows: bool = {first.scheme, *(each.scheme for each in others)} == {"tcp"}
+
+    def streams(self, scheme: TCPWeightSyncScheme) -> int:
+        """Return the number of connections that the user has chosen."""
+        return scheme.streams
 
     def keepalive(self, scheme: TCPWeightSyncScheme) -> float | None:
         """Return the seconds after which the kernel probes a silent peer; ``None`` for never."""

@@ -39,7 +39,8 @@ def is_up(transport: Transport) -> bool:
     if channel.ended or (channel.pidfd >= 0 and has_ended(channel.pidfd)):
         return False
     poller = select.poll()
-    poller.register(channel.io.fd, _PEER_CLOSED)
+    for sock in channel.io.socks:
+        poller.register(sock.fileno(), _PEER_CLOSED)
     return not any(event & _ENDED for _, event in poller.poll(0))
 
 
@@ -99,7 +100,8 @@ class LinkPolls:
         self.ends = ends = select.poll()
         for channel in [link.transport.channel for link in links]:
             if channel is not None and not channel.ended:
-                ends.register(channel.io.fd, _PEER_CLOSED)
+                for sock in channel.io.socks:
+                    ends.register(sock.fileno(), _PEER_CLOSED)
                 if channel.pidfd >= 0:
                     ends.register(channel.pidfd, select.POLLIN)
         return ends

@@ -28,7 +28,7 @@ from aiosync.errors import (
     TransportBroken,
     TransportError,
 )
-from aiosync.protocol import as_version, validate_timeout
+from aiosync.protocol import as_count, as_version, validate_timeout
 from aiosync.rendezvous.dialer import Backoff, Dialer, is_final, retry, to_dial
 from aiosync.rendezvous.handshake import ANY_STRATEGY, HANDSHAKE_SECONDS, greet
 from aiosync.transports.base import Received, make_ack
@@ -36,6 +36,7 @@ from aiosync.transports.credentials import TLS, Credentials, Secret
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import AckStatus, Limits
 from aiosync.wire import (
+    MAX_STREAMS,
     Fetch,
     Hello,
     Leave,
@@ -119,6 +120,8 @@ class WeightClient:
         token: A secret that both sides prove that they have; it is never sent.
         tls: :class:`aiosync.TLS`, or an ``ssl.SSLContext`` of the side that dials.
         limits: Limits on the sizes that the other side may announce, and on its answers.
+        streams: Connections of each link, up to 16: between sites, where one connection gets less
+            than the line.
 
     Raises:
         ConfigError: The ``url`` is no address or has no port, or the token is empty.
@@ -131,12 +134,14 @@ class WeightClient:
         token: Secret | str | bytes | None = None,
         tls: TLS | ssl.SSLContext | None = None,
         limits: Limits | None = None,
+        streams: int = 1,
     ) -> None:
         self._dialer = Dialer(
             addresses=to_dial(url),
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=30.0,
+            streams=as_count("streams", streams, 1, MAX_STREAMS),
             attempt_timeout=_ATTEMPT_SECONDS,
             name="the server",
         )

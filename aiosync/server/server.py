@@ -40,7 +40,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.credentials import TLS, Credentials
 from aiosync.transports.tcp import TCPTransport
 from aiosync.types import Limits
-from aiosync.wire import DEFAULT_LIMITS, Hello, stats_values
+from aiosync.wire import DEFAULT_LIMITS, MAX_STREAMS, Hello, stats_values
 
 __all__ = ["WeightServer", "count_refusals"]
 
@@ -79,6 +79,8 @@ class WeightServer:
         upstream: Address of a weight server, or of a trainer that listens. This server follows it
             for each of ``model_ids``, passes on what comes, and lets nobody push. Of several
             addresses it uses the first one that admits it.
+        streams: Connections of each link to the upstream, up to 16: between sites, where one
+            connection gets less than the line.
         fanout: Number of workers of a model from which on others are sent on to servers that follow
             this one, as soon as there are any; and number of such servers from which on other ones
             are. ``None``: as many as ``max_connections``.
@@ -114,11 +116,13 @@ class WeightServer:
         upstream: str | Sequence[str] | None = None,
         upstream_token: str | bytes | None = None,
         upstream_tls: TLS | ssl.SSLContext | None = None,
+        streams: int = 1,
         fanout: int | None = None,
         advertise: str | None = None,
     ) -> None:
         self._streaming = Streaming(chunk_nbytes, stall_timeout, delta)
         self._model_ids = None if model_ids is None else frozenset(as_names("model_ids", model_ids))
+        as_count("streams", streams, 1, MAX_STREAMS)
         self._max_models = as_count("max_models", max_models, 1)
         self._store = None
         if store is not None:
@@ -136,7 +140,7 @@ class WeightServer:
                     "a server with an upstream= follows named models: pass model_ids="
                 )
             self._upstream = Upstream(
-                upstream, token=upstream_token, tls=upstream_tls, limits=limits
+                upstream, token=upstream_token, tls=upstream_tls, limits=limits, streams=streams
             )
             if any(map(self._upstream.leads_to, filter(None, (url, advertise)))):
                 raise ConfigError(

@@ -49,6 +49,7 @@ class Upstream:
         token: Secret that both prove that they have.
         tls: TLS of the side that dials.
         limits: Limits on what it may announce.
+        streams: Number of connections of each link to it.
 
     Raises:
         ConfigError: An address cannot be dialled, or the token is empty.
@@ -61,12 +62,14 @@ class Upstream:
         token: str | bytes | None,
         tls: TLS | ssl.SSLContext | None,
         limits: Limits | None,
+        streams: int,
     ) -> None:
         self._dialer = Dialer(
             addresses=to_dial(url),
             credentials=Credentials(token=token, tls=tls),
             limits=limits,
             keepalive=_KEEPALIVE_SECONDS,
+            streams=streams,
             attempt_timeout=_ATTEMPT_SECONDS,
             name="the upstream",
         )

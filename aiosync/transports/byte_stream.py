@@ -6,6 +6,8 @@ streams of their own. Must not import torch, anyio, schemes, or a transport.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import os
 import socket
@@ -15,9 +17,10 @@ from typing import ClassVar
 
 from aiosync.errors import ConfigError
 
-__all__ = ["ByteStream"]
+__all__ = ["ByteStream", "first_bytes"]
 
 _BUFFER_NBYTES = 4 * 2**20
+_IOV_MAX = 512
 
 
 class ByteStream:
@@ -32,7 +35,8 @@ class ByteStream:
 
     Attributes:
         sock: The socket.
-        fd: The descriptor to watch.
+        fd: The descriptor of the socket.
+        socks: All sockets of the stream; of several, ``sock`` is the first one.
         reads_out: True to read on until nothing is left, although that takes one more call. If data
             and an error of the socket arrive together, uvloop calls back only once: a reader that
             stopped after the data would never see the error.
@@ -55,10 +59,40 @@ class ByteStream:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_NBYTES)
         self.fd: int = self.sock.fileno()
+        self.socks: tuple[socket.socket, ...] = (self.sock,)
         self.has_unsent: bool = False
         # These call the functions of the system directly, which saves a Python call each time.
         self.readv: Callable[[Sequence[memoryview]], int] = functools.partial(os.readv, self.fd)
         self.writev: Callable[[Sequence[memoryview]], int] = functools.partial(os.writev, self.fd)
+
+    def watch_reads(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None] | None
+    ) -> None:
+        """Have ``callback`` called while there is something to read; ``None`` ends that."""
+        if callback is None:
+            loop.remove_reader(self.fd)
+        else:
+            loop.add_reader(self.fd, callback)
+
+    def watch_writes(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None] | None
+    ) -> None:
+        """Have ``callback`` called while the kernel takes bytes; ``None`` ends that."""
+        if callback is None:
+            loop.remove_writer(self.fd)
+        else:
+            loop.add_writer(self.fd, callback)
+
+    def drop_unread(self) -> None:
+        """Drop unread bytes, which would turn an orderly end of the stream into a reset.
+
+        They are read from the socket, as no TLS has to decrypt them.
+        """
+        scratch = memoryview(bytearray(65536))
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                if not os.readv(self.fd, [scratch]):
+                    break
 
     def flush(self) -> None:
         """Give unsent bytes to the kernel, as many as it takes. Never blocks."""
@@ -74,6 +108,17 @@ class ByteStream:
         # Reading or writing on must fail: the number of the descriptor may soon be another file's.
         self.readv = self.writev = _closed
         self.sock.close()
+
+
+def first_bytes(views: Sequence[memoryview], most: int) -> list[memoryview]:
+    """Return views of the first bytes of ``views``: at most 512 views and ``most`` bytes."""
+    window = []
+    for view in views[:_IOV_MAX]:
+        window.append(view[:most])
+        most -= view.nbytes
+        if most <= 0:
+            break
+    return window
 
 
 def _closed(_: object) -> int:

@@ -144,7 +144,7 @@ class FrameReader:
         elif self._gone is None and self._link is not None:
             if not self._watching:
                 self._watching = True
-                self._loop.add_reader(self._io.fd, self._read)
+                self._io.watch_reads(self._loop, self._read)
             if self._reads_out:
                 self._read_soon()
 
@@ -157,7 +157,7 @@ class FrameReader:
         """Stop reading; :meth:`resume` goes on."""
         if self._watching:
             self._watching = False
-            self._loop.remove_reader(self._io.fd)
+            self._io.watch_reads(self._loop, None)
 
     def _read_soon(self) -> None:
         """Read in the next turn of the loop, even if the loop does not report any data."""

@@ -50,7 +50,7 @@ from aiosync.transports.base import (
     take_buffers,
     without_frames,
 )
-from aiosync.transports.byte_stream import ByteStream
+from aiosync.transports.byte_stream import ByteStream, first_bytes
 from aiosync.transports.frame_reader import WINDOW_NBYTES, FrameReader
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (
@@ -68,7 +68,6 @@ __all__ = ["FramedTransport", "MPTransport", "MemoryTransport"]
 # Every message of a stranger or of a worker fits into these limits, with the text of an error.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
 
-_IOV_MAX = 512
 _NOWAIT_NBYTES = 65536
 # The kernel takes 1024 buffers in one call, with that of the header.
 _NOWAIT_BUFFERS = 1000
@@ -218,20 +217,9 @@ class FramedTransport(Transport):
             self._on_end.pop(0)()
         self._close_descriptors(farewell=True)
 
-    def _read_rest(self) -> None:
-        """Drop unread bytes, which would turn an orderly end of the stream into a reset.
-
-        They are read from the socket, as no TLS has to decrypt them.
-        """
-        scratch = memoryview(bytearray(65536))
-        with contextlib.suppress(OSError):
-            for _ in range(64):
-                if not os.readv(self.io.fd, [scratch]):
-                    break
-
     def _take_leave(self, error: LinkError | None) -> None:
         """Drop unread bytes, and tell a peer that broke the protocol the reason."""
-        self._read_rest()
+        self.io.drop_unread()
         mid_frame = self.io.has_unsent or (self._started and bool(self._out))
         if self.says_why and isinstance(error, RemoteProtocolError) and not mid_frame:
             # Bytes that the kernel does not take at once are dropped: no task waits for a peer that
@@ -246,6 +234,18 @@ class FramedTransport(Transport):
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+    def release_stream(self) -> ByteStream:
+        """End this link between two messages, and return its stream, which goes on.
+
+        Raises:
+            TransportError: The link has ended.
+        """
+        self.check()
+        self._reader.stop()
+        self._unwatch()
+        self.closed = self.ended = True
+        return self.io
 
     def close_after_fork(self) -> None:
         """Close this copy of the link in a forked child; the parent's link goes on."""
@@ -535,13 +535,13 @@ class FramedTransport(Transport):
         """Have the loop call :meth:`_on_writable` while the stream can take bytes."""
         if not self._writing and not self.ended:
             self._writing = True
-            self._loop.add_writer(self.io.fd, self._on_writable)
+            self.io.watch_writes(self._loop, self._on_writable)
 
     def _unwatch(self) -> None:
         """Have the loop call :meth:`_on_writable` no more."""
         if self._writing:
             self._writing = False
-            self._loop.remove_writer(self.io.fd)
+            self.io.watch_writes(self._loop, None)
 
     async def _write_all(self) -> None:
         """Write until the stream has taken all of the message."""
@@ -570,7 +570,7 @@ class FramedTransport(Transport):
         budget = WINDOW_NBYTES
         try:
             while self._out and budget > 0:
-                nbytes = self.io.writev(_window(self._out, budget))
+                nbytes = self.io.writev(first_bytes(self._out, budget))
                 self._started = True
                 self.written_nbytes += nbytes
                 self._out = _after(self._out, nbytes)
@@ -608,17 +608,6 @@ class MemoryTransport(MPTransport):
     capabilities: ClassVar[Capabilities] = replace(
         MPTransport.capabilities, name="memory", cross_process=False
     )
-
-
-def _window(views: list[memoryview], budget: int) -> list[memoryview]:
-    """Return views of the first bytes of ``views``: at most 512 views and ``budget`` bytes."""
-    window = []
-    for view in views[:_IOV_MAX]:
-        window.append(view[:budget])
-        budget -= view.nbytes
-        if budget <= 0:
-            break
-    return window
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -35,12 +36,16 @@ from aiosync.transports.base import in_time
 from aiosync.transports.byte_stream import ByteStream
 from aiosync.transports.credentials import Credentials
 from aiosync.transports.framed_link import FramedTransport
+from aiosync.transports.striped_stream import StripedStream
 from aiosync.transports.tls_stream import TlsStream, why_refused
 from aiosync.types import Cancellation, Capabilities, Limits
 from aiosync.wire import (
     Challenge,
+    Join,
+    Message,
     Refuse,
     answer_challenge,
+    encode_frame,
     new_challenge,
     verify_dialer,
     verify_listener,
@@ -94,6 +99,7 @@ class TCPTransport(FramedTransport):
         keepalive: float | None = _KEEPALIVE_SECONDS,
         untaken: float | None = _UNTAKEN_SECONDS,
         payloads: bool = True,
+        streams: int = 1,
         timeout: float | None = 30.0,
     ) -> TCPTransport:
         """Dial an address, and authenticate both ends. This makes one attempt.
@@ -114,6 +120,9 @@ class TCPTransport(FramedTransport):
                 decides how long a probe of ``keepalive`` may stay without an answer.
             payloads: True if the peer may send payloads at once; otherwise it may from
                 ``channel.allow_payloads()`` on, once its role is known.
+            streams: Number of connections of the link, from 1 to 16, which are dialled one after
+                the other. With more than one, the other end has to be a
+                :class:`~aiosync.rendezvous.listener.StreamListener`.
             timeout: Seconds for the whole call; ``None`` waits for ever.
 
         Raises:
@@ -131,10 +140,19 @@ class TCPTransport(FramedTransport):
         hostname = getattr(credentials.tls, "hostname", None) or address.host or "localhost"
         # A bad certificate file is an error even if the other end cannot be reached.
         credentials = replace(credentials, tls=credentials.dialling_context())
-        async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
+        options = limits, keepalive, untaken, payloads and streams == 1
+
+        async def dial(address: Address) -> TCPTransport:
             sock = await _open(address)
-            options = limits, keepalive, untaken, payloads
             return await cls._proved(sock, credentials, hostname, name, *options)
+
+        async with in_time(timeout, ConnectTimeout, f"{name} did not answer"):
+            if streams == 1:
+                return await dial(address)
+            link = await cls._dial_several(dial, address, streams)
+            if payloads:
+                link.allow_payloads()
+            return link
 
     @classmethod
     async def accept(
@@ -219,6 +237,62 @@ class TCPTransport(FramedTransport):
             transport.allow_payloads()
         return transport
 
+    @classmethod
+    async def _dial_several(
+        cls,
+        dial: Callable[[Address], Awaitable[TCPTransport]],
+        address: Address,
+        streams: int,
+    ) -> TCPTransport:
+        """Return one link, without payloads, over several connections.
+
+        They are dialled one after the other, so that they take no place from one another at the
+        listener, where each is a stranger first.
+        """
+        join, links = Join(secrets.token_bytes(16), 0, streams), list[TCPTransport]()
+        with contextlib.ExitStack() as undo:
+            try:
+                for index in range(streams):
+                    links.append(link := await dial(address))
+                    undo.callback(link.abort)
+                    join = replace(join, index=index)
+                    link.queue(encode_frame(join))
+                    if index == streams - 1:
+                        link = cls.join(links)
+                        undo.callback(link.abort)
+                    _check_join(join, (await link.recv()).message)
+                    # A name may have several hosts; all connections have to reach one.
+                    with contextlib.suppress(OSError):
+                        peer = link.io.sock.getpeername()
+                        address = replace(address, host=peer[0]) if address.host else address
+            except (PeerClosed, TransportBroken) as exc:
+                raise ConnectError(
+                    f"{address} closed one of {streams} connections of a link: it may be at its "
+                    "connection limit, or of another release"
+                ) from exc
+            undo.pop_all()
+        return link
+
+    @classmethod
+    def join(cls, links: Sequence[TCPTransport]) -> TCPTransport:
+        """Return one link, without payloads, over the connections of several.
+
+        Args:
+            links: Links to one peer whose other end is joined as well, in the same order. They end,
+                and nothing may be on its way to them.
+
+        Raises:
+            TransportError: One of them has ended.
+        """
+        for each in links:
+            each.check()
+        first = links[0]
+        streams = [each.release_stream() for each in links]
+        link = cls(StripedStream(streams), limits=first.limits, name=first.name)
+        link.read_only = any(each.read_only for each in links)
+        link.refuse_payloads()
+        return link
+
     def limit_untaken(self, seconds: float = _UNTAKEN_SECONDS) -> None:
         """Have the kernel end the link if the peer takes no sent byte for so many ``seconds``.
 
@@ -226,7 +300,16 @@ class TCPTransport(FramedTransport):
         known after that.
         """
         if not self.ended:
-            _prepare(self.io.sock, None, seconds)
+            for sock in self.io.socks:
+                _prepare(sock, None, seconds)
+
+
+def _check_join(join: Join, answer: Message) -> None:
+    """Raise if the listener has not answered a Join with the same message."""
+    if isinstance(answer, Refuse):
+        raise ConnectError(f"a connection of a link was refused: {answer.error_text}")
+    if answer != join:
+        raise RemoteProtocolError(f"expected the same Join, got {type(answer).__name__}")
 
 
 # -- sockets ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from aiosync.wire.messages import (
     MAX_ERROR_TEXT_NBYTES,
     MAX_ERROR_TYPE_NBYTES,
     MAX_PATH,
+    MAX_STREAMS,
     MAX_WORKER_IDX,
     NONCE_NBYTES,
     Ack,
@@ -32,6 +33,7 @@ from aiosync.wire.messages import (
     ExtValue,
     Fetch,
     Hello,
+    Join,
     Leave,
     ManifestMessage,
     Message,
@@ -149,6 +151,14 @@ _FIELDS: dict[type, tuple[int, dict[str, _Spec]]] = {
             "kind": (str, 1, _NAME),
             "uuid": (bytes, 16, 16),
             "nbytes": _COUNT,
+        },
+    ),
+    Join: (
+        19,
+        {
+            "link": (bytes, 16, 16),
+            "index": (int, 0, MAX_STREAMS - 1),
+            "count": (int, 2, MAX_STREAMS),
         },
     ),
 }

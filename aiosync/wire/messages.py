@@ -21,6 +21,7 @@ __all__ = [
     "MAX_ERROR_TEXT_NBYTES",
     "MAX_ERROR_TYPE_NBYTES",
     "MAX_PATH",
+    "MAX_STREAMS",
     "MAX_WORKER_IDX",
     "NONCE_NBYTES",
     "Ack",
@@ -30,6 +31,7 @@ __all__ = [
     "ExtValue",
     "Fetch",
     "Hello",
+    "Join",
     "Leave",
     "ManifestMessage",
     "Message",
@@ -315,6 +317,24 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """The dialer's first message on each connection of a link that has several.
+
+    The listener answers each with the same message, and dialers wait for it. With the last of them
+    the connections become the link, of which that answer is the first message.
+
+    Attributes:
+        link: 16 random bytes that name the link, never used again.
+        index: Number of this connection, from 0.
+        count: Number of connections of the link.
+    """
+
+    link: bytes
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """A receiver's request for the newest version. The answer is an update, or :class:`Current`.
 
@@ -391,6 +411,7 @@ Message: TypeAlias = (
     | Promise
     | Challenge
     | Proof
+    | Join
     | Fetch
     | Current
     | Status
@@ -415,6 +436,9 @@ MAX_BEHIND = 2**32 - 1
 
 MAX_PATH = 16
 """Greatest number of weight servers in a row."""
+
+MAX_STREAMS = 16
+"""Greatest number of connections of a link."""
 
 MAX_ELSEWHERE = 8
 """Greatest number of addresses to which a receiver is sent on: more would not fit into a header."""

@@ -1,9 +1,9 @@
 """The gain of deltas on a slow link: time from ``send()`` until the worker has applied the update.
 
 ``python -m tests.bench.delta_link`` runs a trainer, a worker and between them a proxy that carries
-a limited number of bytes for each second, each in a process of its own. It sends weights in
-bfloat16 of which a share has changed, nine in ten by one step, with each value of ``delta=``. The
-values take turns, so that a change of the machine's load meets all of them.
+a limited number of bytes for each second and connection, each in a process of its own. It sends
+weights in bfloat16 of which a share has changed, nine in ten by one step, with each value of
+``delta=``. The values take turns, so that a change of the machine's load meets all of them.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def _model(nbytes: int) -> nn.Module:
     return model
 
 
-def worker(url: str, nbytes: int, mode: Any, checks: Any) -> None:
+def worker(url: str, nbytes: int, mode: Any, streams: int, checks: Any) -> None:
     """Take updates; answer with the sum of the weights' bits whenever asked."""
     torch.set_num_threads(1)
 
     async def main() -> None:
         model = _model(nbytes)
-        scheme = aiosync.TCPWeightSyncScheme(url, delta=mode)
+        scheme = aiosync.TCPWeightSyncScheme(url, delta=mode, streams=streams)
         scheme.init_on_receiver("policy", model=model)
         async with scheme:
             await scheme.connect()
@@ -96,7 +96,7 @@ def _change(model: nn.Module, share: float, rng: np.random.Generator) -> None:
 
 
 async def measure(
-    mib: int, share: float, rate: float, sends: int
+    mib: int, share: float, rate: float, streams: int, sends: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return for each value of ``delta=`` the seconds of sends, and of both sides' processors."""
     context, rng = multiprocessing.get_context("spawn"), np.random.default_rng(0)
@@ -113,7 +113,7 @@ async def measure(
             limit = context.Process(target=proxy, args=(port, rate, theirs), daemon=True)
             limit.start()
             url = f"tcp://127.0.0.1:{ours.recv()}"
-            given = (url, mib * 2**20, mode, theirs)
+            given = (url, mib * 2**20, mode, streams, theirs)
             process = context.Process(target=worker, args=given, daemon=True)
             process.start()
             processes += limit, process
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--gbit", type=float, nargs="*", default=[1, 10, 0], help="0 for no limit")
     parser.add_argument("--share", type=float, nargs="*", default=[0.01])
+    parser.add_argument("--streams", type=int, default=1, help="connections, each with its limit")
     parser.add_argument("--sends", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +157,8 @@ def main() -> None:
     for mib in given.mib:
         for gbit in given.gbit:
             for share in given.share:
-                found, work = asyncio.run(measure(mib, share, gbit * 125e6, given.sends))
+                how = share, gbit * 125e6, given.streams, given.sends
+                found, work = asyncio.run(measure(mib, *how))
                 cells = [statistics.median(found[mode]) for mode in MODES]
                 row = " | ".join(
                     f"{1000 * each:.0f} ({1000 * min(found[mode]):.0f}; "

@@ -61,6 +61,7 @@ class Plan:
         weather: What happens to connections.
         events: What goes wrong, in the order of time.
         relays: Number of servers that follow the weight server, each the one before.
+        streams: Connections of each link.
     """
 
     seed: int
@@ -81,6 +82,7 @@ class Plan:
     weather: Weather
     events: tuple[Event, ...]
     relays: int = 0
+    streams: int = 1
 
     def smaller(self) -> list[Plan]:
         """Return plans that are a little smaller, the smallest first."""
@@ -98,6 +100,8 @@ class Plan:
             last = f"relay {self.relays}"
             events = tuple(each for each in self.events if each.who != last)
             found.append(replace(self, relays=self.relays - 1, events=events))
+        if self.streams > 1:
+            found.append(replace(self, streams=1))
         if self.cancels:
             found.append(replace(self, cancels=0.0))
         for fault in ("cuts", "loses", "half_closes", "corrupts", "fragments"):
@@ -183,4 +187,5 @@ def plan_for(seed: int, kind: Kind | None = None) -> Plan:
         weather,
         tuple(sorted(events, key=lambda each: each.at)),
         relays,
+        Random(f"streams {seed}").choice([1, 1, 1, 1, 1, 2, 4]),
     )

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Awaitable
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 import aiosync
 from aiosync.server import WeightServer
 from aiosync.testing.sim import Process, SimulationError, World, simulate
+from aiosync.transports import striped_stream
 from tests.sim.cancelling import CancelledAt
 from tests.sim.plans import Plan
 
@@ -203,6 +205,7 @@ class Bed:
             per_worker_weights=plan.kind == "per worker",
             dial="both" if plan.server else "receiver",
             delta="always" if plan.kind == "deltas" else "off",
+            streams=plan.streams,
             **options,
         )
 
@@ -213,6 +216,7 @@ class Bed:
         if number:
             upstream = RELAY_URLS[number - 1]
             options = {"model_ids": ["policy"], "upstream": upstream, "upstream_token": token}
+            options["streams"] = plan.streams
         while not self.closing.is_set():
             server = WeightServer(
                 RELAY_URLS[number],
@@ -519,8 +523,9 @@ class Bed:
         process = self.processes[name] = self.world.start(name, program)
         # Links that are lost without a sign stay until keep-alive ends them, at whoever listens.
         is_worker, workers = name.startswith("worker"), self.plan.workers
-        process.most_sockets = 3 if is_worker else 10 + 10 * workers
-        process.most_tasks = 8 if is_worker else 10 + 10 * workers
+        most = 3 if is_worker else 10 + 10 * workers
+        process.most_sockets = most * self.plan.streams
+        process.most_tasks = (8 if is_worker else 10 + 10 * workers) * self.plan.streams
         self.down.discard(name)
 
     async def restart(self, name: str, seconds: float) -> None:
@@ -601,4 +606,7 @@ def run(plan: Plan, keep: list[World] | None = None) -> World:
         await Bed(world, plan).main()
         return world
 
-    return simulate(main, seed=plan.seed, weather=plan.weather, max_seconds=3600.0)
+    # Updates are small here, and have to go over all connections of a link.
+    stripe = Random(f"stripe {plan.seed}").choice([50, 700, 4000])
+    with mock.patch.object(striped_stream, "STRIPE_NBYTES", stripe):
+        return simulate(main, seed=plan.seed, weather=plan.weather, max_seconds=3600.0)
