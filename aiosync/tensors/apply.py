@@ -6,6 +6,7 @@ parameters can be targets. This module must never import asyncio or a transport.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections import deque
@@ -457,6 +458,13 @@ def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # -- functions in place of a model ------------------------------------------------------------
 
 
+_NOT_AT_ONCE = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+_NOT_AT_ONCE_TEXT = (
+    "load= must do its work when it is called: define it with `def`, and neither with `async def` "
+    "nor with `yield`"
+)
+
+
 class LoadTarget:
     """Hands versions to a function, for engines that load weights in a way of their own.
 
@@ -470,10 +478,12 @@ class LoadTarget:
         """Choose the function; it is not called yet.
 
         Raises:
-            ConfigError: It cannot be called.
+            ConfigError: It cannot be called, or is a coroutine or generator function.
         """
         if not callable(load):
             raise ConfigError(f"load must be a function, got {type(load).__name__}")
+        if any(each(load) for each in _NOT_AT_ONCE):
+            raise ConfigError(_NOT_AT_ONCE_TEXT)
         self.load = load
 
     def check(self, layout: Layout, values: Mapping[str, Any]) -> None:
@@ -511,12 +521,20 @@ class LoadTarget:
         """
         self.check(layout, values)
         if not isinstance(flat, DeviceBuffer):
-            self.load(flat.named_views(layout))
+            self._run(layout, flat)
             return
         api = accelerator()
         api.synchronize(flat.device)
         try:
-            self.load(flat.named_views(layout))
+            self._run(layout, flat)
         finally:
             # The trainer writes to this memory afterwards.
             api.synchronize(flat.device)
+
+    def _run(self, layout: Layout, flat: FlatBuffer) -> None:
+        """Call the function, and raise if it only returned what would do the work."""
+        result: Any = self.load(flat.named_views(layout))
+        if inspect.isawaitable(result) or inspect.isgenerator(result):
+            # A coroutine or generator that never ran has to be closed; a future has no such method.
+            getattr(result, "close", bool)()
+            raise ConfigError(_NOT_AT_ONCE_TEXT)

@@ -357,6 +357,10 @@ def in_flat_memory(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cpu" or not tensor.numel():
         return False
     address = tensor.data_ptr()
+    # Another thread may make a buffer meanwhile: this list is made in one step.
+    blocks = [block for ref in _blocks.valuerefs() if (block := ref()) is not None]
+    starts = map(ctypes.addressof, blocks)
     return any(
-        start <= address < start + ctypes.sizeof(block) for start, block in list(_blocks.items())
+        start <= address < start + ctypes.sizeof(block)
+        for start, block in zip(starts, blocks, strict=True)
     )

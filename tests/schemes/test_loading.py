@@ -58,6 +58,43 @@ async def test_after_a_function_that_raised_nobody_knows_what_is_read(make) -> N
             assert read.version == report.version
 
 
+async def _load_later(weights: Any) -> None:
+    """Load nothing before it is awaited."""
+
+
+def _load_in_steps(weights: Any) -> Any:
+    yield from weights
+
+
+def _load_elsewhere(weights: Any) -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("load", [_load_later, _load_in_steps])
+def test_a_function_that_would_load_later_is_refused(load: Any) -> None:
+    receiver = aiosync.MultiProcessWeightSyncScheme(guard="reading")
+    with pytest.raises(aiosync.ConfigError, match="define it with `def`"):
+        receiver.init_on_receiver(load=load, worker_idx=0)
+
+
+@pytest.mark.parametrize(
+    "load", [lambda w: _load_later(w), lambda w: _load_in_steps(w), _load_elsewhere]
+)
+@pytest.mark.asyncio
+async def test_a_function_that_returns_what_would_load_has_not_loaded(load: Any) -> None:
+    calls = []
+
+    def first_loads(weights: Any) -> Any:
+        calls.append(None)
+        return None if len(calls) == 1 else load(weights)
+
+    scheme = aiosync.MultiProcessWeightSyncScheme(guard="reading")
+    async with here(scheme, models.linear(), {"load": first_loads}) as (sender, _):
+        with pytest.raises(aiosync.PartialSyncError, match="define it with `def`"):
+            await sender.send()
+        assert len(calls) == 2
+
+
 @pytest.mark.asyncio
 async def test_a_function_gets_tied_tensors_under_each_name_and_no_other_values() -> None:
     engine = Engine()
