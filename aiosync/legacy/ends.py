@@ -308,7 +308,7 @@ class WeightSender(OfScheme):
             )
 
     def _mark_lost(self, failed: Iterable[int]) -> None:
-        """Leave out of later sends the workers that failed and have no link any more."""
+        """Leave failed workers without a link out of later sends that name no workers."""
         for idx in failed:
             transport = self._transports[idx]
             if isinstance(transport, MPTransport) and not transport.check_connection():

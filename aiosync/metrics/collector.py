@@ -280,8 +280,10 @@ class Metrics:
             for name, metric in METRICS.items()
             if metric.buckets
         }
+        # By model, the number of samples of which nobody knows how stale they are.
         self._unversioned: Counter[str] = Counter()
-        self._logged: dict[str, tuple[int, float, float]] = {}  # count, sum, maximum
+        # The measurements since the last as_log(), by name: their count, sum and maximum.
+        self._logged: dict[str, tuple[int, float, float]] = {}
         self._listeners: list[Callable[[str, _Labels, float], None]] = []
         for source in sources:
             self.add(source)

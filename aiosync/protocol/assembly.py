@@ -44,7 +44,7 @@ class Assembly:
         self._sums: list[bytes] = []
         # Number of all chunks, and bytes of each chunk but the last.
         self._count = self._size = 0
-        # True until the first chunk over a new link has its place.
+        # True from resume() on, until the first chunk over the new link has its place.
         self._resumed = False
 
     @property

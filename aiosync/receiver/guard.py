@@ -314,6 +314,7 @@ class Guard:
         thread = threading.get_ident() if thread is None else thread
         with self._lock:
             reads, applies, words = self._open.get(thread), False, self.words
+            # Nearly every read is the only one of its thread.
             if reads and len(reads) == 1 and reads[0] is read:
                 del self._open[thread]
             else:
@@ -334,6 +335,7 @@ class Guard:
                         applies = True
             if self._waiters:
                 self._wake()
+        # _begin() has claimed the apply, which holds back reads: it runs without the lock.
         if applies:
             self._run()
 
@@ -389,7 +391,8 @@ class Guard:
         self._sweep()
         if self._applying is not None and self._applying[0] != thread:
             return _LOOK_SECONDS
-        # A loop must not be held up. Without open reads and claims this read applies the update.
+        # A loop must not be held up. Without open reads, and claims of calls that wait for them,
+        # this read applies the update.
         if asyncio._get_running_loop() is not None or not (self._open or self._claims):
             return 0.0
         if not _is_block(read) and any(map(_is_block, chain.from_iterable(self._open.values()))):
@@ -611,7 +614,7 @@ class Guard:
     def refuse_inside_read(self, method: str) -> None:
         """Raise if this thread reads, as a call inside a read cannot wait for it to end.
 
-        Automatic reads are ended first.
+        Automatic reads, for which the user did not ask, are ended first and do not count.
 
         Raises:
             LocalProtocolError: This thread reads.

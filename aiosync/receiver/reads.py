@@ -61,7 +61,7 @@ class Reading:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        # Epoch and version of the last block.
+        # Epoch and version that the block used which ended last, for span; None before that.
         self._held: tuple[int, int] | None = None
         # Thread and task that entered each open block, because a generator may end in another one.
         self._entered: list[tuple[int, asyncio.Task[Any] | None]] = []

@@ -212,7 +212,8 @@ class UpdateReader:
         if self._in_chunks:
             assembly, landing = self._assembly_of(update, layout)
             start, stop = assembly.place(update, nbytes)
-            # The update begins anew, and the server still reads the bytes that came before.
+            # The update begins anew, and the weight server that got it from share_partial() still
+            # passes on the bytes that came before.
             if self._is_shared and not assembly.good_nbytes:
                 landing = self._take_landing(layout.nbytes)
             self._running = RunningChecksum()

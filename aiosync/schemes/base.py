@@ -670,6 +670,7 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     ) -> _T:
         """Await ``wait(what)``, ``call`` in logs; ``text`` begins the error of a timeout."""
         limit = self._limit(timeout)
+        # If the context has no model, that is the likely reason of a timeout.
         lacks = self._life.given.lacks()
         began = "" if lacks is None else f"; when this began, {lacks}"
         late = RecvTimeout(f"{text} within {limit or 0:g} s{began}")
@@ -750,12 +751,13 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         await self.aclose()
 
     def __del__(self) -> None:
-        """Close a scheme that was never closed, and warn of that."""
+        """Close a scheme that was never closed, and warn of that if it has a runtime."""
         life: Life | None = getattr(self, "_life", None)
         if life is None or life.closed or life.inherited:
             # After a refused option there is nothing to close yet.
             return
         if life.runtime is None:
+            # It has no tasks to end: only the listeners that it may have bound are closed.
             life.begin_to_close()
             return
         try:

@@ -239,6 +239,7 @@ class ServedModel:
         self.replaced = self._replaced_by(epoch)
         self.version = snapshot.version
         if epoch != workers.epoch:
+            # These trainers are among the replaced ones now.
             self._let_in = ()
             workers.epoch, workers.version = epoch, 0
             workers.history.clear()

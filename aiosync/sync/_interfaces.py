@@ -58,7 +58,7 @@ class Owner(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Carry out a call of the scheme's method ``name``.
+        """Carry out the object's call of the method ``name``, as the object means it.
 
         Args:
             name: Name of the method.

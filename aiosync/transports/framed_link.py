@@ -514,6 +514,7 @@ class FramedTransport(Transport):
                 ) from exc
         finally:
             self._sending = False
+            # Control frames that queue() held back meanwhile go out now.
             if self._queue:
                 self._watch()
 

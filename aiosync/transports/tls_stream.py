@@ -230,7 +230,7 @@ class TlsStream(ByteStream):
 
 
 def why_refused(exc: ssl.SSLError) -> ConnectError:
-    """Translate an error of OpenSSL for the caller that opened the link."""
+    """Translate an error of OpenSSL into the one that either end of the link raises."""
     reason = exc.reason or str(exc)
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
         return ConnectError(_ONE_SIDED)

@@ -240,6 +240,7 @@ class DistributedWeightUpdater(AtOnceWeightUpdater):
             if worker_ids < 1:
                 raise LocalProtocolError(f"a worker's rank is at least 1, got {worker_ids}")
             worker_ids = [worker_ids - 1]
+        # The base class returns None only without ids of workers, which this class always has.
         return self._indices(super()._resolve_workers(worker_ids) or [])
 
     def _refuse_policy_factories(self) -> None:
