@@ -242,7 +242,8 @@ class Dialer:
         keepalive: See :meth:`TCPTransport.connect`.
         untaken: See :meth:`TCPTransport.connect`.
         streams: Number of connections of a link.
-        attempt_timeout: Seconds for one attempt at one address, its handshakes included.
+        attempt_timeout: Seconds for each connection of an attempt at one address, its handshakes
+            included.
         name: Name of the other end in errors.
         advice: Advice in errors: what the user has to do so that the other end can be reached.
     """
@@ -298,7 +299,9 @@ class Dialer:
                 keepalive=self.keepalive,
                 untaken=self.untaken,
                 streams=self.streams,
-                timeout=min(self.attempt_timeout, math.inf if timeout is None else timeout),
+                timeout=min(
+                    self.attempt_timeout * self.streams, math.inf if timeout is None else timeout
+                ),
                 name=f"{self.name} at {address}",
             )
         except (AuthError, ConfigError) as exc:

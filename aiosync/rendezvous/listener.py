@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiosync._log import log
@@ -259,6 +259,14 @@ def _as_hello(message: Message) -> Hello:
     return message
 
 
+@dataclass(slots=True)
+class _JoiningLink:
+    """The connections so far of a link that has several, by their number, and their time limit."""
+
+    members: dict[int, TCPTransport] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+
 class StreamListener(Listener):
     """A listener on a URL. It binds at once, and accepts once :meth:`start` is called.
 
@@ -331,7 +339,7 @@ class StreamListener(Listener):
         self._why: dict[str, str] = {}
         self._tasks: TaskOwner | None = None
         # The connections so far of each link that has several, by the link and their number.
-        self._joining: dict[tuple[bytes, int], dict[int, TCPTransport]] = {}
+        self._joining: dict[tuple[bytes, int], _JoiningLink] = {}
         sock, self._address = bind(address)
         self._limit_rate = limit_rate
         if limit_rate is not None:
@@ -424,47 +432,53 @@ class StreamListener(Listener):
         """Take one connection of a link that has several; return the link with the last of them.
 
         This object owns the others until then. They are given up when one of them ends, and when
-        the time for a handshake is over.
+        the next one does not come within the time for a handshake.
 
         Raises:
             RemoteProtocolError: The connection is no new one of the link.
+            ConnectError: Too many links are coming together.
             TransportError: Another connection has just ended.
         """
         key = join.link, join.count
-        if join.index >= join.count or join.index in self._joining.get(key, ()):
+        waiting = self._joining.get(key) or _JoiningLink()
+        if join.index >= join.count or join.index in waiting.members:
             raise RemoteProtocolError(f"connection {join.index} of {join.count} was not expected")
-        members = self._joining.setdefault(key, {})
-        give_up = functools.partial(self._give_up_join, key, members)
-        if not members:
-            asyncio.get_running_loop().call_later(self._handshake_timeout, give_up)
-        members[join.index] = stream
-        if len(members) < join.count:
+        if not waiting.members and sum(count for _, count in self._joining) > _MAX_STRANGERS:
+            raise ConnectError("too many links of several connections are coming together")
+        self._joining[key] = waiting
+        waiting.members[join.index] = stream
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        if len(waiting.members) < join.count:
+            loop = asyncio.get_running_loop()
+            give_up = functools.partial(self._give_up_join, key, waiting)
+            waiting.timer = loop.call_later(self._handshake_timeout, give_up)
             stream.call_on_end(give_up)
             # The dialer waits for this before it dials the next one, which could crowd this out.
             stream.queue(encode_frame(join))
-            if sum(map(len, self._joining.values())) > _MAX_STRANGERS:
-                oldest = next(iter(self._joining))
-                self._give_up_join(oldest, self._joining[oldest])
             return None
         del self._joining[key]
+        members = [waiting.members[index] for index in range(join.count)]
         try:
             if self._limit_rate is not None:
-                for each in members.values():
+                for each in members:
                     _limit(each.io.sock, self._limit_rate // join.count)
-            link = TCPTransport.join([members[index] for index in range(join.count)])
+            link = TCPTransport.join(members)
         except BaseException:
-            for each in members.values():
+            for each in members:
                 each.abort()
             raise
         link.queue(encode_frame(join))
         return link
 
-    def _give_up_join(self, key: tuple[bytes, int], members: dict[int, TCPTransport]) -> None:
+    def _give_up_join(self, key: tuple[bytes, int], waiting: _JoiningLink) -> None:
         """Close the connections of a link that has not come together."""
-        if self._joining.get(key) is members:
+        if self._joining.get(key) is waiting:
             del self._joining[key]
             self.refused["ConnectTimeout"] += 1
-            for each in members.values():
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+            for each in waiting.members.values():
                 each.abort()
 
     def refusals(self) -> list[str]:
@@ -484,8 +498,8 @@ class StreamListener(Listener):
             with contextlib.suppress(OSError):
                 os.unlink(self._address.path)
         super().close()
-        for key, members in list(self._joining.items()):
-            self._give_up_join(key, members)
+        for key, waiting in list(self._joining.items()):
+            self._give_up_join(key, waiting)
         if self._tasks is not None:
             self._tasks.abort()
 

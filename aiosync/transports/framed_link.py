@@ -244,6 +244,7 @@ class FramedTransport(Transport):
         self.check()
         self._reader.stop()
         self._unwatch()
+        self._on_end.clear()
         self.closed = self.ended = True
         return self.io
 

@@ -189,7 +189,8 @@ async def test_the_last_join_and_a_crowd_at_the_same_time() -> None:
             name = os.urandom(16)
             await first.send(Join(name, 0, 2))
             crowd = [socket.create_connection(second.io.sock.getpeername()) for _ in range(3)]
-            with contextlib.suppress(TransportError):
+            # A busy machine may take longer to answer.
+            with contextlib.suppress(aiosync.AiosyncError):
                 await second.send(Join(name, 1, 2))
                 await first.recv(timeout=0.05)
                 await first.send(HELLO)
