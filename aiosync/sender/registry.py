@@ -187,13 +187,11 @@ class WorkerRegistry:
         # The old link has ended, though the loop has not noticed.
         if old is not None:
             gone, is_untold = PeerClosed(f"{old.name} ended"), old.hello.subscribe
-        # Another worker has the index now: the next report names the loss of the one before. In
-        # containers both may have the same process id.
-        joined = hello.session or hello.pid
-        if gone is not None and is_untold and record.joined != joined:
+        # Another process has the index now: the next report names the loss of the one before.
+        if gone is not None and is_untold and record.joined != hello.pid:
             self.records.replaced[idx] = gone
         record.recover()
-        record.joined, record.subscribes = joined, hello.subscribe
+        record.joined, record.subscribes = hello.pid, hello.subscribe
         link = WorkerLink(idx, transport, hello, self)
         self.links = dict(sorted((self.links | {idx: link}).items()))
         if old is not None and gone is not None:

@@ -21,7 +21,7 @@ class WorkerRecord:
     Attributes:
         pid: The process that the index was given to, as its Hello said.
         session: Session of the receiver that the index was given to.
-        joined: Session of the worker that joined last; its process if it had none.
+        joined: Process of the worker that joined last.
         subscribes: True if the worker gets every update, so that sends miss it when it is gone.
         error: The reason why the worker is not connected; or why it refused, or did not get,
             ``failed_version``.
@@ -35,7 +35,7 @@ class WorkerRecord:
 
     pid: int = 0
     session: bytes | None = None
-    joined: bytes | int = 0
+    joined: int = 0
     subscribes: bool = True
     error: AiosyncError | None = None
     failed_version: int = 0

@@ -15,7 +15,6 @@ import pytest
 
 import aiosync
 import aiosync.sync
-from aiosync.transports.tcp import TCPTransport
 from aiosync.wire import Hello
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
@@ -69,26 +68,6 @@ async def test_its_index_has_a_new_holder(make: Any) -> None:
             report = await scheme.send()
             assert (report.acked, report.lost) == ({0, 1}, {})
             first = crew[0].pid
-
-
-async def test_its_successor_has_the_same_process_id() -> None:
-    """In two containers both may be process 1. Here they are in this process."""
-    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", timeout=harness.PATIENCE)
-    scheme.init_on_sender("policy", model=models.linear(1.0))
-    async with scheme:
-        await scheme.connect()
-        link = await TCPTransport.connect(scheme.address)
-        hello = Hello("receiver", "policy", os.getpid(), worker_idx=0, session=os.urandom(16))
-        await link.send(hello)
-        await link.recv()
-        link.abort()
-        await harness.until(lambda: {each.state for each in scheme.stats().workers} == {"lost"})
-        worker = aiosync.TCPWeightSyncScheme(scheme.address, timeout=harness.PATIENCE)
-        worker.init_on_receiver("policy", model=models.linear(), worker_idx=0)
-        async with worker:
-            await worker.connect()
-            report = await scheme.send()
-            assert (report.acked, report.lost.keys()) == ({0}, {0})
 
 
 async def test_a_send_that_fails_leaves_it_to_the_next_report() -> None:
