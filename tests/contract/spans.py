@@ -6,6 +6,7 @@ This module imports neither pytest nor a private name.
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import aiosync
@@ -164,7 +165,11 @@ async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
             await asyncio.sleep(0.01)
             return before, between, scheme.last_read.version
 
+        both_run = threading.Barrier(2)
+
         def compute() -> None:
+            # Without this, one thread of the pool may make both calls, one after the other.
+            both_run.wait(30.0)
             assert scheme.last_read is None
             for _ in range(300):
                 found = model()

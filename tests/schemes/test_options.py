@@ -50,6 +50,7 @@ ILLEGAL: dict[str, list[Any]] = {
     "stall_timeout": [-1, 0],
     "chunk_nbytes": [65, 0],
     "delta": ["yes", True, None],
+    "streams": [0, 17, True, "2", None],
     "keepalive": [*NO_SECONDS, 0, math.inf],
     "max_connections": [0, -1, "3", None, math.nan],
     "max_models": [0, "3", None],
@@ -78,6 +79,7 @@ LEGAL: dict[str, Any] = {
     "max_connections": 2,
     "chunk_nbytes": 128,
     "delta": "auto",
+    "streams": 4,
     "limits": aiosync.Limits(max_ndim=3),
 }
 # Only the constructor takes these options.

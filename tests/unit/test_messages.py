@@ -22,6 +22,7 @@ from aiosync.wire import (
     DeviceSlot,
     Fetch,
     Hello,
+    Join,
     Leave,
     ManifestMessage,
     Message,
@@ -130,6 +131,7 @@ def test_every_field_of_every_message_is_encoded() -> None:
         Status({"a": 1}),
         Setup("gloo", "0/1", b"where"),
         Leave(),
+        Join(bytes(range(16)), 1, 2),
     ]
     assert {type(message) for message in full} == set(typing.get_args(Message))
     for message in full:
@@ -287,6 +289,9 @@ def test_nesting_has_one_limit_in_both_directions(kind: str, padding: int) -> No
         (Proof(bytes(33), b""), "Proof.nonce"),
         (Proof(bytes(32), bytes(65)), "Proof.mac"),
         (Proof(bytes(32), bytearray(4)), "Proof.mac"),
+        (Join(bytes(15), 0, 2), "Join.link"),
+        (Join(bytes(16), 16, 2), "Join.index"),
+        (Join(bytes(16), 0, 1), "Join.count"),
         (Fetch(-1), "Fetch.min_version"),
         (Current(0, 1), "Current.epoch"),
         (Status([1]), "Status.values"),
