@@ -341,7 +341,7 @@ class Methods:
             owner = _owner(model, name)
             try:
                 kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
-            except Exception as exc:
+            except Exception as exc:  # of the user's metaclass or registry
                 # The module can have no class of its own: an error only if the user named methods.
                 if self._names is not None:
                     raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc

@@ -464,7 +464,7 @@ class StreamListener(Listener):
                 for each in members:
                     _limit(each.io.sock, self._limit_rate // join.count)
             link = TCPTransport.join(members)
-        except BaseException:
+        except BaseException:  # raised again
             for each in members:
                 each.abort()
             raise

@@ -346,7 +346,7 @@ async def test_a_pause_that_was_asked_for_anew_outlives_the_end_of_the_late_one(
     assert (await again).status == 200
     await asyncio.sleep(0.1)
     assert (await call(app, "/is_paused")).json()["is_paused"]
-    # That one has an end, too.
+    # The renewed pause has an end, too.
     async with asyncio.timeout(PATIENCE), app.gate.request():
         assert not (await call(app, "/is_paused")).json()["is_paused"]
 

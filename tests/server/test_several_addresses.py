@@ -37,7 +37,7 @@ async def test_what_a_server_leaves_behind_goes_on_at_another_one() -> None:
         await send(source, 1.0)
         middle = WeightServer(URL, model_ids=["policy"], upstream=root.url)
         await stack.enter_async_context(middle)
-        # Nobody is at the next address at first: else a stall of the machine sends them there.
+        # The next address is empty at first: else a stall of the machine sends them there.
         next_one = await stack.enter_async_context(FaultProxy(nowhere()))
         urls: Any = [middle.url, next_one.url]
         leaf = WeightServer(URL, model_ids=["policy"], upstream=urls)

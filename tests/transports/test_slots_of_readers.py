@@ -40,7 +40,7 @@ def test_an_older_segment_goes_though_an_interrupt_left_its_slot_locked() -> Non
 
 
 def test_kept_memory_stays_though_another_thread_asked_for_the_version_meanwhile() -> None:
-    """That thread begins before the slot is opened for the first time, and ends after it."""
+    """The thread begins before the slot is opened for the first time, and ends after it."""
     segment = Segment(1, NBYTES)
     reader = SlotReader(deque([os.dup(segment.read_only_fd)]))
     reader.words = memoryview(bytearray(4096)).cast("Q")
