@@ -131,7 +131,7 @@ class Meter:
             ConfigError: The observer has no plain method ``on_sync()``.
         """
         told = getattr(observer, "on_sync", None)
-        if not callable(told) or inspect.iscoroutinefunction(told):
+        if not callable(told) or inspect.iscoroutinefunction(inspect.unwrap(told)):
             raise ConfigError(
                 f"an observer has a plain method on_sync(event); a {type(observer).__name__} has "
                 "none"

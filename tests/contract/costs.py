@@ -6,6 +6,7 @@ This module imports neither pytest nor a private name.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from typing import Any
@@ -26,6 +27,22 @@ from tests.contract.bench import (
 )
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def _timed(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
+class Late:
+    """Observer for which no sync would wait: its method is async, below a decorator."""
+
+    @_timed
+    async def on_sync(self, event: aiosync.SyncEvent) -> None:
+        del event
 
 
 class Listener:
@@ -134,7 +151,8 @@ async def check_observed_refusals(bench: Bench) -> None:
     """An event of a refused update says so on both sides; an invalid trace does not travel."""
     async with bench.crew(small(1.0), [small()]) as crew:
         worker = crew.workers[0].scheme
-        refuses(aiosync.ConfigError, lambda: worker.add_observer(object()))
+        for wrong in (object(), Late()):
+            refuses(aiosync.ConfigError, lambda each=wrong: worker.add_observer(each))
         sent, came = Tracer(), Listener()
         sent.trace = "00-" + 52 * "0"
         crew.sender.add_observer(sent)
