@@ -462,8 +462,9 @@ class WeightSender:
             nbytes += snapshot.nbytes
         # A call of set[int]() costs more.
         named: set[int] = set()
+        for_all = snapshots.get(None)
         for idx in targets:
-            record, mine = workers.records[idx], snapshots.get(idx) or snapshots.get(None)
+            record, mine = workers.records[idx], snapshots.get(idx, for_all)
             link = workers.links.get(idx)
             if link is not None and mine is not None and link.name_in_memory(mine, naming_suffices):
                 named.add(idx)
@@ -510,7 +511,7 @@ class WeightSender:
         # A link that ends here may have others' records forgotten.
         records = {idx: workers.records[idx] for idx in sorted(send.waiting)}
         for idx, record in records.items():
-            mine = snapshots.get(idx) or snapshots.get(None)
+            mine = snapshots.get(idx, snapshots.get(None))
             if idx in workers.links and mine is not None:
                 workers.links[idx].offer(mine)
             else:

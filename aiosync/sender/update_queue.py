@@ -225,7 +225,7 @@ class LateJoinerUpdates:
     def _add_for(self, targets: Iterable[int], snapshots: Mapping[int | None, Snapshot]) -> None:
         """Add its update to the own queue of each target; release the caller's references."""
         for idx in targets:
-            mine = snapshots.get(idx) or snapshots.get(None)
+            mine = snapshots.get(idx, snapshots.get(None))
             if mine is not None:
                 self._add_for_one(idx, mine.retain())
         for snapshot in snapshots.values():
