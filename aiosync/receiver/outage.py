@@ -52,6 +52,7 @@ class Outage:
             ``None`` while there is a link.
         progress: Number of chunks of updates, and of answers, that arrived.
         reconnects: Number of links that replaced a lost one.
+        subscribes: True if the trainer sends its newest version over a new link unasked.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Outage:
         self.lost_link: AiosyncError | None = None
         self.progress: int = 0
         self.reconnects: int = 0
+        self.subscribes: bool = True
         self._raises = on_lost == "raise"
         self._max_staleness = max_staleness
         self._hooks = hooks

@@ -275,7 +275,8 @@ class WeightReceiver:
             self._log("reconnected", "the trainer is reached again")
         else:
             self._log("restarted", "another trainer answers, or the same one has begun anew")
-        if not welcome.version or (same and welcome.version <= inbox.newest):
+        nothing_newer = not welcome.version or (same and welcome.version <= inbox.newest)
+        if nothing_newer or not self.outage.subscribes:
             self.outage.cut_off = None
 
     def _use_link(self, link: Transport) -> None:

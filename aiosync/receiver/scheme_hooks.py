@@ -33,7 +33,7 @@ class SchemeHooks:
     Attributes:
         prepare_model: Called with the model, or the weights, that ``connect()`` finds (``None`` if
             there is none yet), before anything is received. If it raises, ``connect()`` raises the
-            same, and the worker does not join.
+            same, and the worker does not join. Its time is within the timeout of ``connect()``.
         before_apply: Called before the update is applied. A refused update leaves the model as it
             is. With this hook each update is copied first, as by a ``transform`` of yours, and
             forwards over shared memory do not take versions by themselves.

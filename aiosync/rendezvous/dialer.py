@@ -391,11 +391,12 @@ class KeptLink(Generic[_L, _W]):
         # True if a server sent this side on in the last attempt.
         self._is_sent_on = False
 
-    async def connect(self, timeout: float | None) -> tuple[_L, _W]:
+    async def connect(self, timeout: float | None, spent: float = 0.0) -> tuple[_L, _W]:
         """Dial until the other end admits this side.
 
         Args:
             timeout: Seconds for all attempts; ``None`` for no limit.
+            spent: Seconds of them that the caller has spent before.
 
         Returns:
             The link, and the other end's answer.
@@ -415,7 +416,8 @@ class KeptLink(Generic[_L, _W]):
                 return ConnectTimeout(f"{last}; no other attempt worked{within}")
             return ConnectTimeout(f"{self._not_reached_text(within)}; the last attempt: {last}")
 
-        return await self._dial_until_admitted(timeout, late)
+        left = None if timeout is None else max(0.0, timeout - spent)
+        return await self._dial_until_admitted(left, late)
 
     async def reconnect(
         self, lost: AiosyncError, progress: object, seconds: float | None

@@ -230,14 +230,22 @@ class Worker:
     ) -> None:
         """Meet the trainer, and apply the initial weights."""
         clock = asyncio.get_running_loop().time
-        ends = None if timeout is None else clock() + timeout
+        began = clock()
+        ends = None if timeout is None else began + timeout
         model, initial = self._given.target(), arguments.initial
         if initial:
             self._check_target(model)
-        await self.prepare(scheme, model)
+        try:
+            async with asyncio.timeout_at(ends) as limit:
+                await self.prepare(scheme, model)
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            late = f"the prepare_model hook did not end within {timeout:g} s"
+            raise ConnectTimeout(f"model {self._given.model_id!r}: {late}") from exc
         self.link = kept = self._kept_link(scheme, life, fabric)
         try:
-            transport, welcome = await kept.connect(timeout)
+            transport, welcome = await kept.connect(timeout, spent=clock() - began)
         except ConnectTimeout as exc:
             raise ConnectTimeout(f"model {self._given.model_id!r}: {exc}") from exc
         self.runtime = receiver = self._make_receiver(scheme, life, fabric, transport, kept)
@@ -283,6 +291,7 @@ class Worker:
         # Seconds to restore a lost link; ``None`` for ever. Only streams can be restored: other
         # schemes have no such option.
         lasting = getattr(scheme, "reconnect", 0.0) if self.terms.gives_up else None
+        self._outage.subscribes = fabric.subscribes(scheme)
         return WeightReceiver(
             transport,
             resolve=self._given.target,

@@ -352,6 +352,30 @@ async def test_a_model_that_is_refused_does_not_join(make: Any, kind: str) -> No
 
 
 @pytest.mark.asyncio
+@both
+@pytest.mark.parametrize(
+    ("seconds", "late"),
+    [(0.4, "the trainer did not answer"), (60.0, "prepare_model hook did not end within 0.6 s")],
+)
+async def test_a_slow_hook_is_within_the_timeout(make: Any, seconds: float, late: str) -> None:
+    """The hook's time counts, and a hook that does not end is cancelled."""
+
+    async def prepare(_: object) -> None:
+        await asyncio.sleep(seconds)
+
+    scheme = make()
+    scheme.init_on_sender(model=models.linear(1.0), num_workers=1)
+    async with scheme, harness.twin(scheme) as worker:
+        hooks = aiosync.SchemeHooks(prepare_model=prepare)
+        worker.init_on_receiver(model=models.linear(), hooks=hooks)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with pytest.raises(aiosync.ConnectTimeout, match=late):
+            await worker.connect(timeout=0.6)
+        assert clock() - began < 0.9
+
+
+@pytest.mark.asyncio
 async def test_mistakes() -> None:
     scheme = aiosync.SharedMemWeightSyncScheme()
     with pytest.raises(aiosync.ConfigError, match="applied must be callable, got int"):

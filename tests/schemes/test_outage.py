@@ -231,6 +231,35 @@ async def test_reads_go_on_once_a_trainer_is_back() -> None:
             assert _read(worker, model).shape == (2,)
 
 
+@pytest.mark.asyncio
+async def test_a_worker_that_only_pulls_reads_on_once_a_trainer_is_back() -> None:
+    """The trainer sends such a worker nothing unasked; its link is of use all the same."""
+    url, model = free_address(), nn.Linear(4, 2)
+
+    async def train() -> aiosync.TCPWeightSyncScheme:
+        trainer = aiosync.TCPWeightSyncScheme(url)
+        trainer.init_on_sender(model=nn.Linear(4, 2), num_workers=None)
+        await trainer.connect(timeout=PATIENCE)
+        await trainer.send()
+        return trainer
+
+    worker = aiosync.TCPWeightSyncScheme(url, subscribe=False, reconnect=None)
+    worker.init_on_receiver(model=model, max_staleness=0.3)
+    trainer = await train()
+    async with worker:
+        await worker.connect(timeout=PATIENCE)
+        await worker.pull(timeout=PATIENCE)
+        trainer.abort()
+        await until(lambda: worker.link_lost is not None)
+        trainer = await train()
+        await trainer.send()
+        await until(lambda: worker.link_lost is None)
+        await asyncio.sleep(0.5)
+        assert _read(worker, model).shape == (2,)
+        assert await worker.pull(timeout=PATIENCE) >= 2
+    await trainer.aclose()
+
+
 @pytest.mark.parametrize(
     ("again", "reason"),
     [
