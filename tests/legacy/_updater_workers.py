@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -272,6 +273,60 @@ def ray() -> None:
     assert_lost(collector.update_policy_weights_, pid)
     updater.shutdown()
     collector.shutdown(shutdown_ray=True)
+
+
+class Actor:
+    """What an updater uses of a collector, in an actor that Ray restarts."""
+
+    def __init__(self) -> None:
+        self.policy = policy_of(0.0)
+
+    def increment_version(self) -> None:
+        pass
+
+    def value(self) -> float:
+        with torch.no_grad():
+            return float(self.policy(TensorDict({"observation": torch.ones(1)}, []))["action"])
+
+    def end(self) -> None:
+        os._exit(1)
+
+
+def restarted() -> None:
+    import ray as cluster
+
+    cluster.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20
+    )
+    remote_class = cluster.remote(num_cpus=0, max_restarts=1)(Actor)
+    actors = [remote_class.remote() for _ in range(2)]
+    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=20.0)
+
+    def values() -> list[float]:
+        return cluster.get([each.value.remote() for each in actors], timeout=20)
+
+    updater()
+    assert values() == [1.0, 1.0]
+    actors[1].end.remote()
+    deadline, number, error = time.monotonic() + 30.0, 1.0, None
+    while error is None:
+        number += 1.0
+        error, _ = raised(updater, policy_of(number))
+        assert time.monotonic() < deadline
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert set(error.failed) == {1}
+    while True:
+        number += 1.0
+        updater(policy_of(number))
+        # The living actor has each update at once.
+        assert cluster.get(actors[0].value.remote(), timeout=20) == number
+        with contextlib.suppress(cluster.exceptions.RayActorError):
+            if values() == [number, number]:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    updater.shutdown()
+    cluster.shutdown()
 
 
 def refuse(collector: Any) -> None:

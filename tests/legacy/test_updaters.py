@@ -96,6 +96,13 @@ def test_ray_in_a_collector() -> None:
     run("ray")
 
 
+@needs_torchrl
+@needs_ray
+@pytest.mark.apart
+def test_an_actor_that_ray_restarts_gets_weights_again() -> None:
+    run("restarted")
+
+
 # -- alone ------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 import weakref
 from collections import Counter
@@ -25,7 +26,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import rpc
 
-from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync._log import log
+from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
 from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
 from aiosync.legacy.transports import Deliveries, Finish
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater
@@ -328,7 +330,8 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         timeout: Seconds for each update; ``None`` waits for ever.
 
     An update raises :class:`~aiosync.PartialSyncError`, which names each worker that died,
-    refused the weights or did not answer in time.
+    refused the weights or did not answer in time. An actor that Ray has restarted gets the newest
+    weights with one of the next updates.
     """
 
     _workers_name = "remote_collectors"
@@ -347,6 +350,37 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         self.max_interval: int = max(0, max_interval)
         # Each worker is left out of max_interval updates before one goes to it: of how many so far.
         self._left_out: Counter[int] = Counter()
+        # Ray's references to the calls of lost actors, by index.
+        self._called_again: dict[int, Any] = {}
+
+    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+        """Connect the receivers as far as needed; call the actors that have lost theirs again."""
+        scheme = super()._connect(indices)
+        lost = self._installed.intersection(indices) - set(scheme.sender_transports)
+        for idx in lost:
+            if self._may_call_again(idx):
+                # It is not waited for: a restarted actor connects by itself, and a dead one does
+                # not keep the weights from the others.
+                again = self._workers()[idx].__ray_call__.remote(receive, copy.copy(scheme), idx)
+                self._called_again[idx] = again
+        return scheme
+
+    def _may_call_again(self, idx: int) -> bool:
+        """Return True if no call of a lost actor is under way; log how the last one failed."""
+        sent = self._called_again.pop(idx, None)
+        if sent is None:
+            return True
+        try:
+            finish_ray_call(sent, 0.0)
+        except AckTimeout:
+            self._called_again[idx] = sent
+            return False
+        except PeerClosed:
+            pass  # The update that met its death has raised an error.
+        except ApplyError as exc:
+            text = f"the restarted actor {idx} gets no weights"
+            log(logging.WARNING, "updater", text, model="policy", error=exc)
+        return True
 
     def _skip_update(self, worker_id: int) -> bool:
         skip = self._left_out[worker_id] < self.max_interval
