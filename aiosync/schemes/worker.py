@@ -241,8 +241,8 @@ class Worker:
         except TimeoutError as exc:
             if not limit.expired():
                 raise
-            late = f"the prepare_model hook did not end within {timeout:g} s"
-            raise ConnectTimeout(f"model {self._given.model_id!r}: {late}") from exc
+            hook = f"the prepare_model hook did not end within {timeout:g} s"
+            raise ConnectTimeout(f"model {self._given.model_id!r}: {hook}") from exc
         self.link = kept = self._kept_link(scheme, life, fabric)
         try:
             transport, welcome = await kept.connect(timeout, spent=clock() - began)
