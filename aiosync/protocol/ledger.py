@@ -103,8 +103,8 @@ class Ledger:
         self._awaits_hook = awaits_hook
         # The last answer about the newest version.
         self._reported = Answer(0, 0, AckStatus.SKIPPED)
-        # Least versions that have not come.
-        self._wanted: list[int] = []
+        # Least versions that have not come, also those of calls that waited in vain.
+        self._wanted: set[int] = set()
 
     # -- wanted --------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Ledger:
 
     def want(self, least: int) -> None:
         """Note that a call wants the newest version, from ``least`` on."""
-        self._wanted.append(least)
+        self._wanted.add(least)
 
     @property
     def to_fetch(self) -> int | None:
@@ -174,7 +174,7 @@ class Ledger:
         if coming is None or epoch != coming[0] or version >= coming[1]:
             self.coming = None
             self.num_answers += 1
-            self._wanted = [each for each in self._wanted if each > version]
+            self._wanted = {each for each in self._wanted if each > version}
         if refused is not None and (refused.epoch, refused.version) == (epoch, version):
             # Waiting calls ignore the object that they knew before.
             self.refused = replace(refused)
