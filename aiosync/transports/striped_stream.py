@@ -22,6 +22,9 @@ __all__ = ["STRIPE_NBYTES", "StripedStream"]
 STRIPE_NBYTES = 256 * 1024
 """Bytes that go over one connection before the next one has its turn."""
 
+# Seconds for which bytes before an orderly end may still come over other connections.
+_LAST_SECONDS = 1.0
+
 _Watch: TypeAlias = Callable[
     [ByteStream, asyncio.AbstractEventLoop, Callable[[], None] | None], None
 ]
@@ -51,6 +54,11 @@ class _Direction:
         self._watched = None if callback is None else (loop, callback)
         self._watch(self.stream, loop, callback)
 
+    def call_back(self) -> None:
+        """Call the callback, if there is one."""
+        if self._watched is not None:
+            self._watched[1]()
+
     def advance(self, nbytes: int, *, is_over: bool = True) -> None:
         """Count bytes of the stripe; once it ``is_over``, the next connection has its turn."""
         self.left -= nbytes
@@ -67,7 +75,8 @@ class _Direction:
 class StripedStream(ByteStream):
     """A stream over several connected streams, which it owns. Both ends have them in one order.
 
-    The stream ends with any of its connections, at the latest when that has its turn.
+    The stream ends with any of its connections: at once if the connection broke while it was idle,
+    after a second if it was closed, and at the latest when it has its turn.
 
     Args:
         streams: The streams, at least one.
@@ -83,11 +92,18 @@ class StripedStream(ByteStream):
         self._in = _Direction(streams, lambda stream, *args: stream.watch_reads(*args))
         self._out = _Direction(streams, lambda stream, *args: stream.watch_writes(*args))
         self.readv, self.writev = self._readv, self._writev
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: OSError | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def watch_reads(
         self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None] | None
     ) -> None:
         """See :class:`ByteStream`."""
+        if self._loop is None:
+            self._loop = loop
+            for stream in self._streams:
+                self._watch_idle(stream)
         self._in.watch(loop, callback)
 
     def watch_writes(
@@ -97,9 +113,42 @@ class StripedStream(ByteStream):
         self._out.watch(loop, callback)
 
     def _readv(self, buffers: Sequence[memoryview]) -> int:
-        nbytes = self._in.stream.readv(first_bytes(buffers, self._in.left))
+        stream = self._in.stream
+        try:
+            nbytes = stream.readv(first_bytes(buffers, self._in.left))
+        except BlockingIOError:
+            if self._error is not None:
+                raise self._error from None
+            raise
         self._in.advance(nbytes)
+        if self._in.stream is not stream:
+            self._watch_idle(stream)
         return nbytes
+
+    def _watch_idle(self, stream: ByteStream) -> None:
+        """Look at a connection as soon as there is something, until it has its turn."""
+        if self._loop is not None:
+            self._loop.add_reader(stream.fd, self._look, stream)
+
+    def _look(self, stream: ByteStream) -> None:
+        """Find out why a connection is readable before its turn; bytes wait for the turn."""
+        assert self._loop is not None
+        self._loop.remove_reader(stream.fd)
+        try:
+            ended = not stream.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._lose(exc)
+            return
+        if ended and self._timer is None:
+            closed = ConnectionResetError("one of the connections was closed")
+            self._timer = self._loop.call_later(_LAST_SECONDS, self._lose, closed)
+
+    def _lose(self, error: OSError) -> None:
+        """End the stream, once what has arrived is read."""
+        self._error = self._error or error
+        self._in.call_back()
 
     def _writev(self, buffers: Sequence[memoryview]) -> int:
         self.flush()
@@ -130,6 +179,13 @@ class StripedStream(ByteStream):
 
     def close(self, *, farewell: bool = True) -> None:
         """See :class:`ByteStream`."""
+        loop, self._loop = self._loop, None
+        # A forked child has the epoll descriptor of its parent, whose loop goes on watching.
+        if loop is not None and farewell and not loop.is_closed():
+            for stream in self._streams:
+                loop.remove_reader(stream.fd)
+        if self._timer is not None:
+            self._timer.cancel()
         for stream in self._streams:
             stream.close(farewell=farewell)
         super().close(farewell=farewell)

@@ -8,6 +8,7 @@ import copy
 import os
 import random
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -144,6 +145,76 @@ async def test_a_link_ends_with_one_of_its_connections() -> None:
                     return_exceptions=True,
                 )
                 assert all(isinstance(each, TransportError) for each in ends), ends
+
+
+class Relay:
+    """An address that leads to another one over connections that a test can end one by one."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        self.target = (host, int(port))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.url = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.pairs: list[tuple[asyncio.Future[Any], list[socket.socket]]] = []
+
+    async def accept(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(number):
+            near, _ = await loop.sock_accept(self.listener)
+            far = socket.create_connection(self.target)
+            for sock in (near, far):
+                sock.setblocking(False)
+            moving = asyncio.gather(self.move(near, far), self.move(far, near))
+            self.pairs.append((moving, [near, far]))
+        self.listener.close()
+
+    async def move(self, source: socket.socket, target: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(source, 65536):
+                await loop.sock_sendall(target, data)
+
+    async def end(self, which: int, *, reset: bool) -> None:
+        moving, socks = self.pairs[which]
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        for sock in socks:
+            if reset and sock.fileno() >= 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+
+@pytest.mark.parametrize("how", ["reset", "closed"])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_an_idle_link_ends_with_one_of_its_connections(
+    which: int, tls: bool, how: str
+) -> None:
+    """It does not wait for the turn of the connection, which would be at the next update."""
+    both = Credentials(token="a long secret", tls=certificates().both if tls else None)
+    async with listening(credentials=both) as (listener, links):
+        relay = Relay(listener.url)
+        accepting = asyncio.ensure_future(relay.accept(4))
+        left = await TCPTransport.connect(relay.url, credentials=both, streams=4)
+        await accepting
+        await left.send(HELLO)
+        async with left, await links.get() as right:
+            right.channel.allow_payloads()
+            left.channel.allow_payloads()
+            await exchange(left, right, [1000, 2000], 1)
+            ended = asyncio.Event()
+            left.channel.call_on_end(ended.set)
+            right.channel.call_on_end(ended.set)
+            await asyncio.sleep(0.1)
+            assert not ended.is_set()
+            await relay.end(which, reset=how == "reset")
+            async with asyncio.timeout(PATIENCE):
+                await ended.wait()
+        for each in range(4):
+            await relay.end(each, reset=False)
 
 
 @pytest.mark.asyncio

@@ -298,6 +298,8 @@ class SimSocket(socket.socket):
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         """See :meth:`socket.socket.recv`."""
+        if flags & socket.MSG_PEEK and self.inbox:
+            return bytes(self.inbox[:bufsize])
         data = bytearray(bufsize)
         return bytes(data[: self.read([memoryview(data)])])
 
