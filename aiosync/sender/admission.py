@@ -189,10 +189,11 @@ class Admission:
 
     def _indices(self, hello: Hello) -> Iterable[int]:
         """Return the indices in the order in which workers that ask for none get them."""
-        if self.num_workers is None:
-            # A file or another server gets a high index, so that it has none that a worker asks
-            # for.
-            return itertools.count(_FIRST_OF_OTHERS if hello.strategy == ANY_STRATEGY else 0)
+        # A file or another server gets a high index, so that it has none that a worker asks for. A
+        # server has the place of a worker that is expected, but no client that only pulls.
+        is_other = hello.strategy == ANY_STRATEGY
+        if self.num_workers is None or (is_other and not hello.subscribe):
+            return itertools.count(_FIRST_OF_OTHERS if is_other else 0)
         indices = range(self.num_workers)
         if not self.is_joining:
             return indices

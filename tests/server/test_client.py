@@ -255,3 +255,29 @@ async def test_who_never_answers_is_given_up(call: Any, error: Any, tmp_path: Pa
 async def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         WeightClient(url)
+
+
+async def test_a_client_of_a_trainer_is_no_worker() -> None:
+    """It takes no place of a worker that is waited for, nor is it refused for want of one."""
+    source = aiosync.TCPWeightSyncScheme(URL, timeout=PATIENCE)
+    source.init_on_sender(model=nn.Linear(2, 2), num_workers=2)
+    connecting = asyncio.ensure_future(source.connect())
+    workers = []
+    for number in range(2):
+        await asyncio.sleep(0)
+        target = aiosync.TCPWeightSyncScheme(source.address, timeout=PATIENCE)
+        target.init_on_receiver(model=nn.Linear(2, 2))
+        await target.connect()
+        workers.append(target)
+        # Before the last worker has come, and when no place is left.
+        found = await WeightClient(source.address).pull(timeout=PATIENCE)
+        assert found.version == 1
+        if not number:
+            await asyncio.sleep(0.1)
+            assert not connecting.done()
+            assert not source.ready
+    await connecting
+    assert source.ready
+    assert (await source.send()).acked == {0, 1}
+    for scheme in (*workers, source):
+        await scheme.aclose()
