@@ -176,7 +176,11 @@ class SchemeState(SchemeOptions):
 
     @property
     def lag(self) -> int:
-        """Number of versions that this receiver, or the sender's slowest worker, is behind."""
+        """Number of versions that this receiver, or the sender's slowest worker, is behind.
+
+        A sender's workers count by what they were sent, as for :meth:`wait_lag_below`: not one that
+        refused it, or that only pulls.
+        """
         runtime = self._life.runtime
         return 0 if runtime is None else runtime.lag
 

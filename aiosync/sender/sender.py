@@ -148,8 +148,8 @@ class WeightSender:
 
     @property
     def lag(self) -> int:
-        """Number of versions that the slowest worker is behind."""
-        return max((self.version - each.applied for each in self.workers.links.values()), default=0)
+        """Number of versions that the slowest worker is behind what it was sent."""
+        return max((link.lag for link in self.workers.subscribers), default=0)
 
     def stats(self) -> SyncStats:
         """Return the counts and the state of the workers. May be called on any thread."""
@@ -159,8 +159,8 @@ class WeightSender:
             epoch=workers.epoch if version else 0,
             version=version,
             newest_version=version,
-            # A worker may have been named a newer version.
-            lag=max(0, self.lag),
+            # A worker may have been named a newer version. One that refused this one counts, too.
+            lag=max(0, *(version - each.applied for each in workers.links.values()), 0),
             age=meter.age(version),
             workers=workers.stats(version, meter.age),
             **workers.counts,
@@ -168,7 +168,8 @@ class WeightSender:
 
     def is_ready(self) -> bool:
         """Return True if every expected worker is connected and each subscriber has a version."""
-        enough = len(self.workers.links) >= max(1, self.workers.admission.num_workers or 0)
+        links, number = self.workers.links, self.workers.admission.num_workers
+        enough = sum(idx < number for idx in links) == number if number else bool(links)
         return enough and all(link.visible for link in self.workers.subscribers)
 
     # -- connecting ----------------------------------------------------------------------------

@@ -170,6 +170,7 @@ async def check_observed_refusals(bench: Bench) -> None:
             assert (found.refused, found.finished["refused"]) == (1, 1)
         # Only a worker with an update on its way counts, and this one refused its update.
         assert await crew.sender.wait_lag_below(1, timeout=PATIENCE) == 0
+        assert (crew.sender.lag, crew.sender.stats().lag) == (0, 1)
 
 
 async def check_observer_raises(bench: Bench) -> None:
@@ -226,7 +227,7 @@ async def check_bounded_lag(bench: Bench) -> None:
         reading.__enter__()
         for number in (2.0, 3.0):
             crew.send_nowait(number)
-        assert await sender.wait_lag_below(3) == 2
+        assert await sender.wait_lag_below(3) == sender.lag == 2
         error = await raises(aiosync.RecvTimeout, sender.wait_lag_below(2, timeout=0.01))
         assert "0 by 2" in str(error)
         await raises(aiosync.RecvTimeout, sender.send(max_lag=2, timeout=0))
@@ -241,6 +242,14 @@ async def check_bounded_lag(bench: Bench) -> None:
         assert (report.version, report.acked) == (4, {0, 1})
         assert await sender.wait_lag_below(1) == 0
         assert await crew.values() == [4.0, 4.0]
+
+
+async def check_lag_of_those_who_are_sent_nothing(bench: Bench) -> None:
+    """`if scheme.lag < n: send()` goes on although a worker gets no updates."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        for number in (2.0, 3.0, 4.0):
+            await crew.send(number, worker_ids=[0])
+            assert crew.sender.lag == await crew.sender.wait_lag_below(1) == 0
 
 
 async def check_lag_by_hand(bench: Bench) -> None:
@@ -293,4 +302,5 @@ CHECKS = (
     check_bounded_lag,
     check_lag_by_hand,
     check_lag_of_the_dead,
+    check_lag_of_those_who_are_sent_nothing,
 )
