@@ -330,6 +330,8 @@ class Flattener:
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
         self._rule = None if dtype is None else DtypeRule(dtype)
+        # Patterns that have matched a weight, of which a later update of some names may have none.
+        self._used = set[Pattern]()
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
         # Buffers of which it was logged that they are not rounded.
@@ -403,9 +405,8 @@ class Flattener:
 
     def _cast(self, rule: DtypeRule, found: Found, leaves: Leaves) -> list[Leaf]:
         """Return the leaves, each with a meta tensor of the dtype that it has on the way."""
-        used = set[Pattern]()
-        dtypes = self._choose_dtypes(rule, found, leaves, used)
-        spare = [pattern.text for pattern in rule.patterns if pattern not in used]
+        dtypes = self._choose_dtypes(rule, found, leaves, self._used)
+        spare = [pattern.text for pattern in rule.patterns if pattern not in self._used]
         if spare and leaves.leaves:
             raise ConfigError(
                 f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "

@@ -453,3 +453,5 @@ def test_a_pattern_that_fits_nothing_is_refused() -> None:
         flattener.prepare({"a": torch.ones(1)})
     assert flattener.prepare({}).layout.nbytes == 0
     assert flattener.prepare({"a": torch.ones(1), "b.c": torch.ones(1)}).layout.dtypes[1] is BF16
+    # An update of some names need not have one for each pattern again.
+    assert flattener.prepare({"b.c": torch.ones(1)}).layout.dtypes[0] is BF16
