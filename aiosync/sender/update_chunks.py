@@ -83,6 +83,8 @@ class UpdateChunks:
         self._counts = counts
         self._partial = (hello.partial_epoch, hello.partial_version, hello.partial_nbytes)
         self._pace = Pace()
+        # Version and digest of the manifest of the update that the link carried last; 0 for none.
+        self._sent = (0, b"")
         # The update that the link carried last, while it may be the base of the next one.
         self._carried: Snapshot | None = None
 
@@ -91,13 +93,23 @@ class UpdateChunks:
         self.base = version
         self._pace.arrived(version, time.monotonic())
 
-    async def begin(self, snapshot: Snapshot, deltas: Deltas) -> Delta | None:
+    async def begin(self, snapshot: Snapshot, deltas: Deltas, *, in_parts: bool) -> Delta | None:
         """Return the update as changes to the worker's base, or ``None`` to send it whole.
 
         The caller releases the base of the delta.
+
+        Args:
+            snapshot: The update.
+            deltas: Makes the delta.
+            in_parts: Workers may have got a version joined with older updates.
         """
         # The chunks of an update replace the worker's base one by one.
         base, self.base = self.base, 0
+        sent, digest = self._sent
+        # A joined update has the version of its last part, and another manifest. The manifest of a
+        # base that the link before carried is not known here.
+        if digest != snapshot.layout.digest if base == sent else in_parts:
+            base = 0
         delta = deltas.take(snapshot, base, self._carried)
         self.release_carried()
         self._carried = snapshot.retain()
@@ -129,6 +141,7 @@ class UpdateChunks:
         size = self.settings.chunk_nbytes
         incoming = snapshot.incoming
         nbytes, sums, digest = snapshot.nbytes, snapshot.checksums, snapshot.layout.digest
+        self._sent = snapshot.version, digest
         count = max(1, -(-nbytes // size))
         # The last chunk is always sent: it has the values.
         first = min(self._take_partial(snapshot, epoch, size) // size, count - 1)

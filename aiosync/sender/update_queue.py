@@ -235,6 +235,10 @@ class LateJoinerUpdates:
         """Return the updates that this worker gets when it joins, in the order of the sends."""
         return self._own.get(idx, self._common)
 
+    def is_in_parts_for(self, idx: int) -> bool:
+        """Return True if this worker would get several updates, alone or joined, when it joins."""
+        return len(self.for_worker(idx).snapshots()) > 1
+
     def whole(self, newest: Snapshot) -> list[Snapshot]:
         """Return the snapshots that together are the whole model once ``newest`` was added."""
         older = self._common.snapshots()

@@ -304,7 +304,9 @@ class WorkerLink:
             await self._announce(snapshot)
         delta = None
         if self._chunks is not None and self._registry.deltas is not None:
-            delta = await self._chunks.begin(snapshot, self._registry.deltas)
+            in_parts = self._registry.history.is_in_parts_for(self.idx)
+            deltas = self._registry.deltas
+            delta = await self._chunks.begin(snapshot, deltas, in_parts=in_parts)
         try:
             with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:
                 await self._write_steps(steps)

@@ -181,6 +181,44 @@ async def test_another_layout_travels_whole_and_is_the_next_base() -> None:
                     assert torch.equal(target.get_buffer(name), each)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cut", [False, True])
+async def test_parts_that_arrived_joined_are_no_base_of_a_part(cut: bool) -> None:
+    """They have the version of the last part, and over another link that version came joined."""
+
+    def part(name: str, value: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((SIZE // 8,), value)}
+
+    sender = tcp(strict=False, timeout=PATIENCE)
+    sender.init_on_sender(weights=part("a", 1.0) | part("b", 1.0), num_workers=None)
+    target = part("a", 0.0) | part("b", 0.0)
+    async with FaultProxy(sender.address) as proxy, sender, contextlib.AsyncExitStack() as stack:
+
+        async def join(url: str, weights: dict[str, torch.Tensor]) -> Any:
+            scheme = tcp(url, strict=False, guard="reading")
+            scheme.init_on_receiver(weights=weights)
+            await stack.enter_async_context(scheme)
+            await scheme.connect()
+            return scheme
+
+        await sender.connect()
+        await join(sender.address, part("a", 0.0) | part("b", 0.0))
+        await sender.send(part("a", 2.0))
+        await sender.send(part("b", 3.0))
+        late = await join(proxy.url, target)
+        if cut:
+            proxy.cut()
+            await harness.until(lambda: late.stats().reconnects == 1)
+            await harness.until(lambda: len(sender.sender_transports) == 2)
+            await asyncio.sleep(0.2)  # the worker's word about its base arrives
+        for value in (4.0, 5.0):
+            assert (await sender.send(part("b", value))).acked == {0, 1}
+            await late.wait_for_version(sender.version, timeout=PATIENCE)
+            with late.reading():
+                assert [float(each[0]) for each in target.values()] == [2.0, value]
+        assert late.stats().reconnects == cut
+
+
 # -- what a worker does to its weights -------------------------------------------------------------
 
 
