@@ -513,8 +513,11 @@ class WeightSender:
         records = {idx: workers.records[idx] for idx in sorted(send.waiting)}
         for idx, record in records.items():
             mine = snapshots.get(idx, snapshots.get(None))
-            if idx in workers.links and mine is not None:
-                workers.links[idx].offer(mine)
+            link = workers.links.get(idx)
+            if link is not None and mine is not None:
+                # A worker that only pulls may lack older parts.
+                pulls, has = not link.hello.subscribe, link.outbox.newest
+                link.offer(*(workers.history.lacked(idx, has, mine) if pulls else (mine,)))
             else:
                 error = record.error or ConfigError(f"no weights were given for worker {idx}")
                 send.resolve(idx, Outcome(send.version, error=error))

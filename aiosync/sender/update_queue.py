@@ -241,7 +241,22 @@ class LateJoinerUpdates:
 
     def whole(self, newest: Snapshot) -> list[Snapshot]:
         """Return the snapshots that together are the whole model once ``newest`` was added."""
-        older = self._common.snapshots()
+        return self._with_needed(self._common, newest)
+
+    def lacked(self, idx: int, has: int, newest: Snapshot) -> list[Snapshot]:
+        """Return ``newest`` after those older ones that it needs and a worker was not offered.
+
+        Args:
+            idx: Index of the worker.
+            has: Newest version that the worker was offered.
+            newest: The next update, which is not added yet.
+        """
+        needed = self._with_needed(self.for_worker(idx), newest)
+        return [each for each in needed if each.version > has]
+
+    def _with_needed(self, queue: UpdateQueue, newest: Snapshot) -> list[Snapshot]:
+        """Return the snapshots that a queue would hold with ``newest``, which is the last."""
+        older = queue.snapshots()
         return [*(still_needed(older, [newest]) if self._adds(older, newest) else ()), newest]
 
     def forget(self, idx: int) -> None:

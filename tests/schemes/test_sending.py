@@ -285,6 +285,39 @@ async def test_a_trainer_does_not_wait_for_workers_that_do_not_subscribe() -> No
             assert await trainer.wait_for_version(trainer.version, timeout=1) == trainer.version
 
 
+async def test_a_worker_that_pulls_and_is_named_gets_the_parts_that_it_lacks() -> None:
+    """Otherwise it would report a version with weights that the trainer had before."""
+
+    def part(**values: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), value) for name, value in values.items()}
+
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", strict=False)
+    trainer.init_on_sender(weights=part(a=1.0, b=1.0))
+    target = part(a=0.0, b=0.0)
+    worker = aiosync.TCPWeightSyncScheme(
+        trainer.address, strict=False, subscribe=False, guard="reading"
+    )
+    worker.init_on_receiver(weights=target, worker_idx=0)
+    async with trainer, worker:
+        await asyncio.gather(trainer.connect(timeout=PATIENCE), worker.connect(timeout=PATIENCE))
+
+        async def named(given: dict[str, torch.Tensor], **expected: float) -> None:
+            report = await trainer.send(given, worker_ids=[0], timeout=PATIENCE)
+            assert report.acked == {0}
+            with worker.reading():
+                assert worker.version == report.version
+                assert {name: float(each[0]) for name, each in target.items()} == expected
+
+        await named(part(a=2.0), a=2.0, b=1.0)
+        await trainer.send(part(b=3.0))
+        await trainer.send(part(b=4.0))
+        await named(part(a=5.0), a=5.0, b=4.0)
+        await named(part(a=6.0), a=6.0, b=4.0)
+        await trainer.send(part(a=7.0, b=7.0))
+        await named(part(a=8.0, b=8.0), a=8.0, b=8.0)
+        assert await worker.pull(timeout=PATIENCE) == trainer.version
+
+
 async def test_updates_that_cannot_be_put_together_cost_one_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
