@@ -108,8 +108,8 @@ class UpdateChunks:
         sent, digest = self._sent
         # A joined update has the version of its last part, and another manifest. The manifest of a
         # base that the link before carried is not known here.
-        if digest != snapshot.layout.digest if base == sent else in_parts:
-            base = 0
+        is_other = digest != snapshot.layout.digest if base == sent else in_parts
+        base = 0 if is_other else base
         delta = deltas.take(snapshot, base, self._carried)
         self.release_carried()
         self._carried = snapshot.retain()
