@@ -9,6 +9,8 @@ update arrives   newest                                                    RECEI
 word names one   owed, if a message                                        SKIPPED for an older owed
                  asked for it                                              version
 it came before                                              a new object   the last answer again
+read took it                                                               RECEIVED before an async
+first                                                                      hook ends, else APPLIED
 read applies it  owed is settled        it                                 APPLIED; after an async
                                                                            hook, if there is one
 model refuses    owed is settled                            it             NACK
@@ -131,6 +133,10 @@ class Ledger:
             is to be reported as skipped; else 0.
         """
         older, self.owed = self.owed, version
+        epoch, taken = self.inbox.taken
+        if epoch == self.inbox.newest_epoch:
+            # A thread may have taken that version, and the loop has yet to report it.
+            begun = max(begun, taken)
         return older if begun < older else 0
 
     def want(self, least: int) -> None:
@@ -266,6 +272,10 @@ class Ledger:
         passed = epoch == inbox.epoch and version < inbox.version
         if self.held == (epoch, version) or (by_word and passed):
             return self.report(epoch, version, AckStatus.APPLIED)
+        if inbox.taken == (epoch, version):
+            # A read took it by the word. It may be gone again, or its async hook has yet to end.
+            status = AckStatus.RECEIVED if self._awaits_hook() else AckStatus.APPLIED
+            return self.report(epoch, version, status)
         # The transform has not ended yet; its result is reported later.
         if transforming and (inbox.newest_epoch, inbox.newest) == (epoch, version):
             return self.report(epoch, version, AckStatus.RECEIVED)

@@ -38,15 +38,17 @@ class Inbox:
         version: Applied version; 0 before the first.
         newest_epoch: Epoch of ``newest``; ``None`` before the first offer.
         newest: Newest version that was offered, applied or not; 0 before the first offer.
+        taken: Epoch and version that were applied last, also if they were forgotten since.
     """
 
-    __slots__ = ("_lock", "epoch", "newest", "newest_epoch", "version")
+    __slots__ = ("_lock", "epoch", "newest", "newest_epoch", "taken", "version")
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.version: int = 0
         self.newest_epoch: int | None = None
         self.newest: int = 0
+        self.taken: tuple[int | None, int] = (None, 0)
         self._lock = threading.Lock()
 
     def offer(self, epoch: int, version: int) -> None:
@@ -70,14 +72,20 @@ class Inbox:
         The update may belong to an earlier epoch: the receiver was still applying it when the
         first update of the next epoch was offered.
         """
-        self.seen(epoch, version)
-        self.epoch, self.version = epoch, version
+        with self._lock:
+            # All at once: a message about this version may come in another thread.
+            self._see(epoch, version)
+            self.epoch, self.version = self.taken = epoch, version
 
     def seen(self, epoch: int, version: int) -> None:
-        """Register an update that was never offered: it was taken or refused in shared memory."""
+        """Register an update that was never offered, and that was refused in shared memory."""
         with self._lock:
-            if epoch == self.newest_epoch and version > self.newest:
-                self.newest = version
+            self._see(epoch, version)
+
+    def _see(self, epoch: int, version: int) -> None:
+        """Register a version that was never offered, if it is newer. Under the lock."""
+        if epoch == self.newest_epoch and version > self.newest:
+            self.newest = version
 
     def forget(self) -> None:
         """Register that the model no longer has the applied version, as before the first one.

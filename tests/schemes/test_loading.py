@@ -278,6 +278,30 @@ async def test_a_call_that_applies_a_version_raises_what_the_hook_raised(make: A
 
 @pytest.mark.asyncio
 @both
+@pytest.mark.parametrize("lets_go", [False, True])
+async def test_a_version_may_be_taken_before_its_message_comes(make: Any, lets_go: bool) -> None:
+    """In shared memory a call finds the version by itself; the hook, and then the trainer, hear."""
+    told: list[int] = []
+
+    async def pass_on(epoch: int, version: int) -> None:
+        await asyncio.sleep(0.001)
+        told.append(version)
+
+    init = {"model": models.linear(), "hooks": aiosync.SchemeHooks(applied=pass_on)}
+    async with here(make(apply="manual"), models.linear(1.0), init) as (sender, receiver):
+        for version in (2, 3, 4):
+            handle = sender.send_nowait(models.linear(float(version)))
+            while receiver.apply_pending() is None:
+                await asyncio.sleep(0)
+            if lets_go:
+                receiver.model = None
+                receiver.model = models.linear()
+            assert (await handle).acked == {0}
+        assert told == [1, 2, 3, 4]
+
+
+@pytest.mark.asyncio
+@both
 async def test_a_coroutine_function_below_a_decorator_is_awaited(make: Any) -> None:
     told: list[int] = []
 
