@@ -21,6 +21,8 @@ is v             here
 interrupt                                                                  nothing: it is applied
                                                                            again by the next read
 another model                           kept, or none                      nothing
+trainer: it      it and older ones, if                                     forgotten
+comes again      the model has none
 link is lost     owed and coming end                                       its last answer is kept,
                                                                            to be repeated
 other trainer    newest, in its epoch                       forgotten      of its epoch
@@ -103,6 +105,8 @@ class Ledger:
         self.num_answers: int = 0
         self.coming: tuple[int, int] | None = None
         self._awaits_hook = awaits_hook
+        # True while the trainer is asked to send again what the model no longer has.
+        self._asks_again = False
         # The last answer about the newest version.
         self._reported = Answer(0, 0, AckStatus.SKIPPED)
         # Least versions that have not come, also those of calls that waited in vain.
@@ -148,6 +152,20 @@ class Ledger:
         """The least version to ask the trainer for; ``None`` if no call wants one."""
         return min(self._wanted, default=None)
 
+    def ask_again(self) -> bool:
+        """Return True if the model has let the newest version go, so that it has to come again."""
+        last = self._reported
+        # The async hook of that version has to end first: the trainer waits for its answer.
+        is_owed = last[:2] == self.inbox.taken and last.status is AckStatus.RECEIVED
+        self._asks_again = self.inbox.has_let_go and not is_owed
+        return self._asks_again
+
+    def _reopen(self) -> None:
+        """Treat what comes as new, if the model has let the newest version go."""
+        if self.inbox.has_let_go:
+            self.inbox.reopen()
+            self._reported = Answer(0, 0, AckStatus.SKIPPED)
+
     @property
     def is_asked(self) -> bool:
         """True if calls wait, or a version is to come: reads then report each version they take."""
@@ -164,6 +182,10 @@ class Ledger:
         The announcement may overtake the update that a call wants.
         """
         inbox = self.inbox
+        if self._asks_again:
+            # Messages before this one may still be about what the model had.
+            self._asks_again = False
+            self._reopen()
         is_new = version and (epoch != inbox.newest_epoch or version > inbox.newest)
         self.coming = (epoch, version) if is_new else None
         return self.coming is not None
@@ -187,15 +209,22 @@ class Ledger:
         return 0 < len(self._wanted) < before
 
     def lose_link(self) -> None:
-        """Forget what the last link asked for and announced; what was reported stays."""
-        self.coming, self.owed = None, 0
+        """Forget what the last link asked for and announced; what was reported stays.
+
+        A version that the model has let go comes again over the next link.
+        """
+        self.coming, self.owed, self._asks_again = None, 0, False
+        self._reopen()
 
     # -- held and refused ----------------------------------------------------------------------
 
     @property
     def held(self) -> tuple[int | None, int]:
         """Epoch and version on which the trainer may count: applied, and any async hook ended."""
-        return self.passed_on if self._awaits_hook() else (self.inbox.epoch, self.inbox.version)
+        inbox = self.inbox
+        if self._awaits_hook() and inbox.version:
+            return self.passed_on
+        return inbox.epoch, inbox.version
 
     @property
     def refusing(self) -> Refusal | None:

@@ -93,3 +93,14 @@ class Inbox:
         The newest offered version stays as it is.
         """
         self.epoch, self.version = None, 0
+
+    @property
+    def has_let_go(self) -> bool:
+        """True if the newest version was applied, and the model no longer has it."""
+        newest = self.newest_epoch, self.newest
+        return not self.version and self.newest > 0 and self.taken == newest
+
+    def reopen(self) -> None:
+        """Accept all versions of the epoch again, as the sender offers them anew."""
+        with self._lock:
+            self.newest, self.taken = 0, (None, 0)

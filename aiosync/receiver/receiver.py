@@ -393,7 +393,7 @@ class WeightReceiver:
         """Ask for the versions that calls want; the trainer keeps one request at a time."""
         least = self.ledger.to_fetch
         if least is not None:
-            self._outgoing.say(Fetch(least))
+            self._outgoing.say(Fetch(least, has_none=self.ledger.ask_again()))
 
     def _has_come(self, epoch: int, version: int) -> None:
         """Note that a version is here; ask for the next wanted one, and wake the calls."""

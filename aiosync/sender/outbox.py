@@ -160,6 +160,10 @@ class Outbox:
         self.newest = max(self.applied, self.received, *self.in_flight, *queued)
         return [Outcome(version, error=error)]
 
+    def forget(self) -> None:
+        """Note that the receiver has no version any more. Nothing may be on its way to it."""
+        self.newest = self.applied = self.received = self.named_version = 0
+
     def on_ack(self, ack: Ack) -> list[Outcome]:
         """Register an acknowledgement of the receiver.
 

@@ -541,6 +541,8 @@ class WorkerLink:
                     self._chunks.release_carried()
         elif isinstance(message, Fetch):
             self.wanted = message.min_version
+            if message.has_none:
+                self._forget_versions(message.min_version)
             self._registry.answer(self)
         elif isinstance(message, Promise):
             self._on_promise(message)
@@ -548,6 +550,17 @@ class WorkerLink:
             self.lose(WorkerLeft(f"{self.name} left"))
         else:
             self._refuse(message)
+
+    def _forget_versions(self, least: int) -> None:
+        """Say that the kept versions come again to a worker that has none, if that is so now."""
+        version = self._registry.history.for_worker(self.idx).version
+        if self._writing or not self.outbox.is_idle or not version or version < least:
+            return
+        self.outbox.forget()
+        if self.publisher is not None:
+            # The word has to change, also for the same slot.
+            self.publisher.version = 0
+        self.say(Current(self.outbox.epoch, version))
 
     def _refuse(self, message: Message) -> NoReturn:
         """Raise the error for a message after which the link cannot go on."""

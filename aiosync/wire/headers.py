@@ -180,7 +180,7 @@ _NO_SUM = bytes(16)
 _STATUS = {int(status): status for status in AckStatus}
 _EXT_KEY, _TRACE_KEY, _BASE_KEY = "x", "trace", "base"
 _SERVES_KEY, _FOLLOWS_KEY, _ELSEWHERE_KEY = "serves", "follows", "elsewhere"
-_BEHIND_KEY, _PATH_KEY = "behind", "path"
+_BEHIND_KEY, _PATH_KEY, _NONE_KEY = "behind", "path", "has_none"
 _SESSION_NBYTES = 16
 _BASE = struct.Struct("<QQ")
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -318,6 +318,9 @@ def _entries_of(message: Message) -> dict[str, ExtValue]:
             entries[_BASE_KEY] = True
         if message.behind is not None:
             entries[_BEHIND_KEY] = _BASE.pack(*_check_behind(message.behind))
+    elif isinstance(message, Fetch):
+        if message.has_none:
+            entries[_NONE_KEY] = True
     else:
         entries = _addresses_of(message)
     return entries
@@ -354,6 +357,9 @@ def _take_entries(cls: type, ext: dict[str, ExtValue], found: dict[str, Any]) ->
         if isinstance(behind, bytes):
             found["behind"] = _check_behind(_BASE.unpack(behind))
             del ext[_BEHIND_KEY]
+    elif cls is Fetch:
+        if ext.get(_NONE_KEY) is True:
+            found["has_none"] = ext.pop(_NONE_KEY)
     else:
         _take_addresses(cls, ext, found)
 

@@ -341,9 +341,11 @@ class Fetch:
     Attributes:
         min_version: The answer waits until the sender has a version that is at least this; 0 does
             not wait.
+        has_none: The receiver's model has no version any more: send the newest one again.
     """
 
     min_version: int
+    has_none: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +353,7 @@ class Current:
     """Answer to :class:`Fetch` that names the newest version.
 
     The receiver has that version already, or the version follows this message, perhaps after other
-    updates with names that the receiver lacks.
+    updates with names that the receiver lacks. A version that comes again follows it.
 
     Attributes:
         epoch: Epoch of the sender.

@@ -302,6 +302,31 @@ async def test_a_version_may_be_taken_before_its_message_comes(make: Any, lets_g
 
 @pytest.mark.asyncio
 @both
+@pytest.mark.parametrize("strict", [True, False])
+async def test_another_model_pulls_the_version_that_was_let_go(make: Any, strict: bool) -> None:
+    """The trainer sends nothing new; a part of the names comes with the others."""
+    source = models.linear(1.0)
+    init = {"model": models.linear()}
+    async with here(make(strict=strict), source, init) as (sender, receiver):
+        models.fill(source, 2.0)
+        await sender.send()
+        if not strict:
+            bias = torch.full_like(source.bias, 2.0)
+            await sender.send({"bias": bias})
+        newest = sender.version
+        await receiver.wait_for_version(newest)
+        for _ in range(3):
+            receiver.model = None
+            receiver.model = models.linear()
+            assert receiver.version == 0
+            assert await receiver.pull(timeout=harness.PATIENCE) == newest
+            assert models.holds(receiver, 2.0)
+            assert await receiver.pull(timeout=harness.PATIENCE) == newest
+        await harness.deliver(sender, receiver, 3.0)
+
+
+@pytest.mark.asyncio
+@both
 async def test_a_coroutine_function_below_a_decorator_is_awaited(make: Any) -> None:
     told: list[int] = []
 

@@ -93,6 +93,7 @@ SAMPLES: list[Message] = [
     Proof(b"n" * 32, b"m" * 64),
     Fetch(0),
     Fetch(BIG),
+    Fetch(2, has_none=True),
     Current(1, 0),
     Current(BIG, BIG),
     Status(),

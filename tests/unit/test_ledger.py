@@ -193,6 +193,26 @@ class Worker:
         self.ledger.want(self.version + 1)
         self.fetches.append(self.ledger.to_fetch)
 
+    def pull_again(self) -> None:
+        """A call asks for the newest version, which comes again if the model has let it go."""
+        self.ledger.want(self.version)
+        if not self.version or not self.ledger.ask_again():
+            self.newest()
+            return
+        # What the trainer sent before it heard of this comes first.
+        self.late_message()
+        named = (self.epoch, self.version)
+        told = [each.status in FINAL for each in self.told if each[:2] == named]
+        assert self.ledger.announce(self.epoch, self.version)
+        # The trainer sends nothing again as long as an answer is owed.
+        if any(told) or self.version not in self.asked:
+            self.repeated.append(named)
+            before = len(self.told)
+            self.again()
+            assert [each.status for each in self.told[before:]] == [RECEIVED]
+            self.read()
+            assert self.ledger.inbox.version == self.version
+
     def newest(self) -> None:
         """The trainer says which version is its newest."""
         if not self.ledger.announce(self.epoch, self.version):
@@ -304,6 +324,7 @@ EVENTS = (
     Worker.lose,
     Worker.restart,
     Worker.replace,
+    Worker.pull_again,
 )
 
 

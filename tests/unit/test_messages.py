@@ -63,7 +63,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 
 
-IN_EXTENSION_MAP = {"serves", "follows", "elsewhere", "path"}
+IN_EXTENSION_MAP = {"serves", "follows", "elsewhere", "path", "has_none"}
 FIXED = {"epoch", "version", "digest", "status", "index", "count", "flags", "reserved"}
 
 
