@@ -283,9 +283,15 @@ class WorkerModel:
     def _let_go(self, chosen: Callable[[], object] | None = None) -> None:
         """Let the model go, with memory of its own; the next one begins without its version."""
         self.detach()
-        current, self.current = self.current, None
+        current = self.current
         if current is not None and not self.copy:
-            call_soon(self._loop, current.give_back)
+            if current.slot is None:
+                call_soon(self._loop, current.give_back)
+            else:
+                # The next model may take an update before the loop runs again, and then the trainer
+                # gets back every other slot, without a copy of what is still viewed there.
+                current.give_back()
+        self.current = None
         self._inbox.forget()
         self._guard.held = 0, 0
         self._use(None, chosen)

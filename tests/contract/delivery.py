@@ -278,6 +278,20 @@ async def check_kept_values(bench: Bench) -> None:
                 kept.append((value, [*copies, *state.values(), model.layers[0].data[1:]]))
         for value, tensors in kept:
             assert all((tensor == value).all() for tensor in tensors)
+    # Nor do they after another model came instead of a dropped one.
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        assert await crew.values() == [1.0]
+        state = worker.model.state_dict()
+        worker.scheme.model = None
+        worker.model = worker.scheme.model = small()
+        for value in range(2, 8):
+            handle = crew.send_nowait(float(value))
+            # Over shared memory this takes the update, before the loop runs again.
+            worker.model()
+            assert (await handle).acked == {0}
+            assert await crew.values() == [value]
+        assert all((tensor == 1.0).all() for tensor in state.values())
 
 
 class Running(nn.Module):
