@@ -86,6 +86,8 @@ class WorkerModel:
         self._warned = False
         # True if None was assigned during a read: the model is still to be let go.
         self._dropped = False
+        # True if a model was chosen during a read, and reads have version 0 until it gets weights.
+        self._lacks_weights = False
 
     # -- abilities -----------------------------------------------------------------------------
 
@@ -174,12 +176,16 @@ class WorkerModel:
                 self._use(model)
         elif not closed:
             self._guard.follow_parts()
+            if self._lacks_weights:
+                with self._choosing:
+                    self._show_version(model)
         return model is not None and self.target is not None
 
     def replace(self, model: Any, chosen: Callable[[], object], waiting: Staged | None) -> None:
         """Guard another model from now on, and give it the weights of the old one. On the loop.
 
-        While a forward runs in another thread, the model gets the weights when that ends.
+        While a forward runs in another thread, the model gets the weights when that ends, and reads
+        have version 0 until then.
 
         Args:
             model: The model; ``None`` for none.
@@ -199,6 +205,8 @@ class WorkerModel:
                 self._check_fits(model, waiting)
             with self._choosing:
                 self._guard_forwards(model)
+                if not (same or model is None):
+                    self._guard.held, self._lacks_weights = (0, 0), True
                 # follow() does the rest when it finds that resolve() returns another model.
                 self._dropped = (model is None or self._dropped) and not same
                 chosen()
@@ -258,10 +266,18 @@ class WorkerModel:
             # Another model may have been chosen meanwhile, and then that one is guarded already.
             if chosen is not None or self.resolve() is model:
                 self._guard_forwards(model)
-            if chosen is not None:
-                chosen()
+                if chosen is not None:
+                    chosen()
+                self._show_version(model)
         self.target = None if model is None else self._target_for(model)
         self._target_of, self._dropped = model, False
+
+    def _show_version(self, model: Any) -> None:
+        """Have reads see the version again, as the chosen model has the weights of it now."""
+        if self._lacks_weights and self.resolve() is model:
+            self._lacks_weights = False
+            if self.current is not None:
+                self._guard.held = self.current.epoch, self.current.version
 
     def _guard_forwards(self, model: Any) -> None:
         """Make forwards, methods and copies of this model reads, if hooks can; of no other one."""

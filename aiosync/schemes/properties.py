@@ -112,9 +112,9 @@ class SchemeState(SchemeOptions):
         and loses its hooks. If the weights do not fit, the assignment raises
         :class:`~aiosync.ApplyError`, in whatever thread it is made, and nothing changes. While a
         forward pass runs in another thread, the hooks and the check are made at once, and the
-        new model gets the weights when that pass ends. ``model = None`` drops the model, also when
-        that pass ends: the version is 0 then, and the next model, which may have other shapes,
-        gets the next update.
+        new model gets the weights when that pass ends: reads have version 0 until then.
+        ``model = None`` drops the model, also when that pass ends: the version is 0 then, and the
+        next model, which may have other shapes, gets the next update.
         """
         return self._life.given.find()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import aiosync
 from aiosync import LastRead, VersionSpan
-from tests.contract.bench import Bench, refuses, small
+from tests.contract.bench import Bench, refuses, small, until
+from tests.schemes._harness import read_elsewhere
 
 
 def epoch_of(scheme: Any) -> str:
@@ -145,6 +146,24 @@ async def check_last_read(bench: Bench) -> None:
         scheme.model = None
         with scheme.reading():
             assert scheme.last_read == LastRead(0, 0)
+    # Nor has a model that was chosen during a read, until it gets the weights as that ends.
+    async with bench.crew(small(1.0), [small()]) as crew:
+        [worker] = crew.workers
+        scheme, first, other = worker.scheme, worker.model, small()
+        with read_elsewhere(scheme):
+            with scheme.reading() as read:
+                scheme.model = other
+                assert (other(), scheme.last_read.version, read.version) == ((-1.0, -1.0), 0, 0)
+            assert read.span == VersionSpan(0, 0)
+        await until(lambda: other() == (1.0, 1.0))
+        assert scheme.last_read == LastRead(scheme.epoch, 1)
+        with read_elsewhere(scheme):
+            scheme.model = first
+            scheme.model = other
+        await until(lambda: other() == (1.0, 1.0) and scheme.last_read.version == 1)
+        await crew.send(2.0)
+        assert await worker.version() == 2
+        assert (other(), scheme.last_read.version) == ((2.0, 2.0), 2)
 
 
 async def check_last_read_of_tasks_and_threads(bench: Bench) -> None:
