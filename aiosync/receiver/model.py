@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from aiosync._log import log
 from aiosync._repr import text_of
 from aiosync._tasks import call_soon
 from aiosync.errors import ApplyError
@@ -170,10 +173,14 @@ class WorkerModel:
         if model is not self._target_of and (model is not None or self._dropped) and not closed:
             try:
                 self._adopt(model, waiting)
-            except ApplyError:
-                # The context has a model of another shape, without a version yet.
+            except ApplyError as exc:
+                # The context has a model of another shape, or the old model was changed after the
+                # check, as a read went on.
                 self._let_go()
                 self._use(model)
+                why = text_of(exc.__cause__ or exc)
+                text = f"the worker's new model has version 0 until the next update: {why}"
+                log(logging.WARNING, "refused", text, model=None, version=exc.version)
         elif not closed:
             self._guard.follow_parts()
             if self._lacks_weights:
@@ -203,6 +210,7 @@ class WorkerModel:
         if same or not self._guard.exclusively(adopt, timeout=0.0):
             if not (same or self._dropped):
                 self._check_fits(model, waiting)
+                self._check_moves(model)
             with self._choosing:
                 self._guard_forwards(model)
                 if not (same or model is None):
@@ -243,13 +251,29 @@ class WorkerModel:
             self.detach()
             target.apply_(current.layout, current.flat, current.values, copy=False)
             return
-        # Without strict names the last update may have held only a part of what the old model has.
-        assert isinstance(self.target, Target)
         self.detach()
+        layout, tensors, values = self._own_weights()
+        target.apply_tensors(layout, tensors, values)
+
+    def _own_weights(self) -> tuple[Layout, list[torch.Tensor], Mapping[str, Any]]:
+        """Return layout, tensors and values of the old model, which move to the new one.
+
+        Without strict names the last update may have held only a part of them.
+        """
+        assert isinstance(self.target, Target)
         leaves = collect(self.target.target)
-        tensors = [leaf.tensor for leaf in leaves.leaves]
         layout = Layout.plan(leaves.leaves, NO_LIMITS)
-        target.apply_tensors(layout, tensors, leaves.values)
+        return layout, [leaf.tensor for leaf in leaves.leaves], leaves.values
+
+    def _check_moves(self, model: Any) -> None:
+        """Raise :class:`ApplyError` if :meth:`_move_version` could not fill a model later."""
+        current = self.current
+        if model is not None and current is not None and (self.copy or not self.strict):
+            try:
+                layout, _, values = self._own_weights()
+                self._target_for(model).check(layout, values)
+            except Exception as exc:  # The caller, who gave the model, sees it.
+                raise _misfit(current.version, exc) from exc
 
     def _check_fits(self, model: Any, waiting: Staged | None) -> None:
         """Raise :class:`ApplyError` if the present or the waiting weights do not fit a model."""

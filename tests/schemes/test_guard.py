@@ -291,6 +291,29 @@ async def test_a_model_is_guarded_from_when_it_is_chosen_while_another_gets_weig
         assert found == [(1.0, 1.0)]
 
 
+@pytest.mark.asyncio
+@both
+async def test_a_model_that_the_old_one_cannot_fill_is_refused_or_logged(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copied version is only in the old model, whose dtype may change before the read ends."""
+    old, other, source = models.linear(), models.linear(), models.linear()
+    pair = harness.here(make(apply_copy=True), old, sender={"model": source})
+    async with pair as (sender, receiver):
+        with harness.read_elsewhere(receiver):
+            old.to(torch.bfloat16)
+            with pytest.raises(aiosync.ApplyError, match="got bfloat16"):
+                receiver.model = other
+            assert (receiver.model, receiver.version) == (old, 1)
+            old.to(torch.float32)
+            receiver.model = other
+            old.to(torch.bfloat16)
+        await harness.until(lambda: receiver.version == 0)
+        assert "version 0 until the next update: " in caplog.text
+        assert (await sender.send()).acked == {0}
+        assert receiver.version == 2
+
+
 # -- other methods of a model ------------------------------------------------------------------
 
 
