@@ -20,7 +20,7 @@ from torch import nn
 from aiosync._log import log
 from aiosync._repr import text_of
 from aiosync._tasks import call_soon
-from aiosync.errors import ApplyError
+from aiosync.errors import ApplyError, ManifestMismatch
 from aiosync.protocol import Inbox
 from aiosync.receiver.caches import warn_if_frozen
 from aiosync.receiver.copies import Copies
@@ -35,6 +35,8 @@ from aiosync.transports._forks import FORKING
 from aiosync.wire import NO_LIMITS
 
 __all__ = ["WorkerModel"]
+
+_LOST_HINT = "With apply_copy=True only the old model has the weights, and it lacks these."
 
 
 class WorkerModel:
@@ -252,15 +254,32 @@ class WorkerModel:
             target.apply_(current.layout, current.flat, current.values, copy=False)
             return
         self.detach()
-        layout, tensors, values = self._own_weights()
+        layout, tensors, values = self._own_weights(current, target)
         target.apply_tensors(layout, tensors, values)
+        if not self.copy:
+            # The old model may lack some of these names, or have them in less precision.
+            target.apply_(current.layout, current.flat, current.values, copy=False)
 
-    def _own_weights(self) -> tuple[Layout, list[torch.Tensor], Mapping[str, Any]]:
-        """Return layout, tensors and values of the old model, which move to the new one.
+    def _own_weights(
+        self, current: Staged, target: Target
+    ) -> tuple[Layout, list[torch.Tensor], Mapping[str, Any]]:
+        """Return layout, tensors and values of the old model, which move to the new one's target.
 
         Without strict names the last update may have held only a part of them.
+
+        Raises:
+            ManifestMismatch: The update was copied, and the old model took only a part of what the
+                new one needs.
         """
         assert isinstance(self.target, Target)
+        if self.copy and not self.strict:
+            layout, values = current.layout, current.values
+            old = Target(self._target_of, strict=False, buffers=self._buffers)
+            has = old.find_leaves(layout, values)
+            needs = target.find_leaves(layout, values)
+            lost = [name for leaf, name in needs.items() if leaf not in has]
+            if lost:
+                raise ManifestMismatch(missing=lost, hint=_LOST_HINT)
         leaves = collect(self.target.target)
         layout = Layout.plan(leaves.leaves, NO_LIMITS)
         return layout, [leaf.tensor for leaf in leaves.leaves], leaves.values
@@ -270,8 +289,9 @@ class WorkerModel:
         current = self.current
         if model is not None and current is not None and (self.copy or not self.strict):
             try:
-                layout, _, values = self._own_weights()
-                self._target_for(model).check(layout, values)
+                target = Target(model, strict=self.strict, buffers=self._buffers)
+                layout, _, values = self._own_weights(current, target)
+                target.check(layout, values)
             except Exception as exc:  # The caller, who gave the model, sees it.
                 raise _misfit(current.version, exc) from exc
 

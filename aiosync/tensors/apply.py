@@ -111,6 +111,19 @@ class Target:
         # With the mode of the last update the plan may be used again.
         self._resolve(layout, values, self._key[0] if self._key else "copy")
 
+    def find_leaves(self, layout: Layout, values: Mapping[str, Any]) -> dict[int, str]:
+        """Return the leaves of the weights that the target takes, with its names for them.
+
+        Args:
+            layout: Names, dtypes and shapes of the weights.
+            values: Non-tensor values by name, packed.
+
+        Raises:
+            ManifestMismatch: The weights do not fit.
+        """
+        plan = self._resolve(layout, values, "copy")
+        return {leaf: spot.name for spot in plan.assigned for leaf in spot.leaves}
+
     def apply_(
         self,
         layout: Layout,

@@ -6,6 +6,7 @@ The contract suite tests the promises of every scheme: reports, require, lost an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any
@@ -186,6 +187,33 @@ async def test_another_model_gets_the_newest_of_each_name(make: Any, copy: bool)
         with worker.reading():
             assert content(other) == [1.0, 2.0, 3.0]
         assert content(first) == [1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("make", [*harness.SCHEMES, aiosync.TCPWeightSyncScheme])
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("read", [False, True])
+async def test_another_model_gets_what_the_old_one_could_not_keep(
+    make: Any, copy: bool, read: bool
+) -> None:
+    """The old model has fewer of the names, and less precision; a copy is no more than it has."""
+    scheme, value = make(strict=False, apply_copy=copy), 1.001
+    scheme.init_on_sender(model_id="policy", weights=letters("abc", value))
+    async with scheme, harness.twin(scheme) as worker:
+        await scheme.connect()
+        first, other = nn.ModuleDict({"a": build()["a"].to(torch.bfloat16)}), build()
+        worker.init_on_receiver(model_id="policy", model=first)
+        await worker.connect(timeout=harness.PATIENCE)
+        with harness.read_elsewhere(worker) if read else contextlib.nullcontext():
+            if copy:
+                with pytest.raises(aiosync.ApplyError, match=r"missing: b\.weight, c\.weight"):
+                    worker.model = other
+                assert worker.model is first
+            else:
+                worker.model = other
+        if not copy:
+            await harness.until(lambda: content(other) == [pytest.approx(value)] * 3)
+            assert first["a"].weight.item() == 1.0
+        assert worker.version == 1
 
 
 @both
