@@ -113,7 +113,8 @@ class Sources:
             self.weights, self.per_worker = weights, {}
             return
         if each is None:
-            each = dict.fromkeys(as_indices("worker_ids", worker_ids or ()), weights)
+            assert worker_ids is not None
+            each = dict.fromkeys(as_indices("worker_ids", worker_ids), weights)
         others = self.per_worker or dict.fromkeys(self.expected, self.weights)
         self.weights, self.per_worker = None, {**others, **each}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import math
@@ -12,6 +13,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +175,52 @@ def test_beside_a_factory_what_was_given_last_is_sent_again(make: Any) -> None:
         collector.update_policy_weights_(worlds.make_policy(6.0))
         collector.update_policy_weights_()
         assert [value for value, _ in seen(next(batches))] == [6.0] * 2
+
+
+@pytest.mark.parametrize("only", [0, torch.tensor(0), np.array([0])], ids=repr)
+def test_beside_a_factory_every_form_of_an_index_is_remembered(only: Any) -> None:
+    with collecting(SHM(), policy_factory=workers.Factory(3.0)) as collector:
+        collector.update_policy_weights_(worlds.make_policy(4.0))
+        collector.update_policy_weights_(worlds.make_policy(5.0), worker_ids=only)
+        collector.update_policy_weights_()
+        assert [value for value, _ in seen(next(iter(collector)))] == [5.0, 4.0]
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+def test_beside_a_factory_an_update_that_one_worker_missed_is_remembered(make: Any) -> None:
+    scheme = make()
+    with collecting(scheme, policy_factory=workers.Factory(3.0)) as collector:
+        collector.update_policy_weights_(worlds.make_policy(4.0))
+        collector.procs[0].kill()
+        collector.procs[0].join(workers.PATIENCE)
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            collector.update_policy_weights_(worlds.make_policy(5.0))
+        assert caught.value.acked == {1}
+        collector.update_policy_weights_()
+        state = workers.ask(collector, 1, "policy.state_dict")
+        five = worlds.make_policy(5.0).state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in five.items())
+
+
+@pytest.mark.parametrize("make", [SHM, PIPE])
+def test_frames_after_a_checkpoint_have_no_version_until_an_update(make: Any) -> None:
+    policy = worlds.make_policy(1.0)
+    with collecting(make(), policy) as collector:
+        batches = iter(collector)
+        next(batches)
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        saved = copy.deepcopy(collector.state_dict())
+        worlds.set_value(policy, 3.0)
+        collector.update_policy_weights_()
+        for load, value, version in ((True, 2.0, 0), (False, 3.0, 4)):
+            if load:
+                collector.load_state_dict(saved)
+            else:
+                collector.update_policy_weights_()
+            data = next(batches)
+            assert set(worlds.actions(data).flatten().tolist()) == {value}
+            assert set(data["collector", "policy_version"].flatten().tolist()) == {version}
 
 
 def test_no_synchronization_begins_with_the_policy_and_leaves_it() -> None:

@@ -40,6 +40,7 @@ from aiosync.integrations.torchrl._workers import (
     has_workers,
     is_stamped,
     stamp,
+    watch_loading,
 )
 from aiosync.protocol import as_indices
 from aiosync.receiver.scheme_hooks import run_hook
@@ -238,6 +239,7 @@ class CollectorOwner(TorchRLOwner):
             # Collector.start() collects in a thread of its own while the trainer's thread updates
             # the policy.
             guard_policy(life_of(core).guard, collector)
+            watch_loading(life_of(core).guard, collector)
             if is_stamped(collector):
                 stamp(collector)
         try:
@@ -265,14 +267,26 @@ class CollectorOwner(TorchRLOwner):
         scheme, collector, given = call.scheme, call.owned, call.given
         if collects_itself(scheme, collector):
             _apply_to_itself(scheme, collector, given)
+        weights, before = given.get("weights"), scheme.version
+        # A later send without weights has to send these, and not those of the factories.
+        keep: Callable[..., None] | None = None
+        if self._made and not isinstance(weights, str | None):
+            keep = life_of(core_of(scheme)).given.sources.follow
+            if given.get("worker_ids") is not None:
+                given["worker_ids"] = as_indices("worker_ids", given["worker_ids"])
         try:
             result = call.proceed()
+        except PartialSyncError as exc:
+            # Without sync it may be the error of a send before, and then this one sent nothing.
+            if keep is not None and scheme.version > before:
+                each: Any = weights if is_per_worker(weights) else dict.fromkeys(exc.acked, weights)
+                if got := {idx: each[idx] for idx in exc.acked if idx in each}:
+                    keep(got, None)
+            raise
         finally:
             self._advance_tracker(scheme, collector)
-        if self._made and not isinstance(given.get("weights"), str | None):
-            # A later send without weights has to send these, and not those of the factories.
-            sources = life_of(core_of(scheme)).given.sources
-            sources.follow(given["weights"], given.get("worker_ids"))
+        if keep is not None:
+            keep(weights, given.get("worker_ids"))
         return result
 
     def _advance_tracker(self, scheme: WeightSyncScheme, collector: Any) -> None:

@@ -25,7 +25,15 @@ from aiosync.schemes.internal import life_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
 
-__all__ = ["Cascade", "Labels", "guard_policy", "has_workers", "is_stamped", "stamp"]
+__all__ = [
+    "Cascade",
+    "Labels",
+    "guard_policy",
+    "has_workers",
+    "is_stamped",
+    "stamp",
+    "watch_loading",
+]
 
 # Key of the version in a frame; 0 stands for a random action, or for weights without a version.
 _KEY = ("collector", "policy_version")
@@ -111,6 +119,7 @@ class Labels:
         them keeps their variables alive, and may destroy them in its own thread. Some of torch's
         must end in the thread that they began in.
         """
+        watch_loading(self._guard, collector)
         for name in _ROLLOUTS:
             rollout = getattr(type(collector), name, None)
             if inspect.isfunction(rollout):
@@ -155,6 +164,22 @@ def guard_policy(guard: Guard, collector: Any) -> None:
     called = getattr(collector, "_wrapped_policy_maybe_compiled", None)
     if callable(policy) and called is policy and not isinstance(policy, _Guarded):
         collector._wrapped_policy_maybe_compiled = _Guarded(policy, guard, collector)
+
+
+def watch_loading(guard: Guard, collector: Any) -> None:
+    """Have reads after a ``load_state_dict()`` of the collector see version 0 until an update."""
+    load, owner = getattr(type(collector), "load_state_dict", None), weakref.ref(collector)
+    if not inspect.isfunction(load):
+        return
+
+    @functools.wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        result = load(owner(), *args, **kwargs)
+        # The trainer never sent these weights.
+        guard.held = 0, 0
+        return result
+
+    collector.load_state_dict = loaded
 
 
 def is_stamped(collector: Any) -> bool:
