@@ -322,7 +322,8 @@ class PeftAdapterReceiver:
 
     The model changes between reads only. Older versions stay under their names: inside of
     ``scheme.reading()``, ``adapter_names=[name] * len(batch)`` computes with one of them. An update
-    that does not fit changes nothing, and the trainer's ``send()`` raises the reason.
+    that does not fit changes nothing, but that reads have version 0 until the next one, and the
+    trainer's ``send()`` raises the reason.
 
     Args:
         scheme: A scheme of :mod:`aiosync` or :mod:`aiosync.sync` without a role, with

@@ -265,7 +265,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             load: Function that is called with all names and tensors of each version, instead of a
                 module: ``load(weights: Iterable[tuple[str, Tensor]])``. The tensors are views of
                 received memory, valid and unchanged until it returns: it copies what it keeps, and
-                writes to none. If it raises, the update is refused; it undoes what it changed.
+                writes to none. If it raises, the update is refused; it undoes what it changed,
+                and reads have version 0 until an update is taken.
             transform: Turns the names and tensors of each version into those that the model
                 expects: ``transform(weights) -> Iterable[tuple[str, Tensor]]``, for example a
                 :class:`aiosync.WeightMap`. It runs in a thread while the event loop goes on, and

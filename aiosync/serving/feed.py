@@ -9,6 +9,7 @@ import asyncio
 import copy
 import math
 import time
+import weakref
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -33,6 +34,9 @@ __all__ = ["FeedStatus", "WeightFeed"]
 _FIRST_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 4.0
 _POLL_SECONDS = 0.1
+
+# The feed that sets the version of a gate, of which there is one.
+_running = weakref.WeakKeyDictionary[AdmissionGate, "weakref.ref[WeightFeed]"]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ class WeightFeed:
             :meth:`aiosync.WeightSyncScheme.init_on_receiver`.
         model_id: Name of the model, as the sender calls it.
         worker_idx: Index of this server among the workers; ``None`` lets the sender choose.
-        gate: The gate; ``None`` makes a new one.
+        gate: The gate, which no other running feed has; ``None`` makes a new one.
         max_pause: Longest time between two attempts to reach the source, in seconds.
         min_version: The lowest version, of any epoch, that the feed has to have before it answers
             requests. ``None`` takes the newest version that the source has when the feed first
@@ -185,7 +189,17 @@ class WeightFeed:
 
         Calls are counted: each needs its own :meth:`aclose`, and the last one ends the feed. It
         may then be started again.
+
+        Raises:
+            ConfigError: Another feed that is running has this gate.
         """
+        if not self._num_starts:
+            other = _running.get(self.gate, lambda: None)()
+            if other not in (None, self) and other._num_starts:
+                raise ConfigError(
+                    "the gate has another feed, and one version: give each feed a gate of its own"
+                )
+            _running[self.gate] = weakref.ref(self)
         self._num_starts += 1
         if self._num_starts > 1:
             return
@@ -475,3 +489,5 @@ def _check_scheme(scheme: object) -> None:
         raise ConfigError(
             "a feed initialises its scheme itself: pass a scheme that has not been initialised"
         )
+    if not getattr(scheme, "subscribe", True):
+        raise ConfigError("a feed asks for no version: pass a scheme without subscribe=False")

@@ -424,3 +424,26 @@ async def test_mistakes() -> None:
     scheme.init_on_receiver(model=nn.Linear(1, 1))
     with pytest.raises(aiosync.ConfigError, match="has not been initialised"):
         WeightFeed(scheme, model=nn.Linear(1, 1))
+
+
+async def test_a_gate_has_one_running_feed(address: str) -> None:
+    """Two feeds would set one version in turn, and a request would get a model without weights."""
+    gate = AdmissionGate()
+    one, other = (feed_of(address, model=models.linear(), gate=gate) for _ in range(2))
+    async with one:
+        with pytest.raises(aiosync.ConfigError, match="a gate of its own"):
+            await other.start()
+        async with one:
+            pass
+        with pytest.raises(aiosync.ConfigError, match="a gate of its own"):
+            await other.start()
+    async with other, feed_of(address, model=models.linear()):
+        pass
+    async with one:
+        pass
+
+
+async def test_a_scheme_that_only_pulls_is_refused(address: str) -> None:
+    scheme = aiosync.TCPWeightSyncScheme(address, subscribe=False)
+    with pytest.raises(aiosync.ConfigError, match="without subscribe=False"):
+        WeightFeed(scheme, model=models.linear())
