@@ -24,7 +24,7 @@ from aiosync.events import SyncStats
 from aiosync.schemes import WeightSyncScheme
 from aiosync.schemes.internal import life_of
 from aiosync.server.server import WeightServer, count_refusals
-from aiosync.serving import AdmissionGate
+from aiosync.serving import AdmissionGate, WeightFeed
 from aiosync.sync import WeightSyncScheme as BlockingScheme
 from aiosync.sync._schemes import core_of
 from aiosync.wire import WIRE_VERSION
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["METRICS", "Metric", "Metrics", "Source", "optional"]
 
-Source: TypeAlias = WeightSyncScheme | BlockingScheme | WeightServer | AdmissionGate
-"""Objects with metrics: schemes of either API and role, weight servers, gates."""
+Source: TypeAlias = WeightSyncScheme | BlockingScheme | WeightServer | WeightFeed | AdmissionGate
+"""Objects with metrics: schemes of either API and role, weight servers, weight feeds, gates."""
 
 _Labels: TypeAlias = tuple[str, ...]
 
@@ -292,7 +292,8 @@ class Metrics:
         """Add a source; it cannot be removed.
 
         Args:
-            source: A scheme, a weight server or a gate.
+            source: A scheme, a weight server, a weight feed or a gate. A feed's gate is a source of
+                its own; the scheme that a feed was given is none, as the feed works on copies.
             model: Name of the model that the requests at a gate are for.
 
         Raises:
@@ -311,9 +312,9 @@ class Metrics:
     def unready(self) -> list[Source]:
         """Return the sources that an orchestrator should wait for.
 
-        These are receivers and gates without weights, and senders with a missing expected worker or
-        a worker without weights. A weight server is never among them, because the trainer that
-        pushes to it has to reach it first; nor is a closed scheme.
+        These are receivers, feeds and gates without weights, and senders with a missing expected
+        worker or a worker without weights. A weight server is never among them, because the trainer
+        that pushes to it has to reach it first; nor is a closed scheme.
         """
         return [
             source

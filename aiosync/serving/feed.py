@@ -23,6 +23,7 @@ from aiosync.schemes.internal import follow, life_of, link_to_trainer
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
 
 if TYPE_CHECKING:
+    from aiosync.events import Observer, SyncStats
     from aiosync.receiver.applier import Applier
     from aiosync.receiver.receiver import WeightReceiver
     from aiosync.receiver.transformer import Transform
@@ -169,6 +170,8 @@ class WeightFeed:
     def _reset(self) -> None:
         """Make the state of one run: a copy of the scheme, a thread and a task owner."""
         self._scheme = copy.copy(self._config)
+        # The counts and the observers are those of the feed, and outlive its runs.
+        life_of(self._scheme).meter = life_of(self._config).meter
         self._scheme.apply = "manual"
         follow(self._scheme, longest_pause=self.max_pause)
         self._scheme.init_on_receiver(**self._init, hooks=SchemeHooks(applied=self._on_flip))
@@ -293,6 +296,28 @@ class WeightFeed:
             swaps=self.gate.swaps,
             waits_for=self.gate.waits_for,
         )
+
+    def stats(self) -> SyncStats:
+        """Return the counts of all runs so far and the present state. Never waits.
+
+        May be called on any thread, also while the feed is not running.
+        """
+        return self._scheme.stats()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell an observer of each later version.
+
+        See :meth:`aiosync.WeightSyncScheme.add_observer`. The observer stays for all runs of the
+        feed. Observers of the scheme that the feed was given hear nothing, because the feed works
+        on copies.
+
+        Args:
+            observer: Has ``on_sync(event)``, which gets a :class:`aiosync.SyncEvent`.
+
+        Raises:
+            ConfigError: It has no such method.
+        """
+        self._config.add_observer(observer)
 
     def _state(self, causes: list[tuple[float, str]]) -> tuple[Any, str]:
         """Return the state of the feed, and the reason for it."""

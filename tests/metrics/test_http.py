@@ -17,8 +17,8 @@ import aiosync
 import aiosync.sync
 from aiosync.metrics import Metrics, serve
 from aiosync.server import WeightServer
-from aiosync.serving import AdmissionGate
-from tests.metrics._tools import ask, get
+from aiosync.serving import AdmissionGate, WeightFeed
+from tests.metrics._tools import ask, get, total
 from tests.schemes._harness import PATIENCE, twin, until
 from tests.schemes._models import linear
 from tests.server._tools import URL, send, trainer
@@ -222,6 +222,37 @@ async def test_of_a_closed_scheme_only_counters_are_shown(package: Any) -> None:
             "aiosync_syncs_started_total{" in text and "aiosync_publish_lag_versions{" not in text
         )
         assert (await get(url, "/readyz")).status == 200
+
+
+@asynchronous
+async def test_a_feed_is_a_source_and_its_counters_outlive_its_runs() -> None:
+    """A feed receives with copies of its scheme, so the feed itself is the source."""
+    source = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    source.init_on_sender(model=linear())
+    feed = WeightFeed(aiosync.TCPWeightSyncScheme(source.address), model=linear(), max_pause=0.1)
+    metrics = Metrics(feed, feed.gate)
+    async with source, serve(metrics, ANY) as url:
+        answer = await get(url, "/readyz")
+        assert (answer.status, len(answer.body.splitlines())) == (503, 2)
+        await source.connect()
+        async with feed:
+            await feed.ready.wait(timeout=PATIENCE)
+            await source.send()
+            await until(lambda: feed.version == source.version)
+            await until(lambda: metrics.as_log().get("perf/weight_sync_s", 0.0) > 0)
+            assert (await get(url, "/readyz")).status == 200
+            text = (await get(url, "/metrics")).body
+            version = f'aiosync_version{{model="policy",role="receiver"}} {source.version:.1f}'
+            assert version in text
+            assert "aiosync_publish_lag_versions{" in text and 'direction="received"' in text
+            assert feed.stats().seconds["apply"] > 0
+        counted = feed.stats().finished["ok"]
+        assert counted >= 1
+        async with feed:
+            await source.send()
+            await until(lambda: feed.stats().finished["ok"] > counted)
+            await until(lambda: metrics.as_log().get("perf/weight_sync_s", 0.0) > 0)
+    assert total(metrics, "aiosync_syncs_finished_total", role="receiver", outcome="ok") > counted
 
 
 @asynchronous
