@@ -333,6 +333,18 @@ async def test_a_pause_waits_for_running_requests_and_keeps_new_ones() -> None:
 
 
 @asynchronous
+async def test_a_pause_behind_another_switch_keeps_the_version_of_that_switch() -> None:
+    app = app_of(gate=AdmissionGate(initial_version=5, swap_timeout=PATIENCE))
+    async with app.gate.swap(version=6, epoch=7):
+        pausing = asyncio.ensure_future(call(app, "/pause", "POST"))
+        await asyncio.sleep(0.05)
+        assert not pausing.done()
+    assert (await pausing).json() == {"status": "paused"}
+    assert (await call(app, "/resume", "POST")).json() == {"status": "resumed"}
+    assert (app.gate.version, app.gate.epoch, app.gate.swaps) == (6, 7, 1)
+
+
+@asynchronous
 @pytest.mark.slow
 async def test_a_pause_that_was_asked_for_anew_outlives_the_end_of_the_late_one() -> None:
     app = app_of(max_pause=1.0)

@@ -204,8 +204,8 @@ class Phases:
         if self._pause is not None:
             await self._switch(scheme, self._pause, version)
         else:
-            # The gate keeps its version if the switch fails.
-            async with self.gate.swap(version=self.gate.version) as swap:
+            async with self.gate.swap() as swap:
+                swap.version = self.gate.version  # the gate keeps it unless _activate() is called
                 await self._switch(scheme, swap, version)
 
     async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
@@ -241,9 +241,11 @@ class Phases:
         if mode not in _MODES:
             raise Refused(400, f"mode must be one of {', '.join(_MODES)}")
         if self._pause is None:
-            # The gate keeps its version unless the pause is used for a switch.
-            swap = self.gate.swap(version=self.gate.version)
-            self._pause = await swap.__aenter__()
+            swap = await self.gate.swap().__aenter__()
+            # The gate keeps its version unless the pause is used for a switch. The version is read
+            # only now, because another switch may have come before this turn.
+            swap.version = self.gate.version
+            self._pause = swap
         if self._pause_end is not None:
             self._pause_end.cancel()
         if self._max_pause != math.inf:
