@@ -380,6 +380,108 @@ async def test_a_cancelled_call_goes_on() -> None:
     assert not (await call(app, "/is_paused")).json()["is_paused"]
 
 
+async def update_to(app: Any, version: int) -> list[int]:
+    """Ask for the phases of an update, and return their statuses."""
+    update = json.dumps({"update_info": {"version": version}}).encode()
+    asked = ("/start_weight_update", b""), (UPDATE, update), ("/finish_weight_update", b"")
+    return [(await post(app, path, body)).status for path, body in asked]
+
+
+async def status_of(app: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return the JSON of the probe, and its fields that do not depend on the time."""
+    status = (await call(app, "/readyz")).json()
+    fields = ("state", "version", "newest", "connected", "refused", "reconnects")
+    return status, tuple(status[name] for name in fields)
+
+
+@asynchronous
+@pytest.mark.slow
+async def test_the_probe_names_a_refused_version_and_a_trainer_that_is_gone() -> None:
+    app, source = app_of(), models.linear()
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict", timeout=PATIENCE)
+    trainer.init_on_sender(model=source, num_workers=1)
+    async with contextlib.aclosing(app):
+        async with trainer:
+            connecting = asyncio.ensure_future(trainer.connect())
+            init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+            assert (await post(app, INIT, init)).status == 200
+            await connecting
+            assert await update_to(app, 1) == [200, 200, 200]
+            status, fields = await status_of(app)
+            assert fields == ("live", 1, 1, True, None, 0)
+            assert (status["reason"], status["stale_for"]) == ("", 0.0)
+
+            unfit = trainer.send_nowait({"weight": torch.zeros(3, 3), "bias": torch.zeros(2)})
+            assert await update_to(app, 2) == [200, 200, 500]
+            with pytest.raises(PartialSyncError):
+                await unfit
+            await asyncio.sleep(0.1)
+            status, fields = await status_of(app)
+            assert fields == ("stale", 1, 2, True, 2, 0)
+            assert "version 2 was refused" in status["reason"] and status["stale_for"] >= 0.1
+
+            fit = trainer.send_nowait()
+            assert await update_to(app, 3) == [200, 200, 200]
+            await fit
+            assert (await status_of(app))[1] == ("live", 3, 3, True, None, 0)
+        async with asyncio.timeout(PATIENCE):
+            while (await status_of(app))[0]["connected"]:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        status, fields = await status_of(app)
+        assert fields == ("stale", 3, 3, False, None, 0)
+        assert "the trainer is gone" in status["reason"] and status["stale_for"] >= 0.1
+        await call(app, "/shutdown_weight_transfer_engine", "POST")
+        assert (await status_of(app))[0]["stale_for"] >= status["stale_for"]
+
+
+@asynchronous
+@pytest.mark.slow
+async def test_the_probe_counts_links_that_were_restored() -> None:
+    app, source = app_of(), models.linear()
+    address = "tcp://127.0.0.1:0"
+    for version in (1, 2):
+        trainer = aiosync.TCPWeightSyncScheme(
+            address, "state_dict", first_version=version, timeout=PATIENCE
+        )
+        trainer.init_on_sender(model=source, num_workers=1)
+        async with trainer:
+            connecting = asyncio.ensure_future(trainer.connect())
+            if address.endswith(":0"):
+                address = trainer.address
+                init = json.dumps({"init_info": {"address": address}}).encode()
+                assert (await post(app, INIT, init)).status == 200
+            await connecting
+            assert await update_to(app, version) == [200, 200, 200]
+            assert (await status_of(app))[1] == ("live", version, version, True, None, version - 1)
+    await app.aclose()
+
+
+@asynchronous
+async def test_the_probe_is_stale_without_the_trainer_that_was_left_or_not_reached() -> None:
+    app = app_of()
+    assert (await status_of(app))[1] == ("live", 1, 1, False, None, 0)
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict", timeout=PATIENCE)
+    trainer.init_on_sender(model=models.linear(), num_workers=1)
+    async with contextlib.aclosing(app), trainer:
+        nowhere = b'{"init_info": {"address": "tcp://127.0.0.1:9", "timeout": 0.1}}'
+        assert (await post(app, INIT, nowhere)).status == 503
+        status, fields = await status_of(app)
+        assert fields == ("stale", 1, 1, False, None, 0) and status["ready"]
+        assert status["reason"].startswith("no trainer: ConnectTimeout")
+
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        assert (await status_of(app))[0]["connected"]
+        assert (await call(app, "/shutdown_weight_transfer_engine", "POST")).status == 200
+        await asyncio.sleep(0.1)
+        status, fields = await status_of(app)
+        assert fields == ("stale", 1, 1, False, None, 0)
+        assert "no trainer" in status["reason"] and status["stale_for"] >= 0.1
+
+
 @asynchronous
 @pytest.mark.slow
 async def test_the_end_of_the_server_ends_a_phase_that_waits() -> None:

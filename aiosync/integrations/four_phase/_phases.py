@@ -24,10 +24,12 @@ from aiosync.integrations.four_phase._bodies import (
 from aiosync.integrations.vllm import AiosyncInitInfo, AiosyncUpdateInfo
 from aiosync.protocol import MAX_VERSION
 from aiosync.receiver.scheme_hooks import SchemeHooks
+from aiosync.schemes.internal import life_of
 from aiosync.serving import Admission, AdmissionGate, FeedStatus, Swap
 from aiosync.sync._schemes import core_of
 
 if TYPE_CHECKING:
+    from aiosync.receiver.receiver import WeightReceiver
     from aiosync.schemes import Ready, WeightSyncScheme
 
 __all__ = ["Phases"]
@@ -56,6 +58,8 @@ class Phases:
         self._max_pause = max_pause
         self._label = "default"  # vLLM's own, before the first update
         self._scheme: WeightSyncScheme | None = None
+        # Since when the model is stale without a trainer, and why; None with one, and before any.
+        self._no_trainer: tuple[float, str] | None = None
         self._update: int | None = None
         self._pause: Swap | None = None  # the switch that keeps requests waiting until resume()
         self._pause_end: asyncio.TimerHandle | None = None
@@ -106,10 +110,11 @@ class Phases:
         scheme.init_on_receiver(info.model_id, worker_idx=index, hooks=hooks, **self._target)
         try:
             await scheme.connect(timeout=min(info.timeout, MAX_WAIT_SECONDS), initial=False)
-        except BaseException:  # raised again: the caller gets it
+        except BaseException as exc:  # raised again: the caller gets it
+            self._note_no_trainer(f"{type(exc).__name__}: {exc}")
             await scheme.aclose()
             raise
-        self._scheme = scheme
+        self._scheme, self._no_trainer = scheme, None
         return {"message": "Weight transfer initialized"}
 
     async def leave(self, body: Body, query: Mapping[str, str]) -> Body:
@@ -121,9 +126,16 @@ class Phases:
 
     async def _disconnect(self) -> None:
         """Close the link to the trainer, if there is one, and end its update."""
+        if self._scheme is not None:
+            self._note_no_trainer("the server has left it")
         scheme, self._scheme, self._update = self._scheme, None, None
         if scheme is not None:
             await scheme.aclose()
+
+    def _note_no_trainer(self, why: str) -> None:
+        """Register why there is no trainer; a model that is stale already stays so since then."""
+        since = min((since for since, _ in self._causes()), default=time.monotonic())
+        self._no_trainer = (since, f"no trainer: {why}")
 
     def _require(self) -> WeightSyncScheme:
         """Return the scheme of the trainer, or raise if there is no trainer."""
@@ -323,24 +335,45 @@ class Phases:
 
     @property
     def status(self) -> FeedStatus:
-        scheme, now = self._scheme, time.monotonic()
-        lost = None if scheme is None else scheme.link_lost
-        reason = "" if lost is None else f"the trainer is gone: {lost}"
-        state: Any = "starting" if self.gate.waits_for else "live" if lost is None else "stale"
+        now, version, receiver = time.monotonic(), self.gate.version, self._receiver
+        causes = self._causes()
+        state: Any = "starting" if self.gate.waits_for else "stale" if causes else "live"
+        refusing = None if receiver is None else receiver.ledger.refusing
         return FeedStatus(
             state=state,
-            reason=reason,
+            reason="; ".join(text for _, text in causes),
             epoch=self.gate.epoch,
-            version=self.gate.version,
-            newest=max(self.gate.version, 0 if scheme is None else scheme.staged_version),
-            connected=scheme is not None and lost is None,
+            version=version,
+            newest=version if receiver is None else receiver.ledger.inbox.newest or version,
+            connected=receiver is not None and receiver.outage.lost_link is None,
             age=None if self._activated_at is None else now - self._activated_at,
-            stale_for=0.0,
-            refused=None,
-            reconnects=0,
+            stale_for=max((now - since for since, _ in causes), default=0.0),
+            refused=None if refusing is None else refusing.version,
+            reconnects=0 if receiver is None else receiver.outage.reconnects,
             swaps=self.gate.swaps,
             waits_for=self.gate.waits_for,
         )
+
+    @property
+    def _receiver(self) -> WeightReceiver | None:
+        """The receiver of the trainer's updates; ``None`` without a trainer."""
+        return None if self._scheme is None else life_of(self._scheme).receiver
+
+    def _causes(self) -> list[tuple[float, str]]:
+        """Return why the model may not be on the newest version: each reason, and since when."""
+        if (receiver := self._receiver) is None:
+            return [] if self._no_trainer is None else [self._no_trainer]
+        found: list[tuple[float, str]] = []
+        if (cut_off := receiver.outage.cut_off) is not None:
+            # A new link may have brought neither an update, nor the word that there is none newer.
+            is_linked = receiver.outage.lost_link is None
+            lost = "what is newer has not come since the link was lost"
+            text = f"{lost if is_linked else 'the trainer is gone'}: {cut_off[1]}"
+            found.append((cut_off[0], text))
+        if (refusing := receiver.ledger.refusing) is not None:
+            text = f"version {refusing.version} was refused: {refusing.text}"
+            found.append((refusing.since, text))
+        return found
 
     async def __aenter__(self) -> Self:
         return self
