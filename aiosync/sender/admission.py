@@ -20,9 +20,10 @@ from aiosync.sender.worker_record import WorkerRecord, WorkerRecords
 from aiosync.transports.base import Transport
 from aiosync.wire import Hello
 
-__all__ = ["Admission"]
+__all__ = ["FIRST_OF_OTHERS", "Admission"]
 
-_FIRST_OF_OTHERS = 2**15
+FIRST_OF_OTHERS = 2**15
+"""Least index of a client that only pulls, and of a server if any number of workers may come."""
 
 
 class AdmissionOwner(Protocol):
@@ -193,7 +194,7 @@ class Admission:
         # server has the place of a worker that is expected, but no client that only pulls.
         is_other = hello.strategy == ANY_STRATEGY
         if self.num_workers is None or (is_other and not hello.subscribe):
-            return itertools.count(_FIRST_OF_OTHERS if is_other else 0)
+            return itertools.count(FIRST_OF_OTHERS if is_other else 0)
         indices = range(self.num_workers)
         if not self.is_joining:
             return indices

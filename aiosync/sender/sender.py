@@ -28,6 +28,7 @@ from aiosync.errors import (
     TransportClosed,
 )
 from aiosync.events import SyncOutcome, SyncStats
+from aiosync.sender.admission import FIRST_OF_OTHERS
 from aiosync.sender.outbox import Outcome, Send
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.snapshots import (
@@ -169,7 +170,8 @@ class WeightSender:
     def is_ready(self) -> bool:
         """Return True if every expected worker is connected and each subscriber has a version."""
         links, number = self.workers.links, self.workers.admission.num_workers
-        enough = sum(idx < number for idx in links) == number if number else bool(links)
+        here = sum(idx < FIRST_OF_OTHERS for idx in links) if number else len(links)
+        enough = here >= (number or 1)
         return enough and all(link.visible for link in self.workers.subscribers)
 
     # -- connecting ----------------------------------------------------------------------------
