@@ -100,7 +100,8 @@ class StripedStream(ByteStream):
         self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None] | None
     ) -> None:
         """See :class:`ByteStream`."""
-        if self._loop is None:
+        # A stream that is closed must not watch numbers that may be other files' by now.
+        if self._loop is None and callback is not None:
             self._loop = loop
             for stream in self._streams:
                 self._watch_idle(stream)
