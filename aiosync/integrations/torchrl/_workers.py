@@ -174,10 +174,11 @@ def watch_loading(guard: Guard, collector: Any) -> None:
 
     @functools.wraps(load)
     def loaded(*args: Any, **kwargs: Any) -> Any:
-        result = load(owner(), *args, **kwargs)
-        # The trainer never sent these weights.
-        guard.held = 0, 0
-        return result
+        try:
+            return load(owner(), *args, **kwargs)
+        finally:
+            # The trainer never sent these weights, nor a part of them.
+            guard.held = 0, 0
 
     collector.load_state_dict = loaded
 
