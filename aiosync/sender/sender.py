@@ -161,7 +161,7 @@ class WeightSender:
             version=version,
             newest_version=version,
             # A worker may have been named a newer version. One that refused this one counts, too.
-            lag=max(0, *(version - each.applied for each in workers.links.values()), 0),
+            lag=max([0, *(version - each.applied for each in workers.links.values())]),
             age=meter.age(version),
             workers=workers.stats(version, meter.age),
             **workers.counts,

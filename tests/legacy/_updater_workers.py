@@ -276,7 +276,7 @@ def ray() -> None:
 
 
 class Actor:
-    """What an updater uses of a collector, in an actor that Ray restarts."""
+    """The attributes of a collector that an updater uses, in an actor that Ray restarts."""
 
     def __init__(self) -> None:
         self.policy = policy_of(0.0)

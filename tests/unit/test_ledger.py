@@ -199,7 +199,7 @@ class Worker:
         if not self.version or not self.ledger.ask_again():
             self.newest()
             return
-        # What the trainer sent before it heard of this comes first.
+        # Messages that the trainer sent before it heard of this come first.
         self.late_message()
         named = (self.epoch, self.version)
         told = [each.status in FINAL for each in self.told if each[:2] == named]
