@@ -6,7 +6,8 @@ receives updates in the background and switches to them under a gate. See
 ``aiosync.integrations``.
 """
 
-from aiosync.serving.feed import FeedStatus, WeightFeed
+from aiosync.serving.feed import WeightFeed
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
+from aiosync.serving.status import FeedStatus
 
 __all__ = ["Admission", "AdmissionGate", "FeedStatus", "Swap", "WeightFeed"]

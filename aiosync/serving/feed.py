@@ -10,17 +10,17 @@ import copy
 import math
 import time
 import weakref
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from aiosync._repr import text_of
 from aiosync._tasks import TaskOwner, WorkerThread
-from aiosync.errors import ApplyError, ConfigError, SwapTimeout, SyncTimeout
+from aiosync.errors import ApplyError, ConfigError, LocalProtocolError, SwapTimeout, SyncTimeout
 from aiosync.protocol import as_count, validate_seconds
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes import NoWeightSyncScheme, WeightSyncScheme
 from aiosync.schemes.internal import follow, life_of, link_to_trainer
 from aiosync.serving.gate import Admission, AdmissionGate, Swap
+from aiosync.serving.status import Cause, Ended, FeedStatus, causes_of, is_connected, status_of
 
 if TYPE_CHECKING:
     from aiosync.events import Observer, SyncStats
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiosync.schemes import Ready
     from aiosync.tensors.apply import Loader
 
-__all__ = ["FeedStatus", "WeightFeed"]
+__all__ = ["WeightFeed"]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 4.0
@@ -38,52 +38,6 @@ _POLL_SECONDS = 0.1
 
 # The feed that sets the version of a gate, of which there is one.
 _running = weakref.WeakKeyDictionary[AdmissionGate, "weakref.ref[WeightFeed]"]()
-
-
-@dataclass(frozen=True, slots=True)
-class FeedStatus:
-    """The state of a weight feed and its link to the source.
-
-    Attributes:
-        state: ``"starting"`` before the feed has the version that it joins with; ``"live"``;
-            ``"stale"`` when the source is lost, or its newest version could not be put to use;
-            ``"failed"`` when the feed itself has ended with an error; ``"closed"`` when it is not
-            running.
-        reason: Text with the reason why the feed is not live; empty when it is.
-        epoch: Epoch of the version that is served; ``None`` before the first.
-        version: Version that requests are answered with; 0 before the first.
-        newest: Newest version of the newest epoch that the feed knows of.
-        connected: True if there is a link to the source.
-        age: Seconds since :attr:`version` was put to use; ``None`` before the first.
-        stale_for: Seconds since the feed stopped being live; 0 when it is. A new link ends this
-            only once an update has come, or the feed knows that there is nothing newer.
-        refused: The last version that could not be put to use, ``None`` if a newer one could.
-        reconnects: Number of times that a lost link was restored.
-        swaps: Number of versions that were put to use.
-        waits_for: Version that the feed needs before it answers requests; 0 once it had it.
-    """
-
-    state: Literal["starting", "live", "stale", "failed", "closed"]
-    reason: str
-    epoch: int | None
-    version: int
-    newest: int
-    connected: bool
-    age: float | None
-    stale_for: float
-    refused: int | None
-    reconnects: int
-    swaps: int
-    waits_for: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all attributes as plain values for JSON; the epoch is in hexadecimal."""
-        values = asdict(self)
-        values["epoch"] = None if self.epoch is None else f"{self.epoch:016x}"
-        for name in ("age", "stale_for"):
-            if values[name] is not None:
-                values[name] = round(values[name], 3)
-        return values
 
 
 class WeightFeed:
@@ -182,7 +136,7 @@ class WeightFeed:
         self._crash: BaseException | None = None  # the error that ended the feed, if any
         self._activated_at: float | None = None  # time of the last switch
         # Since when, and why, the newest version waits for the gate.
-        self._blocked: tuple[float, str] | None = None
+        self._blocked: Cause | None = None
         self._started = time.monotonic()
 
     # -- life ----------------------------------------------------------------------------------
@@ -278,24 +232,8 @@ class WeightFeed:
     @property
     def status(self) -> FeedStatus:
         """State of the feed and its link to the source, at this moment."""
-        now, version, receiver = time.monotonic(), self.gate.version, self._receiver
         causes = self._causes() if self._num_starts else []
-        state, reason = self._state(causes)
-        refusing = None if receiver is None else receiver.ledger.refusing
-        return FeedStatus(
-            state=state,
-            reason=reason,
-            epoch=self.gate.epoch,
-            version=version,
-            newest=version if receiver is None else receiver.ledger.inbox.newest or version,
-            connected=self._connected,
-            age=None if self._activated_at is None else now - self._activated_at,
-            stale_for=max((now - since for since, _ in causes), default=0.0),
-            refused=None if refusing is None else refusing.version,
-            reconnects=0 if receiver is None else receiver.outage.reconnects,
-            swaps=self.gate.swaps,
-            waits_for=self.gate.waits_for,
-        )
+        return status_of(self.gate, self._receiver, causes, self._activated_at, self._ended())
 
     def stats(self) -> SyncStats:
         """Return the counts of all runs so far and the present state. Never waits.
@@ -319,41 +257,25 @@ class WeightFeed:
         """
         self._config.add_observer(observer)
 
-    def _state(self, causes: list[tuple[float, str]]) -> tuple[Any, str]:
-        """Return the state of the feed, and the reason for it."""
+    def _ended(self) -> Ended | None:
+        """Return the state and the reason of a feed that is not running; ``None`` if it is."""
         if not self._num_starts:
             return "closed", "the feed is not running: start it with `async with feed`"
         if self._crash is not None:
             return "failed", f"{type(self._crash).__name__}: {self._crash}"
-        state = "starting" if self.gate.waits_for else "stale" if causes else "live"
-        return state, "; ".join(text for _, text in causes)
+        return ("closed", "its gate was closed") if self.gate.closed else None
 
-    @property
-    def _connected(self) -> bool:
-        """True if there is a link to the source."""
-        receiver = self._receiver
-        return receiver is not None and receiver.outage.lost_link is None and receiver.error is None
-
-    def _causes(self) -> list[tuple[float, str]]:
-        """Return why the feed may not be on the newest version: each reason, and since when."""
-        receiver, found = self._receiver, [] if self._blocked is None else [self._blocked]
+    def _causes(self) -> list[Cause]:
+        """Return why the feed may not be on the newest version."""
         last = self._last_attempt()
-        if receiver is None:
-            return [(self._started, f"the source was not reached yet{last}"), *found]
-        if receiver.outage.cut_off is not None:
-            text = f"the link to the source was lost: {receiver.outage.cut_off[1]}{last}"
-            # The new link has brought neither an update, nor the word that there is none newer.
-            if receiver.outage.lost_link is None:
-                text = f"what is newer has not come since {text}"
-            found.insert(0, (receiver.outage.cut_off[0], text))
-        if (refusing := receiver.ledger.refusing) is not None:
-            text = f"version {refusing.version} was refused: {refusing.text}"
-            found.append((refusing.since, text))
-        return found
+        if (receiver := self._receiver) is None:
+            return [(self._started, f"the source was not reached yet{last}")]
+        blocked = [] if self._blocked is None else [self._blocked]
+        return causes_of(receiver, "the link to the source was lost", last) + blocked
 
     def _last_attempt(self) -> str:
         """Return the error of the last attempt to reach the source, as the end of a reason."""
-        link = None if self._connected else link_to_trainer(self._scheme)
+        link = None if is_connected(self._receiver) else link_to_trainer(self._scheme)
         why = None if link is None else link.why
         return "" if why is None else f"; the last attempt: {type(why).__name__}: {why}"
 
@@ -410,6 +332,10 @@ class WeightFeed:
             )
             try:
                 await self._switch(receiver)
+            except LocalProtocolError:
+                if not self.gate.closed:
+                    raise
+                return  # the server shuts down: leave the source
             except ApplyError:
                 self._blocked = None  # the receiver itself reports the refused version
             except SwapTimeout as exc:

@@ -152,6 +152,11 @@ class AdmissionGate:
         return self._waiting
 
     @property
+    def closed(self) -> bool:
+        """True once :meth:`close` was called."""
+        return self._closed
+
+    @property
     def waits_for(self) -> int:
         """Lowest version that admits requests, until the gate has it; 0 from then on."""
         return self._required[0] or int(self._version == 0)
@@ -319,7 +324,10 @@ class AdmissionGate:
         return Swap(self, version, epoch, timeout)
 
     def close(self) -> None:
-        """Admit no more requests; waiting requests get ``LocalProtocolError``. Idempotent."""
+        """Admit no more requests; waiting requests get ``LocalProtocolError``. Idempotent.
+
+        A feed of this gate leaves its source at the next update.
+        """
         self._closed = True
         self._changed.notify()
 

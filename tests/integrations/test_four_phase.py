@@ -436,6 +436,28 @@ async def test_the_probe_names_a_refused_version_and_a_trainer_that_is_gone() ->
 
 
 @asynchronous
+async def test_the_probe_names_a_version_that_running_requests_kept_out() -> None:
+    app, source = app_of(), models.linear()
+    trainer = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", "state_dict", timeout=PATIENCE)
+    trainer.init_on_sender(model=source, num_workers=1)
+    async with contextlib.aclosing(app), trainer:
+        connecting = asyncio.ensure_future(trainer.connect())
+        init = json.dumps({"init_info": {"address": trainer.address}}).encode()
+        assert (await post(app, INIT, init)).status == 200
+        await connecting
+        async with app.gate.request():
+            assert await update_to(app, 1) == [200, 200, 503]
+            status, fields = await status_of(app)
+            assert fields == ("stale", 1, 1, True, None, 0)
+            assert "version 1 was not switched to: 1 requests" in status["reason"]
+        assert await update_to(app, 1) == [200, 200, 200]
+        assert (await status_of(app))[1] == ("live", 1, 1, True, None, 0)
+        app.gate.close()
+        status, fields = await status_of(app)
+        assert (fields[0], status["reason"]) == ("closed", "its gate was closed")
+
+
+@asynchronous
 @pytest.mark.slow
 async def test_the_probe_counts_links_that_were_restored() -> None:
     app, source = app_of(), models.linear()

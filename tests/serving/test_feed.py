@@ -443,6 +443,22 @@ async def test_a_gate_has_one_running_feed(address: str) -> None:
         pass
 
 
+async def test_a_feed_whose_gate_was_closed_leaves_its_source(address: str) -> None:
+    source, target = models.linear(), models.linear()
+    faults: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    async with feed_of(address, model=target) as feed, trainer(source, address, 1) as scheme:
+        await feed.ready.wait(timeout=PATIENCE)
+        feed.gate.close()
+        assert (feed.gate.closed, feed.status.state) == (True, "closed")
+        assert "its gate was closed" in feed.status.reason
+        report = await scheme.send()
+        assert (report.acked, report.left) == (frozenset(), {0})
+        await until(lambda: not feed.status.connected)
+        assert models.filled(target, -1.0)
+    assert faults == []
+
+
 async def test_a_scheme_that_only_pulls_is_refused(address: str) -> None:
     scheme = aiosync.TCPWeightSyncScheme(address, subscribe=False)
     with pytest.raises(aiosync.ConfigError, match="without subscribe=False"):

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from aiosync._log import log
-from aiosync.errors import ConnectError, LocalProtocolError, RecvTimeout
+from aiosync.errors import ConnectError, LocalProtocolError, RecvTimeout, SwapTimeout
 from aiosync.integrations.four_phase._bodies import (
     INIT_FIELDS,
     MAX_TEXT,
@@ -26,6 +26,7 @@ from aiosync.protocol import MAX_VERSION
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes.internal import life_of
 from aiosync.serving import Admission, AdmissionGate, FeedStatus, Swap
+from aiosync.serving.status import Cause, Ended, causes_of, status_of
 from aiosync.sync._schemes import core_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class Phases:
         self._label = "default"  # vLLM's own, before the first update
         self._scheme: WeightSyncScheme | None = None
         # Since when the model is stale without a trainer, and why; None with one, and before any.
-        self._no_trainer: tuple[float, str] | None = None
+        self._no_trainer: Cause | None = None
+        # Since when the newest version waits for a switch that has failed, and why.
+        self._blocked: Cause | None = None
         self._update: int | None = None
         self._pause: Swap | None = None  # the switch that keeps requests waiting until resume()
         self._pause_end: asyncio.TimerHandle | None = None
@@ -129,6 +132,7 @@ class Phases:
         if self._scheme is not None:
             self._note_no_trainer("the server has left it")
         scheme, self._scheme, self._update = self._scheme, None, None
+        self._blocked = None
         if scheme is not None:
             await scheme.aclose()
 
@@ -215,10 +219,15 @@ class Phases:
         """Switch the model inside the pause, or else with a turn at the gate of its own."""
         if self._pause is not None:
             await self._switch(scheme, self._pause, version)
-        else:
+            return
+        try:
             async with self.gate.swap() as swap:
                 swap.version = self.gate.version  # the gate keeps it unless _activate() is called
                 await self._switch(scheme, swap, version)
+        except SwapTimeout as exc:
+            since = time.monotonic() if self._blocked is None else self._blocked[0]
+            self._blocked = (since, f"version {version} was not switched to: {exc}")
+            raise
 
     async def _switch(self, scheme: WeightSyncScheme, swap: Swap, version: int) -> None:
         """Apply the staged version in a thread; raise if that is not ``version``."""
@@ -243,7 +252,7 @@ class Phases:
         """Give the gate the version that the model has now."""
         if self._swap is not None:
             self._swap.activate(version, epoch)
-            self._activated_at = time.monotonic()
+            self._activated_at, self._blocked = time.monotonic(), None
 
     # -- the pause -------------------------------------------------------------------------------
 
@@ -335,23 +344,13 @@ class Phases:
 
     @property
     def status(self) -> FeedStatus:
-        now, version, receiver = time.monotonic(), self.gate.version, self._receiver
-        causes = self._causes()
-        state: Any = "starting" if self.gate.waits_for else "stale" if causes else "live"
-        refusing = None if receiver is None else receiver.ledger.refusing
-        return FeedStatus(
-            state=state,
-            reason="; ".join(text for _, text in causes),
-            epoch=self.gate.epoch,
-            version=version,
-            newest=version if receiver is None else receiver.ledger.inbox.newest or version,
-            connected=receiver is not None and receiver.outage.lost_link is None,
-            age=None if self._activated_at is None else now - self._activated_at,
-            stale_for=max((now - since for since, _ in causes), default=0.0),
-            refused=None if refusing is None else refusing.version,
-            reconnects=0 if receiver is None else receiver.outage.reconnects,
-            swaps=self.gate.swaps,
-            waits_for=self.gate.waits_for,
+        ended: Ended = "closed", "its gate was closed"
+        return status_of(
+            self.gate,
+            self._receiver,
+            self._causes(),
+            self._activated_at,
+            ended if self.gate.closed else None,
         )
 
     @property
@@ -359,21 +358,11 @@ class Phases:
         """The receiver of the trainer's updates; ``None`` without a trainer."""
         return None if self._scheme is None else life_of(self._scheme).receiver
 
-    def _causes(self) -> list[tuple[float, str]]:
-        """Return why the model may not be on the newest version: each reason, and since when."""
-        if (receiver := self._receiver) is None:
-            return [] if self._no_trainer is None else [self._no_trainer]
-        found: list[tuple[float, str]] = []
-        if (cut_off := receiver.outage.cut_off) is not None:
-            # A new link may have brought neither an update, nor the word that there is none newer.
-            is_linked = receiver.outage.lost_link is None
-            lost = "what is newer has not come since the link was lost"
-            text = f"{lost if is_linked else 'the trainer is gone'}: {cut_off[1]}"
-            found.append((cut_off[0], text))
-        if (refusing := receiver.ledger.refusing) is not None:
-            text = f"version {refusing.version} was refused: {refusing.text}"
-            found.append((refusing.since, text))
-        return found
+    def _causes(self) -> list[Cause]:
+        """Return why the model may not be on the newest version."""
+        receiver = self._receiver
+        found = [] if receiver is None else causes_of(receiver, "the trainer is gone")
+        return found + [each for each in (self._no_trainer, self._blocked) if each is not None]
 
     async def __aenter__(self) -> Self:
         return self
