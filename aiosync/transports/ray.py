@@ -97,6 +97,8 @@ _NAMESPACE = "aiosync"
 _HUB_NAME = re.compile(r"aiosync-[0-9a-f]{32}")
 # Time until the hub has a reference that the sender gave it.
 _HUB_SECONDS = 60.0
+# Time after which the hub is asked for another reference to an object that has not come.
+_ASK_AGAIN_SECONDS = 2.0
 # Time to get an object from another node.
 _FETCH_SECONDS = 600.0
 # Time to bring back an object that Ray may have spilled to disk.
@@ -491,13 +493,27 @@ class RayTransport(DataPlaneTransport):
             if self._hub[0] != name:
                 found = self._objects.threads.start(lambda: self._ray.get_actor(name, _NAMESPACE))
                 self._hub = name, await self._outcome(found, _HUB_SECONDS)
-            asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS))
-            refs = await self._outcome(asked, _HUB_SECONDS + 10.0)
-            if not refs:
-                raise TransportBroken("the sender has released a payload that it announced")
-            return await self._outcome(landed(refs[0]), _FETCH_SECONDS)
+            refs = await self._ask(ticket)
+            coming = landed(refs[0])
+            either: set[asyncio.Future[Any]] = {coming, self._over}
+            done, _ = await asyncio.wait(
+                either, timeout=_ASK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                # Ray may never call a reference ready if another link of this process gave its own
+                # back meanwhile. A further reference to the object wakes both up.
+                refs += await self._ask(ticket)
+            return await self._outcome(coming, _FETCH_SECONDS)
         except (self._ray.exceptions.RayError, ValueError) as exc:
             raise TransportBroken(f"Ray could not fetch the payload: {_said(exc)}") from exc
+
+    async def _ask(self, ticket: bytes) -> list[Any]:
+        """Return a list with a reference from the hub. It borrows the object while it lives."""
+        asked = landed(self._hub[1].get.remote(ticket, _HUB_SECONDS))
+        refs: list[Any] = await self._outcome(asked, _HUB_SECONDS + 10.0)
+        if not refs:
+            raise TransportBroken("the sender has released a payload that it announced")
+        return refs
 
     # -- closing -------------------------------------------------------------------------------
 
