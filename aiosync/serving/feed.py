@@ -137,7 +137,7 @@ class WeightFeed:
         self._activated_at: float | None = None  # time of the last switch
         # Since when, and why, the newest version waits for the gate.
         self._blocked: Cause | None = None
-        self._started = time.monotonic()
+        self._apart_since = time.monotonic()  # since when there is no receiver
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class WeightFeed:
         """Return why the feed may not be on the newest version."""
         last = self._last_attempt()
         if (receiver := self._receiver) is None:
-            return [(self._started, f"the source was not reached yet{last}")]
+            return [(self._apart_since, f"the source was not reached yet{last}")]
         blocked = [] if self._blocked is None else [self._blocked]
         return causes_of(receiver, "the link to the source was lost", last) + blocked
 
@@ -304,7 +304,7 @@ class WeightFeed:
                 receiver.applier.model.keep_own_memory()
                 # A call that outlasts aclose() ends when another run may have begun.
                 if self._receiver is receiver:
-                    self._receiver = None
+                    self._receiver, self._apart_since = None, time.monotonic()
             await scheme.aclose()
 
     def _catch_up(self, epoch: int | None = None) -> None:
@@ -319,7 +319,7 @@ class WeightFeed:
         """
         link = link_to_trainer(self._scheme)
         answer = None if link is None else link.answer
-        if self.min_version is None and answer is not None and answer.version:
+        if self.min_version is None and answer is not None:
             known = epoch in (None, answer.epoch)
             self.gate.require(answer.version if known else 0, answer.epoch if known else None)
 

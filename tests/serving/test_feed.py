@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -323,6 +324,19 @@ async def test_a_source_that_dies_meanwhile_is_waited_for_no_more(address: str) 
                 assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, successor.epoch)
 
 
+async def test_a_successor_that_has_no_weights_yet_is_waited_for_no_more(address: str) -> None:
+    async with feed_of(address, model=models.linear()) as feed:
+        async with trainer(nn.Linear(3, 3), address):
+            await until(lambda: feed.status.refused)
+        scheme = aiosync.TCPWeightSyncScheme(address)
+        scheme.init_on_sender(num_workers=None)
+        async with scheme:
+            await scheme.connect(timeout=PATIENCE)
+            await until(lambda: scheme.worker_versions)
+            await scheme.send(models.linear())
+            assert (await admitted(feed, timeout=PATIENCE), feed.epoch) == (1, scheme.epoch)
+
+
 @pytest.mark.slow
 async def test_behind_a_weight_server_a_trainer_that_begins_anew_is_not_waited_for() -> None:
     engine, source = Engine(), models.linear()
@@ -449,12 +463,15 @@ async def test_a_feed_whose_gate_was_closed_leaves_its_source(address: str) -> N
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     async with feed_of(address, model=target) as feed, trainer(source, address, 1) as scheme:
         await feed.ready.wait(timeout=PATIENCE)
+        await asyncio.sleep(0.05)
+        closed_at = time.monotonic()
         feed.gate.close()
         assert (feed.gate.closed, feed.status.state) == (True, "closed")
         assert "its gate was closed" in feed.status.reason
         report = await scheme.send()
         assert (report.acked, report.left) == (frozenset(), {0})
         await until(lambda: not feed.status.connected)
+        assert feed.status.stale_for <= time.monotonic() - closed_at
         assert models.filled(target, -1.0)
     assert faults == []
 
