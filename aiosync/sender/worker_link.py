@@ -558,8 +558,7 @@ class WorkerLink:
             return
         self.outbox.forget()
         if self.publisher is not None:
-            # The word has to change, also for the same slot.
-            self.publisher.version = 0
+            self.publisher.forget()
         self.say(Current(self.outbox.epoch, version))
 
     def _refuse(self, message: Message) -> NoReturn:

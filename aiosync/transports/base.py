@@ -28,6 +28,8 @@ from typing import (
     runtime_checkable,
 )
 
+import numpy as np
+
 from aiosync._repr import text_of
 from aiosync.errors import (
     AiosyncError,
@@ -407,7 +409,13 @@ def flat_view(buffer: object) -> memoryview:
     view = memoryview(cast("bytes", buffer))
     if view.format == "B" and view.ndim == 1:
         return view
-    return view.cast("B")
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):
+        if not view.c_contiguous:
+            raise
+        # Python casts no complex numbers, none of the other byte order, and no empty table.
+        return np.frombuffer(view, np.uint8).data if view.nbytes else memoryview(b"")
 
 
 def take_buffers(

@@ -39,7 +39,8 @@ class ByteStream:
         socks: All sockets of the stream; of several, ``sock`` is the first one.
         reads_out: True to read on until nothing is left, although that takes one more call. If data
             and an error of the socket arrive together, uvloop calls back only once: a reader that
-            stopped after the data would never see the error.
+            stopped after the data would never see the error. A link that does not watch the peer's
+            process always reads on.
         has_unsent: True if the stream took bytes that it has not given to the kernel yet;
             :meth:`flush` goes on with them.
         readv: Reads some bytes, and returns their number; 0 at the end of the stream. ``readv`` and

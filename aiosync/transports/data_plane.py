@@ -53,7 +53,7 @@ from aiosync.transports.base import (
     take_buffers,
     without_frames,
 )
-from aiosync.transports.framed_link import FramedTransport
+from aiosync.transports.framed_link import LEAST_SECONDS, FramedTransport
 from aiosync.wire import ExtValue, Message, Setup, encode_frame
 
 if TYPE_CHECKING:
@@ -421,7 +421,8 @@ class DataPlaneTransport(Transport):
             if received.ext and _NBYTES in received.ext:
                 what = f"the payload of a {type(received.message).__name__}"
                 if timeout is not None:
-                    timeout = max(0.0, timeout + started - clock())
+                    # As over a stream: a shorter wait would end each link that announces one.
+                    timeout = max(LEAST_SECONDS, timeout + started - clock())
                 what += f" from {self._control.name}"
                 async with self._transfer(what, timeout, RecvTimeout):
                     await self._take_beside(received, received.ext, into)

@@ -83,7 +83,7 @@ class FrameReader:
         self._gone: PeerClosed | None = None
         # The error that becomes that one once the stream has nothing left to read.
         self._last_error: PeerClosed | None = None
-        self._reads_out = io.reads_out
+        self._reads_out = True
         # In this order: the descriptor is registered with the loop; a read, or a step of decoding a
         # manifest, is due in the next turn of the loop.
         self._watching = self._read_again = self._next_step_due = False
@@ -94,6 +94,10 @@ class FrameReader:
         self._link = None
         self._pause()
         self.arrival.notify()
+
+    def rely_on_process(self) -> None:
+        """Read no further than the stream asks for, as the link watches the peer's process."""
+        self._reads_out = self._io.reads_out
 
     def finish(self, error: PeerClosed) -> None:
         """End the link with ``error`` once every message that the stream has is handled."""

@@ -63,7 +63,10 @@ from aiosync.wire import (
     encode_frame,
 )
 
-__all__ = ["FramedTransport", "MPTransport", "MemoryTransport"]
+__all__ = ["LEAST_SECONDS", "FramedTransport", "MPTransport", "MemoryTransport"]
+
+LEAST_SECONDS = 0.01
+"""Shortest time in which a ``recv()`` looks for a message; a ``timeout`` of 0 takes this one."""
 
 # Every message of a stranger or of a worker fits into these limits, with the text of an error.
 _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffer_nbytes=0)
@@ -71,7 +74,6 @@ _SMALL_MESSAGES = Limits(max_header_nbytes=4096, max_payload_nbytes=0, max_buffe
 _NOWAIT_NBYTES = 65536
 # The kernel takes 1024 buffers in one call, with that of the header.
 _NOWAIT_BUFFERS = 1000
-_LEAST_SECONDS = 0.01
 # Most characters of the reason that the peer is told.
 _MAX_REASON = 1000
 
@@ -287,6 +289,7 @@ class FramedTransport(Transport):
         # Without a pidfd, only the end of the stream shows the end of the process.
         if self.pidfd >= 0:
             self._loop.add_reader(self.pidfd, self._on_process_end)
+            self._reader.rely_on_process()
 
     def _on_process_end(self) -> None:
         """End the link, as the pidfd shows that the peer's process has ended."""
@@ -317,7 +320,7 @@ class FramedTransport(Transport):
         reader.in_recv = True
         # The loop needs this time to read: with a timeout of 0, no message would ever be found.
         if timeout is not None:
-            timeout = max(timeout, _LEAST_SECONDS)
+            timeout = max(timeout, LEAST_SECONDS)
         # A lender may offer arrived(message) and landed(nbytes).
         arrived = getattr(into, "arrived", None)
         if arrived is not None and into is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from aiosync.errors import PeerClosed, RemoteProtocolError, TransportBroken
+from aiosync.errors import PeerClosed, RecvTimeout, RemoteProtocolError, TransportBroken
 from aiosync.transports import DistributedTransport, TCPTransport
 from aiosync.wire import Setup, Update
 
@@ -104,6 +104,24 @@ async def test_a_meeting_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPat
                 assert any("Connect timeout" in str(each) for each in errors)
             # The errors are kept here, and with them their frames: these may hold nothing open.
             assert (descriptors(), threads_of_gloo()) == (before, [])
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_poll_has_time_for_a_payload_beside_the_stream() -> None:
+    for _ in range(20):
+        async with DistributedTransport.pair() as (left, right):
+            sending = asyncio.ensure_future(left.send(Update(1, 1, bytes(16)), [bytes(2**18)]))
+            await asyncio.sleep(0.2)
+            try:
+                received = await right.recv(timeout=0)
+            except RecvTimeout:
+                await asyncio.gather(sending, return_exceptions=True)
+            else:
+                assert bytes(received.payload[0]) == bytes(2**18)
+                await sending
+                return
+    pytest.fail("no payload came within the 10 ms of a poll")
 
 
 # A value has the size of a name, the name, the size of an address, 136 bytes, and two numbers.

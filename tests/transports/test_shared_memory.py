@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import copy
 import os
+import socket
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import aiosync
+from aiosync.errors import PeerClosed
+from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.wire import Fetch, encode_frame
 from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.support.waiting import num_slots
@@ -177,3 +182,31 @@ async def test_a_version_that_no_worker_would_get_any_more_is_not_kept() -> None
                 await other.wait_for_version(version, timeout=harness.PATIENCE)
         # Each of the two workers reads one slot, and the next send writes two others.
         assert _segment_nbytes() - held < 4.5 * nbytes
+
+
+async def test_a_message_and_a_reset_that_come_together() -> None:
+    """uvloop reports the message and the reset with a single callback."""
+    left, right = socket.socketpair()
+    async with SharedMemTransport(right) as link:
+        assert link.send_nowait(Fetch(1))  # it stays unread, so that closing resets the link
+        left.sendall(encode_frame(Fetch(2)))
+        left.close()
+        assert (await link.recv(timeout=harness.PATIENCE)).message == Fetch(2)
+        with pytest.raises(PeerClosed):
+            await link.recv(timeout=harness.PATIENCE)
+
+
+async def test_a_version_that_another_model_refused_is_not_reported() -> None:
+    ours, theirs = socket.socketpair()
+    trainer, worker = (aiosync.SharedMemWeightSyncScheme() for _ in range(2))
+    trainer.init_on_sender(model=nn.Linear(4, 2), pipes=[ours])
+    worker.init_on_receiver(model=nn.Linear(4, 2), pipe=theirs)
+    async with trainer, worker:
+        await asyncio.gather(trainer.connect(), worker.connect())
+        await trainer.send()
+        assert trainer.worker_versions == {0: 2}
+        worker.model = None
+        worker.model = nn.Linear(4, 3)
+        with pytest.raises(aiosync.ApplyError):
+            await worker.pull(timeout=harness.PATIENCE)
+        assert (worker.version, trainer.worker_versions) == (0, {0: 0})

@@ -10,6 +10,7 @@ import sys
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aiosync.errors import (
@@ -230,3 +231,21 @@ async def test_a_message_of_which_a_part_was_read_ends_as_the_link_did() -> None
             link.send_nowait(Fetch(1))
         with pytest.raises(PeerClosed):
             await link.recv(timeout=5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_buffers_of_every_format_and_shape_travel() -> None:
+    formats = ["<c8", "<c16", ">f4", "<f4", "|b1"]
+    async with MPTransport.pair() as (left, right):
+        for each in [np.arange(4).astype(name) for name in formats] + [np.zeros((0, 3))]:
+            await left.send(Update(1, 1, bytes(16)), [each, b"x"])
+            whole = b"".join(bytes(view) for view in (await right.recv(timeout=5)).payload)
+            assert whole == each.tobytes() + b"x"
+        into = np.zeros(4, np.complex64)
+        sent = np.arange(4).astype(np.complex64)
+        await left.send(Update(1, 1, bytes(16)), [sent])
+        await right.recv(into=lambda message, nbytes: [into], timeout=5)
+        assert (into == sent).all()
+        with pytest.raises((TypeError, ValueError)):
+            await left.send(Update(1, 1, bytes(16)), [np.zeros((4, 4))[:, 1]])

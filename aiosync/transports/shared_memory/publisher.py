@@ -167,6 +167,13 @@ class SlotPublisher:
         # The peer writes the word, so a version that was never named does not count.
         return self._held if self._words is None else min(self._words[HOLDS], self.version)
 
+    def forget(self) -> None:
+        """Store the next word even for the same version: the peer says that it holds none."""
+        self.version = 0
+        if self._words is not None:
+            # A peer that refuses that version leaves the word as it is.
+            self._words[HOLDS] = 0
+
     @property
     def leaves(self) -> bool:
         """True if the peer takes no version any more."""

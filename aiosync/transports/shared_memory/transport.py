@@ -37,7 +37,7 @@ class DescriptorStream(ByteStream):
         received_fds: Descriptors of the peer that were not taken yet.
     """
 
-    # The link also watches the peer's process, and each further call costs time.
+    # The end of the peer's process is noticed in any case, and each further call costs time.
     reads_out: ClassVar[bool] = False
 
     readv: Callable[[Sequence[memoryview]], int]
