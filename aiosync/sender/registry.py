@@ -95,7 +95,9 @@ class WorkerRegistry:
         self.records: WorkerRecords = WorkerRecords()
         self.links: dict[int, WorkerLink] = {}
         self.polls: LinkPolls = LinkPolls()
-        self.history: LateJoinerUpdates = LateJoinerUpdates(parts, num_workers)
+        # Beside the workers, clients may pull where payloads travel in streams.
+        most = num_workers if streaming is None else None
+        self.history: LateJoinerUpdates = LateJoinerUpdates(parts, most)
         self.changed: Notifier = Notifier()
         self.on_empty: Callable[[], None] = lambda: None
         self.counts: dict[str, int] = dict.fromkeys(

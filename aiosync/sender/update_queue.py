@@ -118,7 +118,8 @@ class LateJoinerUpdates:
 
     Args:
         parts: Updates hold parts of the names, even if the names are new.
-        num_workers: Largest number of workers; ``None`` for any number.
+        num_workers: Largest number of workers, if no client beside them can pull; ``None`` for any
+            number.
 
     Attributes:
         parts: As given; may change.

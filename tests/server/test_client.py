@@ -109,6 +109,32 @@ async def test_a_trainer_that_listens_is_asked_in_the_same_way(scheme: str, tmp_
                 await WeightClient(source.address).status()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_client_gets_the_version_for_all_after_each_worker_was_named(strict: bool) -> None:
+    source = aiosync.TCPWeightSyncScheme(URL, timeout=PATIENCE, strict=strict)
+    model = linear()
+    fill(model, 1.0)
+    source.init_on_sender(model=model, num_workers=2)
+    client, options = WeightClient(source.address), {"strict": strict, "dial": "receiver"}
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(source)
+        connecting = asyncio.ensure_future(source.connect())
+        for _ in range(2):
+            await stack.enter_async_context(worker(source.address, **options))
+        await connecting
+        fill(model, 2.0)
+        part = model if strict else {"bias": model.bias}
+        for idx in range(2):
+            assert (await source.send(part, worker_ids=[idx])).acked == {idx}
+        pulled = await client.pull(timeout=PATIENCE)
+        assert (pulled.version, {*pulled.mapping()}) == (1, {"weight", "bias"})
+        assert all(bool((each == 1.0).all()) for each in pulled.mapping().values())
+        await source.send(part)
+        pulled = await client.pull(timeout=PATIENCE)
+        assert (pulled.version, {*pulled.mapping()}) == (4, {"weight", "bias"})
+        assert float(pulled.mapping()["bias"][0]) == 2.0
+
+
 async def test_a_transfer_that_is_cut_goes_on_where_it_stopped() -> None:
     async with (
         WeightServer(URL, chunk_nbytes=2**18) as server,
