@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
-from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError
+from aiosync._tasks import in_pool_thread
+from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import SameHost, dial_here
 from aiosync.schemes.lifecycle import Life
@@ -116,6 +118,7 @@ class ClusterScheme(EngineOptions, StreamScheme):
         return super().create_transport(pipe_or_context)
 
 
+_T = TypeVar("_T")
 _Scheme = TypeVar("_Scheme", bound=ClusterScheme, contravariant=True)
 
 
@@ -136,6 +139,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         *StreamFabric._of_process,
         "_link_lost",
         "_is_looking",
+        "_is_asked",
         "_is_invited",
         "_same_host",
     )
@@ -153,6 +157,8 @@ class ClusterFabric(StreamFabric[_Scheme]):
         self._link_lost = asyncio.Event()
         # True while find() runs, and once it has raised: its errors are final.
         self._is_looking = False
+        # True while a thread makes a call of ask(), which may have been given up.
+        self._is_asked = False
         # True if the token came with the address that was found last.
         self._is_invited = False
         # The sender's listener for workers of its host, if shared memory is wanted.
@@ -268,10 +274,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
 
     async def dial(self, scheme: _Scheme, left: Left, is_redial: bool) -> Transport:
         """Look for the trainer's address, and make one attempt there: on this host, or over TCP."""
-        self._is_looking = True
-        found = await self.find()
-        self._is_looking = False
-        self._is_invited = self._accept(found)
+        await self._look_up(scheme.handshake_timeout, left())
         dialer = self.dialer(scheme)
         if scheme.shared_memory:
             rest = left()
@@ -288,6 +291,48 @@ class ClusterFabric(StreamFabric[_Scheme]):
                 return here
         link = await dialer.dial(dialer.addresses[0], left, is_redial)
         return self._linked(scheme, link, listened=False)
+
+    async def ask(self, call: Callable[..., _T], *args: object) -> _T:
+        """Make a blocking call to the cluster in a thread, see :func:`in_pool_thread`.
+
+        Raises:
+            TimeoutError: An earlier call was given up, and its thread still hangs.
+        """
+        if self._is_asked:
+            # Each attempt of a worker would leave one more thread behind.
+            raise TimeoutError
+
+        def asking() -> _T:
+            self._is_asked = True
+            try:
+                return call(*args)
+            finally:
+                self._is_asked = False
+
+        return await in_pool_thread(asking)
+
+    async def _look_up(self, most: float, rest: float | None) -> None:
+        """Look for the trainer's address and use it; or the known one, if there is no answer.
+
+        Args:
+            most: Seconds for it if an address is known.
+            rest: Seconds for the attempt; ``None`` for no limit.
+        """
+        found, limit = None, rest
+        if self._knows_address:
+            # The trainer may still be there, and needs a share of the time.
+            limit = most if rest is None else min(most, rest / 2)
+        self._is_looking = True
+        try:
+            async with asyncio.timeout(limit):
+                found = await self.find()
+        except TimeoutError as exc:
+            if not self._knows_address:
+                self._is_looking = False
+                text = "the cluster did not answer with the trainer's address"
+                raise ConnectTimeout(text) from exc
+        self._is_looking = False
+        self._is_invited = self._accept(found)
 
     def not_reached_text(self, scheme: _Scheme, within: str) -> str:
         """Return the text of an error while the trainer is not reached."""
@@ -315,13 +360,17 @@ class ClusterFabric(StreamFabric[_Scheme]):
         self._check_address()
         return False
 
+    @property
+    def _knows_address(self) -> bool:
+        """True if this worker knows an address of the trainer that it could dial."""
+        return self.address is not None and bool(self.address.port or self.address.path)
+
     def _check_address(self) -> None:
         """Raise if this worker knows no address of the trainer that it could dial."""
-        where, not_found_text = self.address, self.not_found_text
         # The trainer may still publish its address: a ConnectError lets this worker try again.
-        if not_found_text and (where is None or not (where.port or where.path)):
-            raise ConnectError(not_found_text)
-        if where is None:
+        if self.not_found_text and not self._knows_address:
+            raise ConnectError(self.not_found_text)
+        if self.address is None:
             raise ConfigError(
                 "this worker does not know where the trainer listens: pickle or copy the scheme "
                 "after init_on_sender(), or pass address="

@@ -194,9 +194,9 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         """Return the address and the token in the store; ``None`` without them."""
         try:
             # Only check() neither blocks nor leaves a thread behind when it is cancelled.
-            if self._store is None or not await in_pool_thread(self._store.check, [self._key]):
+            if self._store is None or not await self.ask(self._store.check, [self._key]):
                 return None
-            found = await in_pool_thread(self._store.get, self._key)
+            found = await self.ask(self._store.get, self._key)
         except RuntimeError as exc:
             # torch raises this.
             if self.address:

@@ -350,7 +350,7 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     async def find(self) -> tuple[str, bytes | None] | None:
         """Return the sender's address in that store, without a token; ``None`` if there is none."""
         need_cluster()
-        found = await in_pool_thread(_find, self.key.encode())
+        found = await self.ask(_find, self.key.encode())
         return None if found is None else (found.decode(), None)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -224,6 +224,73 @@ async def test_nobody_to_meet(store: Any, error: type[Exception], text: str) -> 
         await scheme.connect(timeout=0.2)
 
 
+class FrozenStore(dist.Store):
+    """Store whose server answers no longer once :attr:`answers` is cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers, self.asked, self._values = threading.Event(), 0, dict[str, bytes]()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.answers.wait(PATIENCE)
+        return self._values.keys() >= {*keys}
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_frozen_store_costs_no_more_than_the_deadline() -> None:
+    store = FrozenStore()
+    async with aiosync.DistributedWeightSyncScheme(store=store) as receiver:
+        receiver.init_on_receiver(model=models.linear())
+        try:
+            async with asyncio.timeout(PATIENCE / 2):
+                with pytest.raises(ConnectTimeout, match="did not answer"):
+                    await receiver.connect(timeout=0.5)
+        finally:
+            store.answers.set()
+    assert store.asked == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_worker_finds_its_trainer_again_while_the_store_is_frozen() -> None:
+    """The trainer is tried at its last address; without it the worker gives up in time."""
+    store = FrozenStore()
+    store.answers.set()
+    scheme, source = sending(num_workers=1, store=store)
+    receiver = aiosync.DistributedWeightSyncScheme(
+        store=store, timeout=PATIENCE, reconnect=2.0, handshake_timeout=0.2
+    )
+    receiver.init_on_receiver(model_id="policy", model=models.medium())
+    async with scheme, receiver:
+        await asyncio.gather(receiver.connect(), scheme.connect())
+        store.answers.clear()
+        asked = store.asked
+        try:
+            async with asyncio.timeout(PATIENCE / 2):
+                for value in (2.0, 3.0):
+                    scheme.sender_transports[0].abort()
+                    await harness.until(lambda: not scheme.sender_transports)
+                    await harness.until(lambda: bool(scheme.sender_transports))
+                    models.fill(source, value)
+                    assert (await scheme.send()).acked == {0}
+                    assert models.holds(receiver, value)
+                await scheme.aclose()
+                with pytest.raises(aiosync.PeerClosed, match="not restored within 2 s"):
+                    await receiver.wait_for_version(99)
+            # At most one thread hangs.
+            assert store.asked == asked + 1
+        finally:
+            store.answers.set()
+
+
 def names() -> set[str]:
     """Return the names of the abstract sockets of this process."""
     mine = set()
