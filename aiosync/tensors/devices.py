@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,8 +64,8 @@ class _Block:
 class DeviceCopies:
     """The copies between tensors on one device and flat buffers of a layout, in both directions.
 
-    Takes memory of the device, at most :data:`BLOCK_NBYTES`, for as long as it lives. One call at a
-    time.
+    Takes memory of the device, at most :data:`BLOCK_NBYTES`, for as long as it lives. Calls of
+    :meth:`gather` on several threads take turns; :meth:`scatter` runs beside no other call.
 
     Args:
         layout: Layout of the flat buffers.
@@ -92,6 +93,8 @@ class DeviceCopies:
         self._api = api = accelerator()
         self._layout = layout
         self._ring: _Ring | None = None
+        # send_nowait() copies on the loop while the thread of a send() may copy, too.
+        self._gathering = threading.Lock()
         self._blocks: list[_Block] = []
         specs = layout.manifest.leaves
         runs = _runs(specs, self._add_large_blocks(tensors))
@@ -144,12 +147,13 @@ class DeviceCopies:
             flat: The flat buffer; the padding between them becomes zero.
         """
         api, host = self._api, self._seen(flat).tensor()
-        api.synchronize(self.device)
-        for block in self._blocks:
-            if block.small_leaves:
-                api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
-            api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
-        api.synchronize(self.device)
+        with self._gathering:
+            api.synchronize(self.device)
+            for block in self._blocks:
+                if block.small_leaves:
+                    api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
+                api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
+            api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])

@@ -126,6 +126,47 @@ async def test_a_model_of_another_shape_after_none(name: str, device: Deferred) 
         assert values(receiver, other) == {2.0}
 
 
+@pytest.mark.parametrize("name", ["pipe", "shm"])
+@pytest.mark.slow
+async def test_two_copies_at_once_do_not_mix(name: str, device: Deferred) -> None:
+    """A send_nowait() copies on the loop; the thread of a send() that was cancelled copies, too."""
+    # Each parameter fills a block of the device's memory.
+    size, expected = 5_000_000, [1.0, 2.0, 3.0, 4.0]
+    source, target = net(0.0, size), net(0.0, size)
+    copy, the_loop = device.copy, threading.get_ident()
+    began, other_began, went_on = (threading.Event() for _ in range(3))
+
+    def take_turns(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if threading.get_ident() == the_loop:
+            copy(targets, sources)
+            other_began.set()
+            went_on.wait(0.5)
+        elif not began.is_set():
+            began.set()
+            other_began.wait(0.5)
+            copy(targets, sources)
+        else:
+            copy(targets, sources)
+            went_on.set()
+
+    async with pair(name, source, target) as (sender, receiver):
+        with torch.no_grad():
+            for each, value in zip(source.parameters(), expected, strict=True):
+                each.fill_(value)
+        device.copy = take_turns  # type: ignore[method-assign]
+        sending = asyncio.create_task(sender.send())
+        await until(began.is_set)
+        sending.cancel()
+        await asyncio.wait({sending})
+        handle = sender.send_nowait()
+        device.copy = copy  # type: ignore[method-assign]
+        assert (await handle).acked == {0}
+        with receiver.reading():
+            assert [{*map(float, p.detach().aminmax())} for p in target.parameters()] == [
+                {value} for value in expected
+            ]
+
+
 class Odd(BaseException):
     """An error that is no Exception."""
 
