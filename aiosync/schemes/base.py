@@ -46,6 +46,9 @@ __all__ = ["WeightSyncScheme"]
 
 _T = TypeVar("_T")
 
+# Seconds that a call of aclose() waits for another one, which is bounded, too.
+_CLOSE_SECONDS = 15.0
+
 
 class WeightSyncScheme(SchemeState, abc.ABC):
     """Scheme that keeps the weights of one model the same in a trainer and its workers.
@@ -697,6 +700,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
     async def aclose(self) -> None:
         """Close every link, task, socket and buffer of this object. Idempotent, bounded.
 
+        A call while another one closes the scheme waits until that one has ended.
+
         A receiver's model keeps its weights, in memory of its own. Workers of a closed sender
         see ``PeerClosed``.
 
@@ -716,7 +721,20 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             )
 
     async def _close_here(self) -> None:
-        """Close everything that is open, on its own loop. Idempotent, also after :meth:`abort`."""
+        """Close everything, after another call that closes it. Idempotent, also after `abort`."""
+        life, loop = self._life, asyncio.get_running_loop()
+        first = life.closing
+        if first is not None and first.get_loop() is loop:
+            # Not without a limit, as this call may be what the first one waits for.
+            await asyncio.wait({first}, timeout=_CLOSE_SECONDS)
+        life.closing = closing = loop.create_future()
+        try:
+            await self._close_all()
+        finally:
+            closing.set_result(None)
+
+    async def _close_all(self) -> None:
+        """Close the runtime first, which tells the other side, and then everything else."""
         life = self._life
         opened = (*life.listeners, *life.shared)
         try:

@@ -101,6 +101,7 @@ class Life:
         worker_idx: Index of the worker, once it is known.
         connected: True once ``connect()`` has succeeded, or failed and left a sender open.
         closed: True once the scheme was closed.
+        closing: Done when the newest call that closes the scheme has ended; ``None`` without one.
         ended: Set when the scheme is closed.
         pid: The process in which the scheme lives.
         loop: The event loop of its ``connect()``.
@@ -117,6 +118,7 @@ class Life:
         self.worker_idx: int | None = None
         self.connected: bool = False
         self.closed: bool = False
+        self.closing: asyncio.Future[None] | None = None
         self.ended: asyncio.Event = asyncio.Event()
         self.pid: int = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -238,6 +238,28 @@ async def test_closing_beside_a_forward_that_does_not_end(make: Any) -> None:
     assert version(target(X)) == 1.0
 
 
+@pytest.mark.asyncio
+@both
+async def test_two_calls_close_a_worker_beside_a_forward(make: Any) -> None:
+    """The second one waits for the first, and lets it say that the worker leaves."""
+    target = Policy()
+    async with acting(make, target) as (sender, receiver):
+
+        def forward(wait: Callable[..., None]) -> None:
+            target.between = wait
+            target(X)
+
+        with harness.read_elsewhere(receiver, forward):
+            closing = [asyncio.create_task(receiver.aclose()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            # A call that is cancelled leaves the others to close the worker.
+            closing[1].cancel()
+            await asyncio.wait(closing, timeout=0.05)
+            assert [each.done() for each in closing] == [False, True, False]
+        await asyncio.gather(closing[0], closing[2])
+        assert (await sender.send(Policy(2.0), timeout=harness.PATIENCE)).left == {0}
+
+
 class Stateful(nn.Module):
     """Model that calls a function between weights and extra state, in updates and forwards."""
 
