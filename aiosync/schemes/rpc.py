@@ -28,6 +28,8 @@ __all__ = ["RPCWeightSyncScheme"]
 
 # Seconds for one call that invites a worker to the address.
 _INVITE_SECONDS = 5.0
+# Seconds after which a lost link has all workers told again, whether or not all were told before.
+_ROUND_SECONDS = 1.0
 # Seconds of such attempts for a worker that is not up, or is down.
 _KEEP_INVITING_SECONDS = 120.0
 
@@ -220,12 +222,19 @@ class _CallFabric(ClusterFabric[RPCWeightSyncScheme]):
 
     async def publish(self, address: Address) -> None:
         """Tell every worker the address, also after a lost link: the worker may have restarted."""
-        while self.workers:
-            self._link_lost.clear()
-            async with asyncio.TaskGroup() as inviting:
-                for name in self.workers:
+        async with asyncio.TaskGroup() as inviting:
+            while self.workers:
+                self._link_lost.clear()
+                calls = [
                     inviting.create_task(self._keep_inviting(name, str(address)))
-            await self._link_lost.wait()
+                    for name in self.workers
+                ]
+                # A worker that cannot be told must not delay the others. Without any wait, many
+                # losses in a row would each make a call to every worker.
+                await asyncio.wait(calls, timeout=_ROUND_SECONDS)
+                await self._link_lost.wait()
+                for call in calls:
+                    call.cancel()
 
     async def _keep_inviting(self, name: str, url: str) -> None:
         """Tell one RPC worker the address and the token; try for 120 s until it has them."""

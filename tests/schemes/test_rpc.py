@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
+from torch.distributed import rpc
+from torch.futures import Future
 
 import aiosync
 from aiosync import RPCWeightSyncScheme
 from tests.contract.suite import ANYWHERE
+from tests.schemes import _harness as harness
 from tests.schemes import _models as models
 from tests.schemes import _rpc_group
 from tests.schemes._driver import Driver
@@ -43,6 +48,39 @@ async def test_a_worker_without_rpc_is_told_what_to_do() -> None:
     with pytest.raises(aiosync.ConfigError, match="init_rpc"):
         await worker.connect(timeout=5)
     await worker.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_worker_is_told_again_beside_one_that_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its link was lost, so it may have restarted; another one never answers."""
+    told: list[str] = []
+
+    def call(name: str, *_: Any, **options: Any) -> Future[None]:
+        told.append(name)
+        answer: Future[None] = Future()
+        if name == "dead":
+            answer.set_exception(RuntimeError("no such worker"))
+        else:
+            answer.set_result(None)
+        return answer
+
+    monkeypatch.setattr(rpc, "get_worker_info", lambda: None)
+    monkeypatch.setattr(rpc, "rpc_async", call)
+    scheme = RPCWeightSyncScheme(timeout=harness.PATIENCE, shared_memory=False)
+    scheme.init_on_sender(model=models.linear(1.0), workers=["dead", "alive"], num_workers=1)
+    worker = harness.twin(scheme)
+    worker.init_on_receiver(model=models.linear())
+    async with scheme, worker:
+        await asyncio.gather(scheme.connect(), worker.connect())
+        for times in (1, 2, 3):
+            await harness.until(lambda times=times: told.count("alive") == times, 10.0)
+            old = scheme.sender_transports[0]
+            old.abort()
+            await harness.until(lambda old=old: scheme.sender_transports.get(0, old) is not old)
+        assert told.count("dead") > 3
 
 
 @pytest.mark.parametrize("workers", ["worker0", [3]])
