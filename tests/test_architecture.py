@@ -20,7 +20,7 @@ ROOT = Path(aiosync.__file__).parent
 # A part imports only parts that stand above it (and itself). Parts on one line do not know each
 # other. `aiosync` is the package's own __init__, which re-exports the async API.
 LAYERS: list[set[str]] = [
-    {"_exports", "_repr", "_version", "errors"},
+    {"_exports", "_interrupts", "_repr", "_version", "errors"},
     {"device_memory", "events", "spans", "types"},
     {"_log", "_tasks"},
     {"wire"},

@@ -12,6 +12,7 @@ import os
 import weakref
 from typing import Protocol, Self
 
+from aiosync._interrupts import is_interrupt
 from aiosync.errors import ConfigError
 
 __all__ = ["DeviceMemory", "Driver", "DriverError", "file_of"]
@@ -185,6 +186,8 @@ def file_of(fd: int) -> tuple[int, int] | None:
     """Return the device and inode of a descriptor's file; ``None`` if the descriptor is closed."""
     try:
         found = os.fstat(fd)
-    except OSError:
+    except OSError as exc:
+        if is_interrupt(exc):
+            raise
         return None
     return found.st_dev, found.st_ino

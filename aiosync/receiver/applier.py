@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from aiosync._interrupts import is_interrupt
 from aiosync._meter import Meter
 from aiosync._repr import text_of
 from aiosync._tasks import call_soon
@@ -23,7 +24,6 @@ from aiosync.errors import AiosyncError, ApplyError, RemoteProtocolError, Transp
 from aiosync.events import SyncOutcome
 from aiosync.protocol import Ledger
 from aiosync.receiver.guard import PATIENCE_SECONDS, Guard, weakly
-from aiosync.receiver.interrupts import is_interrupt
 from aiosync.receiver.model import WorkerModel
 from aiosync.receiver.promise import ReadPromise
 from aiosync.receiver.turns import Turns
@@ -475,6 +475,8 @@ class Applier:
             try:
                 staged = self._updates.open_named()
             except (AiosyncError, OSError, ValueError, KeyError) as exc:
+                if is_interrupt(exc):
+                    raise
                 # If another link has replaced this one meanwhile, the new one goes on.
                 if slots is self._updates.slots:
                     self._fail_reading(exc, read_must_see)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aiosync._interrupts import is_interrupt
 from aiosync._log import log
 from aiosync._repr import text_of
 from aiosync._tasks import call_soon
@@ -26,7 +27,6 @@ from aiosync.receiver.caches import warn_if_frozen
 from aiosync.receiver.copies import Copies
 from aiosync.receiver.forwards import why_unguarded
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.interrupts import is_interrupt
 from aiosync.receiver.reads import Methods
 from aiosync.receiver.update_reader import Staged
 from aiosync.tensors import Layout, Target, collect
@@ -402,6 +402,9 @@ def _nothing() -> None:
 
 
 def _misfit(version: int, error: BaseException) -> ApplyError:
+    """Return the error for weights that do not fit the new model, but raise an interrupt."""
+    if is_interrupt(error):
+        raise error
     return ApplyError(
         f"version {version} does not fit the new model, so the old one stays: {text_of(error)} For "
         "a model with another shape, set `scheme.model = None` first; it then gets the next update",

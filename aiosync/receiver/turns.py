@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from aiosync._interrupts import is_interrupt
 from aiosync._tasks import call_soon
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import Guard
-from aiosync.receiver.interrupts import is_interrupt
 from aiosync.receiver.model import WorkerModel
 
 __all__ = ["Turns"]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from aiosync._interrupts import is_interrupt
 from aiosync._run import find_descriptors
 from aiosync.errors import ConnectError, LocalProtocolError, TransportClosed
 
@@ -218,6 +219,8 @@ class _Portal:
                 raise RuntimeError("its thread has ended")
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as exc:
+            if is_interrupt(exc):
+                raise
             raise TransportClosed("the event loop of aiosync.sync has ended") from exc
 
     @property

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from aiosync._interrupts import is_interrupt
 from aiosync.errors import ConfigError
 from aiosync.tensors.dtypes import DTYPES, torch_dtype
 from aiosync.wire import (
@@ -238,7 +239,9 @@ class FlatBuffer:
         if self._shared is None and self._share is not None:
             try:
                 self._shared = FlatBuffer(self._share(), pinnable=True)
-            except OSError:
+            except OSError as exc:
+                if is_interrupt(exc):
+                    raise
                 self.is_shareable, self._share = False, None
         return self._shared
 

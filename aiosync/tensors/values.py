@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from aiosync._interrupts import is_interrupt
 from aiosync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as exc:
+        if is_interrupt(exc):
+            raise
         # A peer may send items that a container does not take, such as a list as a key.
         raise ConfigError(f"a packed value cannot be rebuilt: {type(exc).__name__}: {exc}") from exc
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from aiosync._interrupts import is_interrupt
 from aiosync.errors import ConfigError
 from aiosync.tensors.dtypes import DTYPES
 from aiosync.tensors.values import (
@@ -321,7 +322,9 @@ class ModuleTree:
                 and all(map(eq, map(_facts, self._dicts), self._saved))
                 and (not self._params or self._have_same_tensors())
             )
-        except Exception:  # noqa: BLE001 - two tensors have no truth value: one was replaced
+        except Exception as exc:  # Two tensors have no truth value: one was replaced.
+            if is_interrupt(exc):
+                raise
             return False
 
     def _have_same_tensors(self) -> bool:

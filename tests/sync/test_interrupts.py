@@ -19,6 +19,8 @@ import torch
 import aiosync
 import aiosync.sync
 from aiosync.serving import AdmissionGate, WeightFeed
+from aiosync.tensors import FlatBuffer, Layout, Target, collect
+from aiosync.transports.shared_memory import SlotReader
 from tests.support.waiting import mapped_nbytes
 from tests.sync import _tools as tools
 
@@ -257,6 +259,207 @@ def interrupted_hook() -> tuple[int, int]:
     return interrupts, refusals
 
 
+class Bell:
+    """Has a handler of SIGALRM raise an error of ``kind`` in the main thread, once it is armed."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind, self.armed = kind, False
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, *_: Any) -> None:
+        raise self.kind
+
+    def ring(self) -> None:
+        if self.armed and threading.current_thread() is threading.main_thread():
+            self.armed = False
+            signal.raise_signal(signal.SIGALRM)
+
+    def hang_on(self, owner: Any, name: str) -> None:
+        """Ring when this function of a class or a module begins."""
+        usual = getattr(owner, name)
+
+        @functools.wraps(usual)
+        def ringing(*args: Any) -> Any:
+            self.ring()
+            return usual(*args)
+
+        setattr(owner, name, ringing)
+
+    def interrupts(self, call: Any) -> bool:
+        """Return True if a call raises the error of an alarm that goes off in it."""
+        self.armed = True
+        try:
+            call()
+        except self.kind:
+            return not self.armed
+        return False
+
+
+def interrupted_reading(kind: type[BaseException], name: str) -> tuple[bool, float]:
+    """Interrupt a forward that takes a version, in a method of the slot reader or in one of ``os``.
+
+    Returns:
+        True if the forward raised the error, and the value after another send.
+    """
+    source, target, bell = tools.filled(0.0), tools.filled(-1.0), Bell(kind)
+    bell.hang_on(SlotReader if hasattr(SlotReader, name) else os, name)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        for value in range(1, 6):
+            tools.fill(source, float(value))
+            assert sender.send().acked == {0}
+            assert tools.value_at(receiver) == value
+        tools.fill(source, 6.0)
+        sender.send()
+        raised = bell.interrupts(lambda: target(torch.zeros(1, 4)))
+        assert tools.value_at(receiver) == 6.0
+        tools.fill(source, 7.0)
+        assert sender.send().acked == {0}
+        return raised, tools.value_at(receiver)
+
+
+def interrupted_look(kind: type[BaseException], name: str) -> tuple[bool, int]:
+    """Interrupt a function of ``os`` with which ``lag`` looks at the slot, between two reads.
+
+    Returns:
+        True if that raised the error, and the lag that the worker saw after it.
+    """
+    source, target, bell = tools.filled(0.0), tools.filled(-1.0), Bell(kind)
+    bell.hang_on(os, name)
+    with tools.pair(tools.SHM, source, target) as (sender, receiver):
+        for _ in range(5):
+            sender.send()
+            target(torch.zeros(1, 4))
+        sender.send()
+        return bell.interrupts(lambda: receiver.lag), receiver.lag
+
+
+class Stateful(torch.nn.Linear):
+    """A module with a tensor in its extra state."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(1, 1, bias=False)
+        self.state: dict[str, torch.Tensor] = {}
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        tools.fill(self, value)
+        self.state = {"value": torch.tensor(value)}
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+
+def interrupted_state(kind: type[BaseException]) -> tuple[bool, list[float]]:
+    """Interrupt the unpacking of an extra state, at the end of a read.
+
+    Returns:
+        True if the read raised the error, and the extra states after the next read and after
+        another send.
+    """
+    source, target, bell = Stateful(0.0), Stateful(-1.0), Bell(kind)
+    bell.hang_on(torch.Tensor, "clone")
+    with tools.pair(tools.PIPE, source, target) as (sender, receiver):
+
+        def update() -> None:
+            with receiver.reading():
+                sender.send_async()
+                tools.until(lambda: receiver.lag == 1)
+                # The tensors are copied before the state is unpacked.
+                bell.armed = True
+
+        source.fill(6.0)
+        raised = bell.interrupts(update)
+        assert tools.value_at(receiver) == 6.0
+        values = [float(target.state["value"])]
+        assert sender.wait_async().acked == {0}
+        source.fill(7.0)
+        assert sender.send().acked == {0}
+        return raised, [*values, float(target.state["value"])]
+
+
+def interrupted_submit(kind: type[BaseException]) -> bool:
+    """Interrupt a send as it is handed to the facade's loop; return True if it raised the error."""
+    bell = Bell(kind)
+    bell.hang_on(asyncio.SelectorEventLoop, "call_soon_threadsafe")
+    source, target = tools.filled(0.0), tools.filled(-1.0)
+    with tools.pair(tools.PIPE, source, target) as (sender, _):
+        raised = bell.interrupts(sender.send)
+        assert sender.send().acked == {0}
+    return raised
+
+
+def interrupted_comparison(kind: type[BaseException]) -> tuple[bool, str]:
+    """Interrupt the comparison of a module with the tensors that it had at the last update.
+
+    Returns:
+        True if the update raised the error, and the name of that of the next one.
+    """
+    bell = Bell(kind)
+
+    class Loud(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **more: Any) -> Any:
+            bell.ring()
+            return super().__torch_function__(*args, **more)
+
+    model = tools.filled(0.0)
+    leaves = collect(tools.filled(1.0)).leaves
+    layout, target = Layout.plan(leaves), Target(model)
+    flat = FlatBuffer(layout.nbytes)
+    target.apply_(layout, flat, {}, copy=True)
+    model.weight = Loud(torch.zeros(model.weight.shape))
+    raised = bell.interrupts(lambda: target.apply_(layout, flat, {}, copy=True))
+    try:
+        target.apply_(layout, flat, {}, copy=True)
+    except aiosync.ManifestMismatch as exc:
+        return raised, type(exc).__name__
+    return raised, ""
+
+
+class Context:
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = policy
+
+
+def interrupted_move(kind: type[BaseException]) -> tuple[bool, float, float]:
+    """Interrupt the check of another model, at the end of a read, when the weights move there.
+
+    Returns:
+        True if the read raised the error, the other model's value after the next forward, and
+        the value after another send.
+    """
+    source, old, new = tools.filled(0.0), tools.filled(-1.0), tools.filled(-1.0)
+    bell, context = Bell(kind), Context(old)
+    bell.hang_on(Target, "check")
+    sender = tools.SHM(timeout=tools.PATIENCE)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = copy.copy(sender)
+    receiver.init_on_receiver(model_id="policy", context=context, worker_idx=0)
+    with sender, receiver:
+        tools.join(sender, receiver)
+        for _ in range(5):
+            assert sender.send().acked == {0}
+            old(torch.zeros(1, 4))
+        tools.fill(source, 6.0)
+
+        def move() -> None:
+            with receiver.reading():
+                sender.send_async()
+                tools.until(lambda: receiver.lag == 1)
+                context.policy = new
+
+        raised = bell.interrupts(move)
+        old(torch.zeros(1, 4))
+        value = tools.value_of(new)
+        sender.wait_async()
+        tools.fill(source, 7.0)
+        assert sender.send().acked == {0}
+        return raised, value, tools.value_at(receiver)
+
+
 class Ringing(AdmissionGate):
     """A gate that sends SIGALRM to this process once, during a switch, if ``rings`` is set."""
 
@@ -384,6 +587,44 @@ def test_an_interrupt_splits_no_update(make: Any, kind: type[BaseException]) -> 
 @pytest.mark.slow
 def test_an_interrupt_of_a_hook_is_no_refusal() -> None:
     assert tools.in_process(interrupted_hook) == (1, 0)
+
+
+KINDS = [KeyboardInterrupt, TimeoutError, ValueError]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["open", "lseek"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_of_a_read_ends_no_link(kind: type[BaseException], name: str) -> None:
+    assert tools.in_process(interrupted_reading, kind, name) == (True, 7.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pread", "fstat"])
+def test_an_interrupt_of_a_look_is_not_lost(name: str) -> None:
+    assert tools.in_process(interrupted_look, TimeoutError, name) == (True, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_of_a_state_refuses_no_update(kind: type[BaseException]) -> None:
+    assert tools.in_process(interrupted_state, kind) == (True, [6.0, 7.0])
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_a_submit_is_not_lost() -> None:
+    assert tools.in_process(interrupted_submit, RuntimeError)
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_a_comparison_is_not_lost() -> None:
+    assert tools.in_process(interrupted_comparison, TimeoutError) == (True, "ManifestMismatch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_of_a_move_refuses_no_model(kind: type[BaseException]) -> None:
+    assert tools.in_process(interrupted_move, kind) == (True, 6.0, 7.0)
 
 
 @pytest.mark.slow

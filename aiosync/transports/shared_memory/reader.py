@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aiosync._interrupts import is_interrupt
 from aiosync.device_memory import file_of
 from aiosync.errors import ApplyError, RemoteProtocolError, TransportBroken
 from aiosync.transports._forks import FORKING, close_in_child, keep_across_fork
@@ -131,6 +132,8 @@ class _SegmentView:
             try:
                 mapping = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
             except OSError as exc:
+                if is_interrupt(exc):
+                    raise
                 raise TransportBroken(
                     f"this process cannot map a slot of {nbytes} bytes in shared memory: {exc}"
                 ) from exc
@@ -192,9 +195,10 @@ class _SegmentView:
         try:
             if os.lseek(self._lock_fd, 0, os.SEEK_CUR) == self._mark:
                 return
-        except OSError:
+        except OSError as exc:
             # The number is of no file any more, or of one that has no position.
-            pass
+            if is_interrupt(exc):
+                raise
         # The lock may have been taken on that other file, so it is released there.
         with contextlib.suppress(OSError, ValueError):
             fcntl.fcntl(self._lock_fd, SET_LOCK, UNLOCKED[index])
@@ -425,7 +429,9 @@ class SlotReader:
             return 0, b""
         try:
             header = view.read_header(want & 255)
-        except OSError:
+        except OSError as exc:
+            if is_interrupt(exc):
+                raise
             return 0, b""
         if len(header) < HEADER.size:
             return 0, b""

@@ -1,6 +1,6 @@
 """Interrupts: exceptions that a signal's handler raised in the middle of other code.
 
-Such an exception is no refusal of an update. Must not import transports.
+Such an exception is no refusal of an update, and no fault of a link: it goes on to the user.
 """
 
 from __future__ import annotations
