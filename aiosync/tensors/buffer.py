@@ -44,6 +44,8 @@ __all__ = [
 
 # Bytes from which memory is mapped, not allocated by malloc.
 _MAPPED_NBYTES = 2**20
+# Layouts of which a buffer keeps the views.
+_MOST_LAYOUTS = 4
 
 use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """Returns the number of tensors that refer to a storage. Private API of torch since 2.1."""
@@ -253,7 +255,7 @@ class FlatBuffer:
             self.pinned, self.was_transferred = None, False
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """Return one typed tensor for each leaf of a layout; the list is made once and reused.
+        """Return one typed tensor for each leaf of a layout; the list is kept and reused.
 
         Each has a storage of its own of exactly its bytes, on the memory of this buffer, so that
         pickling or saving a single one does not drag the rest along. Do not change the list.
@@ -273,6 +275,9 @@ class FlatBuffer:
             cached = self._views.get(layout.digest)
             if cached is not None:
                 return cached[0]
+            # Updates of ever new layouts must not make this object grow.
+            if len(self._views) >= _MOST_LAYOUTS and self.exclusive():
+                self.release()
             views = [
                 self._make(dtype, leaf.shape, leaf.offset)
                 for leaf, dtype in zip(layout.manifest.leaves, layout.dtypes, strict=True)

@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Barrier
@@ -103,6 +104,25 @@ def test_two_first_calls_for_one_layout_make_the_views_once() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert one is other
+    assert flat.exclusive()
+
+
+def test_views_of_many_layouts_are_not_all_kept() -> None:
+    plans = [Layout.plan(collect({f"t{i}": torch.zeros(4)}).leaves) for i in range(100)]
+    flat = FlatBuffer(64)
+    made = [weakref.ref(flat.views(layout)[0]) for layout in plans]
+    assert sum(view() is not None for view in made) < 10
+    assert flat.views(plans[-1])[0] is made[-1]()
+
+
+def test_a_held_view_is_noticed_under_other_layouts() -> None:
+    plans = [Layout.plan(collect({f"t{i}": torch.zeros(4)}).leaves) for i in range(100)]
+    flat = FlatBuffer(64)
+    held = flat.views(plans[0])[0].detach()
+    for layout in plans:
+        flat.views(layout)
+        assert not flat.exclusive()
+    del held
     assert flat.exclusive()
 
 
