@@ -346,9 +346,14 @@ class Target:
         values: Mapping[str, Any],
     ) -> None:
         """Set the values of the target; an extra state of a module may be a bare tensor."""
+        clones: dict[int, torch.Tensor] = {}
 
         def own(name: str) -> torch.Tensor:
-            return sources[layout.index[name]].clone()
+            # A peer may name one tensor often: the clones take no more memory than the update.
+            leaf = layout.index[name]
+            if leaf not in clones:
+                clones[leaf] = sources[leaf].clone()
+            return clones[leaf]
 
         unpacked = [
             unpack_value(values[place.name], own) if place.name in values else own(place.name)

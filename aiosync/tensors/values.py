@@ -142,7 +142,7 @@ def unpack_value(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
     Args:
         value: The packed value, possibly after a trip through msgpack.
-        tensor: Called with the name of each tensor; returns one of its own memory.
+        tensor: Called with the name of each tensor; returns it, in memory that the value may keep.
 
     Raises:
         ConfigError: The value is not of the form that :func:`pack_value` gives.

@@ -573,6 +573,19 @@ def test_a_module_rounds_its_own_buffers(
     assert torch.equal(target.count, source.count.to(to))
 
 
+def test_a_value_takes_the_memory_of_a_tensor_once(copy: bool) -> None:
+    layout, flat, _ = packed({"w": torch.ones(1)})
+    values = {"_extra_state": [{"__aiosync__": "tensor", "name": "w"}] * 1000}
+    target: dict[str, Any] = {"w": torch.zeros(1), "_extra_state": None}
+    Target(target).apply_(layout, flat, values, copy=copy)
+    found = target["_extra_state"]
+    assert [each.item() for each in found] == [1.0] * 1000
+    # The memory is neither that of the target nor that of the update.
+    assert len({each.data_ptr() for each in found}) == 1
+    found[0].zero_()
+    assert target["w"].item() == flat.views(layout)[0].item() == 1.0
+
+
 def test_a_value_that_refers_to_no_tensor_is_refused(copy: bool) -> None:
     layout, flat, _ = packed({"w": torch.ones(1)})
     values = {"_extra_state": {"__aiosync__": "tensor", "name": "gone"}}
