@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from aiosync._interrupts import is_interrupt
-from aiosync._tasks import call_soon
+from aiosync._tasks import Notifier, call_soon
 from aiosync.protocol import Inbox
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.model import WorkerModel
@@ -58,6 +58,7 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
+        self._thread_ended = Notifier()
         # Identifier of the thread while it applies, else 0.
         self._thread = 0
 
@@ -86,6 +87,11 @@ class Turns:
             lambda _: call_soon(self._loop, self._end_thread, pause, had)
         )
 
+    async def wait_for_thread(self, unless: Callable[[], bool]) -> None:
+        """Wait until no try of the thread is under way, or ``unless()`` is true. On the loop."""
+        while self._in_thread is not None and not self.has_ended and not unless():
+            await self._thread_ended.wait()
+
     def _apply_offered(self) -> bool:
         """Apply in the thread what was offered to the guard; return False if a read is open."""
         self._thread = threading.get_ident()
@@ -103,6 +109,7 @@ class Turns:
         """Take over the thread's result: applied, or left to an open read."""
         ended, self._in_thread = self._in_thread, None
         assert ended is not None
+        self._thread_ended.notify()
         done = False
         try:
             done = ended.result()
@@ -137,8 +144,9 @@ class Turns:
         self._loop.call_soon(_raise, error)
 
     def end(self) -> None:
-        """Start no thread and no timer any more."""
+        """Start no thread and no timer any more, and wait for none."""
         self.has_ended = True
+        self._thread_ended.notify()
 
     def close(self) -> None:
         """Cancel the timer, and let the thread end."""

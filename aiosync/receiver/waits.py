@@ -133,6 +133,9 @@ class VersionWaits:
                 if isinstance(exc, SyncTimeout):
                     raise
                 applier.apply_soon()
+                if applied and applier.manual:
+                    # A thread that has to wait for an accelerator applies only for an open call.
+                    await applier.turns.wait_for_thread(unless=condition)
                 if not condition():
                     self._check()
                     lost = self._outage.lost_link

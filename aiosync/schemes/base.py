@@ -522,7 +522,8 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         stays staged.
 
         Args:
-            timeout: Seconds; ``None`` waits until the trainer goes away, 0 does not wait.
+            timeout: Seconds; ``None`` waits until the trainer goes away, 0 does not wait. With
+                ``apply="manual"`` an accelerator that applies the update is waited for.
 
         Returns:
             The newest applied update, or ``None`` when the timeout passed without one.

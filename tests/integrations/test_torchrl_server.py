@@ -18,6 +18,7 @@ from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 import aiosync.sync
 from aiosync.errors import PartialSyncError
 from tests.integrations._worlds import Values, actions, make_policy, set_value
+from tests.support.accelerator import deferred
 
 PATIENCE = 20.0
 SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeightSyncScheme"]
@@ -129,3 +130,19 @@ def test_an_update_that_does_not_fit_is_refused_and_the_server_goes_on() -> None
         value, version = ask(client)
         assert value == 5.0
         assert version > 0
+
+
+def test_an_update_of_a_slow_accelerator_is_applied_before_the_next_batch() -> None:
+    with deferred() as device, serving() as (sender, trained, _server, client):
+        synchronize = device.synchronize
+
+        def slowly(of: torch.device) -> None:
+            time.sleep(0.005)
+            synchronize(of)
+
+        device.synchronize = slowly  # type: ignore[method-assign]
+        assert ask(client) == (7.0, 0)
+        for version in range(1, 11):
+            set_value(trained, float(version))
+            sender.send()
+            assert ask(client) == (version, version)

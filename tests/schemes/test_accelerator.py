@@ -49,9 +49,11 @@ async def turns_while(task: asyncio.Task[Any], seconds: float) -> int:
 
 
 @contextlib.asynccontextmanager
-async def pair(name: str, source: nn.Module, target: nn.Module) -> AsyncIterator[tuple[Any, Any]]:
+async def pair(
+    name: str, source: nn.Module, target: nn.Module, **options: Any
+) -> AsyncIterator[tuple[Any, Any]]:
     """A connected sender and receiver in this process."""
-    sender: Any = SCHEMES[name](timeout=60)
+    sender: Any = SCHEMES[name](timeout=60, **options)
     sender.init_on_sender(model_id="policy", model=source, num_workers=1)
     receiver = pickle.loads(pickle.dumps(sender))
     receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
@@ -97,6 +99,42 @@ async def test_a_worker_waits_on_no_loop(name: str, device: Deferred) -> None:
         assert await turns_while(sending, 0.1) > 5
         busy.set()
         await sending
+
+
+@pytest.mark.parametrize("timeout", [0, 0.001])
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_poll_applies_by_hand(name: str, timeout: float, device: Deferred) -> None:
+    """One poll is enough, though a thread waits for the accelerator, and the loop goes on."""
+    source, target = net(1.0, 100), net(0.0, 100)
+    async with pair(name, source, target, apply="manual") as (sender, receiver):
+        assert await receiver.receive(timeout=timeout) is None
+        sending = asyncio.create_task(sender.send())
+        await until(lambda: receiver.staged_version == sender.version > 1)
+        busy = device.is_busy = threading.Event()
+        polling = asyncio.create_task(receiver.receive(timeout=timeout))
+        assert await turns_while(polling, 0.1) > 5
+        busy.set()
+        update = await polling
+        assert update is not None and update.version == sender.version
+        await sending
+        assert await receiver.receive(timeout=timeout) is None
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_poll_ends_with_its_scheme(name: str, device: Deferred) -> None:
+    """Though the accelerator still works."""
+    async with pair(name, net(1.0, 100), net(0.0, 100), apply="manual") as (sender, receiver):
+        sending = asyncio.create_task(sender.send())
+        await until(lambda: receiver.staged_version > 1)
+        busy = device.is_busy = threading.Event()
+        polling = asyncio.create_task(receiver.receive(timeout=0))
+        await turns_while(polling, 0.05)
+        receiver.abort()
+        with pytest.raises(aiosync.TransportClosed):
+            await asyncio.wait_for(polling, 20)
+        busy.set()
+        with contextlib.suppress(aiosync.PartialSyncError):  # the update may have come too late
+            await sending
 
 
 @pytest.mark.parametrize("name", SCHEMES)
