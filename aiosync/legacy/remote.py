@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from aiosync.errors import AckTimeout, ApplyError, ConfigError, PeerClosed
 from aiosync.legacy.transports import Answered, Finish
+from aiosync.protocol import finite_or_none
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
 from aiosync.transports.ray import need_cluster
@@ -89,7 +90,7 @@ def finish_ray_call(sent: Any, timeout: float | None) -> None:
     """
     ray = need_cluster()
     try:
-        ray.get(sent, timeout=timeout)
+        ray.get(sent, timeout=finite_or_none(timeout))
     except ray.exceptions.GetTimeoutError as exc:
         raise AckTimeout(f"the actor did not answer within {timeout:g} s") from exc
     except ray.exceptions.RayActorError as exc:
@@ -161,7 +162,8 @@ class RPCTransport(Answered):
 
         The call itself has the deadline, which starts here.
         """
-        remote = self.collector_rref.rpc_async(timeout=self.timeout or 0)  # 0 waits for ever
+        limit = finite_or_none(self.timeout) or 0.0  # RPC waits for ever with a timeout of zero
+        remote = self.collector_rref.rpc_async(timeout=limit)
         # The weights are copied, because RPC reads the memory of the tensors some time later.
         sent = remote.update_policy_weights_(_copied(weights), **_arguments_of(model_id))
         return functools.partial(finish_rpc_call, sent)

@@ -24,6 +24,7 @@ __all__ = [
     "as_indices",
     "as_pids",
     "as_version",
+    "finite_or_none",
     "seconds_text",
     "validate_require",
     "validate_schemes",
@@ -72,6 +73,14 @@ def validate_seconds(
         return
     wanted = "seconds of at least 0" if zero else "positive seconds"
     raise ConfigError(f"{name} must be {wanted}{' or None' if none else ''}, got {_show(value)}")
+
+
+def finite_or_none(seconds: float | None) -> float | None:
+    """Return the timeout for a call to which ``None`` means for ever, and infinity means nothing.
+
+    Threads, sockets, Ray and RPC cannot wait for an infinite number of seconds.
+    """
+    return None if seconds == math.inf else seconds
 
 
 def _as_float(value: Any) -> float:

@@ -7,7 +7,6 @@ those of the async constructors, which the blocking ones have, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
@@ -17,6 +16,7 @@ from aiosync.protocol import (
     as_chunk_nbytes,
     as_count,
     as_version,
+    finite_or_none,
     validate_require,
     validate_seconds,
 )
@@ -151,7 +151,7 @@ def seconds(
 def _timeout(name: str, value: Any) -> float | None:
     """Check a timeout, and return it; infinity becomes ``None``, which waits for ever."""
     validate_seconds(name, value, endless=True, none=True)
-    return None if value == math.inf else cast("float | None", value)
+    return finite_or_none(cast("float | None", value))
 
 
 def count(least: int, most: int | None = None) -> Callable[[str, Any], int]:

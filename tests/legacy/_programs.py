@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -84,6 +85,11 @@ def check_calls(sender: Any, transport: Any, told: Any) -> None:
     assert transport.receive_weights() is None
     transport.send_weights("critic", td(4.0))
     assert told()[-1] == ("critic", 8.0)
+    transport.timeout = math.inf
+    transport.send_weights("policy", td(5.0))
+    transport.send_weights_async("policy", td(6.0))
+    transport.wait_ack(timeout=math.inf)
+    assert told()[-2:] == [("policy", 10.0), ("policy", 12.0)]
 
 
 def ray_program() -> None:
@@ -142,7 +148,7 @@ def distributed_program(rank: int, port: int) -> None:
         transport.send_weights_async("policy", weights)
         # The send has taken a snapshot, so the worker must not get this value.
         weights["weight"].zero_()
-        transport.wait_ack()
+        transport.wait_ack(timeout=math.inf)
         transport.send_weights("policy", {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
         expect(aiosync.ApplyError, transport.send_weights, "policy", td(-1.0))
         assert transport.check_connection()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import math
 import os
 import pickle
 import signal
@@ -205,6 +206,12 @@ def test_arguments_that_cannot_be() -> None:
                 for value in (0, "5", True)
             ),
         )
+
+
+def test_infinity_is_for_ever() -> None:
+    """Ray and RPC wait for no infinite number of seconds."""
+    for cls in (legacy.RPCWeightUpdater, legacy.RayWeightUpdater, legacy.DistributedWeightUpdater):
+        assert cls(timeout=math.inf).timeout is None
 
 
 def test_a_policy_for_distributed_workers_gets_memory_when_it_arrives() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from aiosync.errors import AiosyncError, ApplyError, ConfigError, ConnectError, SyncTimeout
+from aiosync.protocol import finite_or_none
 
 __all__ = [
     "AsyncLLMClient",
@@ -102,7 +103,8 @@ class HTTPClient:
             f"{self.base_url}/{path}", data=data, headers=headers, method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+            limit = finite_or_none(self.timeout)
+            with urllib.request.urlopen(request, timeout=limit) as reply:
                 reply.read()
         except urllib.error.HTTPError as exc:
             with exc:
@@ -188,7 +190,7 @@ class _RayActors:
 
     def __init__(self, handles: Any, timeout: float) -> None:
         self._handles = handles
-        self._timeout = timeout
+        self._timeout = finite_or_none(timeout)
 
     def pause_generation(self, mode: str) -> None:
         """Pause generation, and drop the caches that the old weights computed."""
@@ -267,7 +269,7 @@ def ask(
 
     thread = threading.Thread(target=run, name=f"aiosync-vllm-{what}", daemon=True)
     thread.start()
-    thread.join(timeout)
+    thread.join(finite_or_none(timeout))
     if thread.is_alive():
         raise SyncTimeout(f"the engine did not answer {what!r} within {timeout:g} s")
     if not errors:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from aiosync.errors import ConfigError, LocalProtocolError
-from aiosync.protocol import validate_seconds
+from aiosync.protocol import finite_or_none, validate_seconds
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
 
@@ -257,7 +257,7 @@ class AtOnceWeightUpdater(WeightUpdaterBase):
 
     def __init__(self, timeout: float | None) -> None:
         validate_seconds("timeout", timeout, endless=True, none=True)
-        self.timeout: float | None = timeout
+        self.timeout: float | None = finite_or_none(timeout)
 
     def register_collector(self, collector: Any) -> None:
         """Remember the collector, by a weak reference.

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import http.server
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -306,6 +307,13 @@ def test_update(engine: _Engine, kind: str, tmp_path: Path) -> None:
         trainer.send_weights()
 
 
+def test_an_engine_that_may_take_for_ever(engine: _Engine) -> None:
+    info = AiosyncTrainerInitInfo(rank=0, timeout=math.inf, activation_timeout=math.inf)
+    with AiosyncTrainerEngine.trainer_init(info, client=engine) as trainer:
+        trainer.send_weights(make_weights(1))
+        assert engine.calls == ["pause keep", "start", "update", "finish 1", "resume"]
+
+
 def test_memory_that_the_source_uses_again_is_copied_first(engine: _Engine) -> None:
     first, second = make_weights(1), make_weights(2)
     info = AiosyncTrainerInitInfo(rank=0, timeout=10.0)
@@ -429,13 +437,14 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_http_client() -> None:
+@pytest.mark.parametrize("timeout", [5.0, math.inf])
+def test_http_client(timeout: float) -> None:
     _Answers.asked.clear()
     with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as httpd:
         thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            client = HTTPClient(f"http://127.0.0.1:{httpd.server_port}/", timeout=5)
+            client = HTTPClient(f"http://127.0.0.1:{httpd.server_port}/", timeout=timeout)
             client.init_weight_transfer_engine({"address": "tcp://h:1"})
             client.pause_generation("wait")
             client.start_weight_update()
