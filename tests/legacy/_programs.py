@@ -152,10 +152,19 @@ def distributed_program(rank: int, port: int) -> None:
         transport.send_weights("policy", {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
         expect(aiosync.ApplyError, transport.send_weights, "policy", td(-1.0))
         assert transport.check_connection()
+        transport.timeout = 10.0
+        for value in (1.0, -1.0, 2.0):
+            transport.send_weights_async("policy", td(value))
+        # The answers come in the order of the sends.
+        transport.wait_ack()
+        expect(aiosync.ApplyError, transport.wait_ack)
+        transport.wait_ack()
         transport.timeout = 0.2
         expect(TimeoutError, transport.send_weights, "policy", td(3.0))
     else:
-        for expected, answer in ((2.0, "updated"), (0.0, "updated"), (-2.0, "no")):
+        answers = [(2.0, "updated"), (0.0, "updated"), (-2.0, "no")]
+        answers += [(2.0, "updated"), (-2.0, "no"), (4.0, "updated")]
+        for expected, answer in answers:
             assert store.get("NODE_1_in") == b"update_weights"
             store.delete_key("NODE_1_in")
             received = td(9.0)

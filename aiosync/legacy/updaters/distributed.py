@@ -35,6 +35,20 @@ _STORE_PAUSE_SECONDS = (0.0005, 0.01)  # poll interval (first, longest) of the s
 _PAUSE_SECONDS = 0.005  # poll interval for workers that can take an order
 
 
+class _Order:
+    """An order to a worker to receive a snapshot, and its outcome.
+
+    Attributes:
+        memory: The snapshot, and the futures of its sends: the worker may read them until it
+            answers.
+        error: The worker's refusal.
+    """
+
+    def __init__(self, snapshot: Any) -> None:
+        self.memory: list[Any] = [snapshot]
+        self.error: ApplyError | None = None
+
+
 class DistributedTransport(Answered):
     """Transport to a worker of TorchRL's ``DistributedCollector``, in the worker's own protocol.
 
@@ -63,9 +77,7 @@ class DistributedTransport(Answered):
         self.is_alive: Callable[[], bool] = lambda: True
         # Keys of the store.
         self._order, self._answer = f"NODE_{rank}_in", f"NODE_{rank}_out"
-        # The snapshot, and the futures of its sends: the worker may read them until it answers.
-        # Empty if no order is unanswered.
-        self._owed: list[Any] = []
+        self._unanswered: _Order | None = None
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send weights, and with ``sync`` wait until the worker has answered that it applied them.
@@ -91,13 +103,14 @@ class DistributedTransport(Answered):
             A function that waits for the answer.
         """
         self._wait(self._is_settled, self.timeout)
-        if self._owed:
-            self._finish(self.timeout)  # take the answer to an order whose wait was given up
-        self._owed = [snapshot]
+        if self._unanswered is not None:
+            # The wait for this answer comes later, or was given up.
+            self._take_answer(self._unanswered)
+        self._unanswered = order = _Order(snapshot)
         with _reaching():
             self._store.set(self._order, b"update_weights")
-            self._owed += snapshot.isend(self.rank, return_early=True)
-        return self._finish
+            order.memory += snapshot.isend(self.rank, return_early=True)
+        return functools.partial(self._finish, order)
 
     def is_free(self) -> bool:
         """Return True if :meth:`order` need not wait.
@@ -111,23 +124,32 @@ class DistributedTransport(Answered):
 
     def _is_settled(self) -> bool:
         """Return True if the worker has answered this object's last order, or taken another's."""
-        if self._owed:
+        if self._unanswered is not None:
             return bool(self._store.check([self._answer]))
         return not self._store.check([self._order])
 
-    def _finish(self, timeout: float | None) -> None:
-        """Wait for the worker's answer to the last order, and take it from the store."""
-        self._wait(lambda: self._store.check([self._answer]), timeout)
+    def _finish(self, order: _Order, timeout: float | None) -> None:
+        """Wait for the worker's answer to an order, unless the next order has taken it already."""
+        if order is self._unanswered:
+            self._wait(lambda: self._store.check([self._answer]), timeout)
+            self._take_answer(order)
+        if order.error is not None:
+            raise order.error
+
+    def _take_answer(self, order: _Order) -> None:
+        """Take the worker's answer to the last order from the store, and keep it in the order."""
         with _reaching():
             status = self._store.get(self._answer)
             self._store.delete_key(self._answer)
-            _, *futures = self._owed
+            _, *futures = order.memory
             # Another answer may come from a worker that has not received everything. To wait would
             # block then, and to keep the sends would give it these weights for the next ones. Gloo
             # drops a send with its future, and reads no memory of it from then on.
-            self._owed = []
+            self._unanswered, order.memory = None, []
             if status != b"updated":
-                raise ApplyError(f"rank {self.rank} answered {status!r}, and not 'updated'")
+                text = f"rank {self.rank} answered {status!r}, and not 'updated'"
+                order.error = ApplyError(text)
+                return
             for future in futures:
                 future.wait()  # does not block: the worker has received everything
 
