@@ -444,9 +444,19 @@ class WorkerLink:
             self.outbox.give_up(group[-1].version, error)
             self._registry.catch_up(self)
         elif group and epoch == self.outbox.epoch:
-            # The update cannot be sent, and the link works as before.
+            # The update cannot be sent, and the link of a subscriber works as before.
             outcomes = self.outbox.give_up(group[-1].version, without_frames(error))
             self._registry.on_outcomes(self, outcomes)
+            if not self.hello.subscribe:
+                # The worker asked for this update, and would wait for it in vain.
+                self._send_refusal(error)
+                self.lose(error)
+
+    def _send_refusal(self, error: AiosyncError) -> None:
+        """Tell the worker why its link ends, if the link takes a message now."""
+        # The link may be writing, or may have ended.
+        with contextlib.suppress(AiosyncError):
+            self.transport.send_nowait(Refuse(type(error).__name__, str(error)))
 
     # -- updates named in shared memory --------------------------------------------------------
 
@@ -598,9 +608,7 @@ class WorkerLink:
             return
         if is_no_room(error.__cause__):
             text = f"the trainer's process has no descriptor or memory left: {error}"
-            # The worker may have gone, too.
-            with contextlib.suppress(AiosyncError):
-                self.transport.send_nowait(Refuse(ConnectError.__name__, text))
+            self._send_refusal(ConnectError(text))
         outcomes = self.outbox.close(without_frames(error))
         if self._timer is not None:
             self._timer.cancel()

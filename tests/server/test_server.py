@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from aiosync.errors import (
     LocalProtocolError,
     PartialSyncError,
     PeerClosed,
+    RecvTimeout,
     TransportError,
 )
 from aiosync.sender import admission
@@ -598,6 +601,37 @@ async def test_a_trainer_is_told_what_is_beyond_the_limits_of_the_server(limit: 
         with pytest.raises(PartialSyncError, match="ended the link: .*at most (64|1) "):
             await send(source, 1.0)
         await until(lambda: sum(server.status()["ended"].values()) >= 1)
+
+
+TOGETHER: list[tuple[aiosync.Limits, Any]] = [
+    (aiosync.Limits(max_tensors=1), torch.ones(4)),
+    (aiosync.Limits(max_payload_nbytes=2**12), torch.ones(600)),
+    # Values that are no tensors are in the header of their message.
+    (aiosync.Limits(max_header_nbytes=2**12), "x" * 3000),
+]
+
+
+@pytest.mark.parametrize(("limits", "value"), TOGETHER)
+async def test_parts_that_cannot_be_put_together_are_told_to_who_asks(
+    limits: aiosync.Limits, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that listens has no server before it that refuses such a part."""
+    source = aiosync.TCPWeightSyncScheme(URL, strict=False, limits=limits, timeout=PATIENCE)
+    source.init_on_sender("policy", weights={"a": value, "b": value})
+    async with source:
+        await source.connect()
+        await source.send({"a": value})
+        await source.send({"b": value})
+        with pytest.raises(RecvTimeout, match="at most .* are allowed"):
+            await WeightClient(source.address).pull(timeout=1)
+        options = {"strict": False, "subscribe": False, "dial": "receiver"}
+        async with worker(source.address, initial=False, **options) as asking:
+            caplog.set_level(logging.INFO, "aiosync")
+            pulling = asyncio.ensure_future(asking.pull(timeout=None))
+            told = re.compile("the trainer ended the link: .*at most .* are allowed")
+            await until(lambda: bool(told.search(caplog.text)))
+            pulling.cancel()
+            await asyncio.wait({pulling})
 
 
 # -- the end ----------------------------------------------------------------------------------
