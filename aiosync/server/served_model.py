@@ -49,9 +49,10 @@ from aiosync.sender import Snapshot, Streaming, WorkerRegistry
 from aiosync.sender.incoming import Incoming
 from aiosync.server.fan_out import FanOut
 from aiosync.server.store import StoredUpdate, WeightStore
+from aiosync.tensors.joining import check_joined
 from aiosync.transports.base import make_ack, without_frames
 from aiosync.transports.tcp import TCPTransport
-from aiosync.types import AckStatus
+from aiosync.types import AckStatus, Limits
 from aiosync.wire import MAX_PATH, Ack, Hello, Leave, Refuse, Update, Welcome
 
 __all__ = ["ServedModel", "refuse_link"]
@@ -148,7 +149,7 @@ class ServedModel:
         self._ending = False
         self._updated_at: float | None = None  # seconds since the Unix epoch
         self._versions = 0  # number of complete versions that trainers pushed
-        # Text about the last version that the disk refused, until a version is stored.
+        # Text about the last version that was refused, until a version is served.
         self._refusal: str | None = None
 
     # -- the served version --------------------------------------------------------------------
@@ -395,7 +396,7 @@ class ServedModel:
                 staged = updates.read(received)
             answers.check()
             if staged is not None:
-                self._take(answers, strategy, staged)
+                self._take(answers, strategy, staged, link.channel.limits)
             elif isinstance(received.message, Update):
                 self._pass_on()
 
@@ -432,7 +433,7 @@ class ServedModel:
             partial_nbytes=partial[2],
         )
 
-    def _take(self, answers: Outgoing, strategy: str, staged: Staged) -> None:
+    def _take(self, answers: Outgoing, strategy: str, staged: Staged, limits: Limits) -> None:
         """Serve an update that has arrived whole; with a store, have it written to disk first."""
         if self._ending:
             return  # without an ack: the trainer sees that the link ends
@@ -453,7 +454,12 @@ class ServedModel:
         self._versions += 1
         if self._store is None:
             if self._is_news_or_answer(arrival):
-                self._serve(arrival)
+                try:
+                    check_joined(self._whole(arrival), limits)
+                except AiosyncError as exc:
+                    self._refuse(arrival, exc)
+                else:
+                    self._serve(arrival)
             return
         arrival.say(AckStatus.RECEIVED)
         old = self._to_write.begin(arrival)
@@ -538,8 +544,26 @@ class ServedModel:
 
     def _serve(self, arrival: _Arrival) -> None:
         """Serve an arrival to the workers, and tell the trainer that it was applied."""
+        self._refusal = None
         self._publish(arrival.epoch, arrival.strategy, arrival.snapshot, time.time())
         self._end(arrival, "ok", AckStatus.APPLIED)
+
+    def _refuse(self, arrival: _Arrival, error: AiosyncError, why: str = "") -> None:
+        """Release an arrival, and tell the trainer why; the previous version stays served."""
+        self._end(arrival, "refused", AckStatus.NACK, without_frames(error))
+        number = self._meter.finished["refused"]
+        self._refusal = (
+            f"{why}refused and not served ({number} so far): "
+            f"version {arrival.snapshot.version} of epoch {arrival.epoch:016x}: {error}"
+        )
+        log(logging.WARNING, "refused", self._refusal, model=self._model_id)
+        _discard(arrival.snapshot)
+
+    def _whole(self, arrival: _Arrival) -> list[Snapshot]:
+        """Return the updates that together are the whole model once this one is served."""
+        if self._epoch != arrival.epoch:
+            return [arrival.snapshot]
+        return self.workers.history.whole(arrival.snapshot)
 
     # -- the disk ------------------------------------------------------------------------------
 
@@ -550,17 +574,9 @@ class ServedModel:
             return
         try:
             await self._save(self._store, arrival)
-        except AiosyncError as exc:  # the server keeps serving the previous version
-            self._end(arrival, "refused", AckStatus.NACK, without_frames(exc))
-            number = self._meter.finished["refused"]
-            self._refusal = (
-                f"not stored, so refused and not served ({number} so far): "
-                f"version {arrival.snapshot.version} of epoch {arrival.epoch:016x}: {exc}"
-            )
-            log(logging.WARNING, "refused", self._refusal, model=self._model_id)
-            _discard(arrival.snapshot)
+        except AiosyncError as exc:
+            self._refuse(arrival, exc, "not stored, so ")
         else:
-            self._refusal = None
             self._serve(arrival)
 
     async def _save(self, store: WeightStore, arrival: _Arrival) -> None:
@@ -568,13 +584,12 @@ class ServedModel:
 
         The served versions do not change meanwhile, because versions are written one at a time.
         """
-        epoch, parts = arrival.epoch, [arrival.snapshot]
-        if self._epoch == epoch:
-            parts = self.workers.history.whole(arrival.snapshot)
+        epoch, strategy, parts = arrival.epoch, arrival.strategy, self._whole(arrival)
+        check_joined(parts, store.limits)
         whole = await self.workers.history.join(parts, store.limits)
         try:
             update = StoredUpdate(
-                *(epoch, whole.version, arrival.strategy, whole.layout, whole.buffer, whole.values),
+                *(epoch, whole.version, strategy, whole.layout, whole.buffer, whole.values),
                 replaced=self._replaced_by(epoch),
             )
             await in_pool_thread(store.save, self._model_id, update)

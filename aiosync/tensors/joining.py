@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from aiosync.tensors.buffer import FlatBuffer, Layout
 from aiosync.tensors.copying import copy_bytes
 from aiosync.tensors.values import inner_names
-from aiosync.wire import LeafSpec, plan_manifest
+from aiosync.wire import (
+    LeafSpec,
+    Manifest,
+    ManifestMessage,
+    Update,
+    encode_header,
+    plan_manifest,
+)
 
 if TYPE_CHECKING:
     from aiosync.types import Limits
 
-__all__ = ["Part", "join_parts"]
+__all__ = ["Part", "check_joined", "join_parts"]
+
+# Bytes that each name, and each message, may take in a header beside its encoding in a part.
+_MORE_NBYTES = 64
 
 
 class Part(Protocol):
@@ -41,6 +51,42 @@ def join_parts(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffe
     Raises:
         ConfigError: Together they are beyond the limits.
     """
+    sources, values = _newest(parts)
+    return *_gather(sources, limits), values
+
+
+def check_joined(parts: Sequence[Part], limits: Limits) -> None:
+    """Check that updates can be joined and sent, without the memory of the whole.
+
+    Args:
+        parts: Oldest first; at least one.
+        limits: Bounds on the whole.
+
+    Raises:
+        AiosyncError: Together they are beyond the limits.
+    """
+    if len(parts) == 1:
+        return
+    names = sum(len(each.layout.index) for each in parts)
+    manifests = sum(len(each.layout.manifest.encode()) for each in parts)
+    if (
+        names <= limits.max_tensors
+        and sum(each.layout.nbytes for each in parts) <= limits.max_payload_nbytes
+        # Numbers may take more bytes in the manifest of the whole than in those of the parts.
+        and manifests + _MORE_NBYTES * (names + 1) <= limits.max_header_nbytes
+        and sum(bool(each.values) for each in parts) < 2
+    ):
+        # Even without any name in common they are small enough, as nearly always.
+        return
+    sources, values = _newest(parts)
+    tensors = {id(source): source for source in sources.values()}
+    manifest = _joined_manifest(tensors, _names_by_source(sources), limits)
+    for message in (ManifestMessage(manifest), Update(1, 1, manifest.digest, values=values)):
+        encode_header(message, limits=limits)
+
+
+def _newest(parts: Sequence[Part]) -> tuple[dict[str, _Source], dict[str, Any]]:
+    """Return the newest source of each tensor, and the newest value of each other name."""
     sources: dict[str, _Source] = {}
     values: dict[str, Any] = {}
     for part in parts:
@@ -49,7 +95,7 @@ def join_parts(parts: Sequence[Part], limits: Limits) -> tuple[Layout, FlatBuffe
         # Tensors that only a replaced value refers to go with it.
         sources = _newest_sources(part, sources, held | inner_names(replaced))
         values |= part.values
-    return *_gather(sources, limits), values
+    return sources, values
 
 
 def _newest_sources(
@@ -82,21 +128,21 @@ def _names_by_source(sources: Mapping[str, _Source]) -> dict[int, list[str]]:
     return names
 
 
-def _joined_layout(
+def _joined_manifest(
     tensors: Mapping[int, _Source], names: Mapping[int, Sequence[str]], limits: Limits
-) -> Layout:
+) -> Manifest:
     """Lay out the tensors one after the other, each under all names that its source has."""
     entries = (
         (names[key][0], spec.dtype, spec.shape, spec.kind, names[key][1:])
         for key, (_, spec) in tensors.items()
     )
-    return Layout(plan_manifest(entries, limits))
+    return plan_manifest(entries, limits)
 
 
 def _gather(sources: Mapping[str, _Source], limits: Limits) -> tuple[Layout, FlatBuffer]:
     """Copy each tensor from its source into one new buffer."""
     tensors = {id(source): source for source in sources.values()}
-    layout = _joined_layout(tensors, _names_by_source(sources), limits)
+    layout = Layout(_joined_manifest(tensors, _names_by_source(sources), limits))
     buffer = FlatBuffer(layout.nbytes)
     target = buffer.memoryview()
     for start, stop in layout.padding():

@@ -611,6 +611,32 @@ TOGETHER: list[tuple[aiosync.Limits, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("limits", "value"), TOGETHER)
+async def test_a_part_that_makes_the_whole_too_large_is_refused(
+    limits: aiosync.Limits, value: Any, stored: bool, tmp_path: Path
+) -> None:
+    store = tmp_path if stored else None
+    async with (
+        WeightServer(URL, limits=limits, store=store) as server,
+        trainer(server, strict=False) as source,
+    ):
+        await source.send({"a": value})
+        for _ in range(3):
+            with pytest.raises(PartialSyncError, match="at most .* are allowed"):
+                await source.send({"b": value})
+        told = described(server)
+        assert (told["version"], told["refused"]) == (1, 3)
+        assert "at most" in told["refusal"]
+        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
+        assert (pulled.version, [*pulled.mapping()]) == (1, ["a"])
+        # The same name takes the place of the old part, so that the whole stays as small.
+        last = await source.send({"a": value})
+        assert described(server)["refusal"] is None
+        pulled = await WeightClient(server.url).pull(timeout=PATIENCE)
+        assert (pulled.version, [*pulled.mapping()]) == (last.version, ["a"])
+
+
 @pytest.mark.parametrize(("limits", "value"), TOGETHER)
 async def test_parts_that_cannot_be_put_together_are_told_to_who_asks(
     limits: aiosync.Limits, value: Any, caplog: pytest.LogCaptureFixture
