@@ -522,6 +522,7 @@ class WeightSender:
                 link.offer(*(workers.history.lacked(idx, has, mine) if pulls else (mine,)))
             else:
                 error = record.error or ConfigError(f"no weights were given for worker {idx}")
+                record.failed_version = send.version
                 send.resolve(idx, Outcome(send.version, error=error))
 
     def _wait_for(self, send: Send, timeout: float | None) -> None:

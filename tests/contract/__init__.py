@@ -11,7 +11,7 @@ index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_conne
 stopped_worker, slow_worker, send_timeout, handles.
 
 reading: receive, wait_for_version, manual_apply, refused_by_manual_apply,
-apply_weights, calls_that_give_up, wait_staged, calls_in_a_loop,
+apply_weights, calls_that_give_up, wait_staged, wait_staged_names_the_dead, calls_in_a_loop,
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 

@@ -170,6 +170,20 @@ async def check_wait_staged(bench: Bench) -> None:
                 await raises(aiosync.TransportClosed, asyncio.wait_for(ended, PATIENCE))
 
 
+async def check_wait_staged_names_the_dead(bench: Bench) -> None:
+    """wait_staged() of a trainer raises if a worker died before the send."""
+    async with bench.crew(small(1.0), [small(), small()], apply="manual") as crew:
+        dead, living = crew.workers
+        await dead.die()
+        await until(lambda: set(crew.sender.worker_versions) == {1})
+        handle = crew.send_nowait(2.0)
+        await living.scheme.wait_staged(2)
+        error = await raises(aiosync.PartialSyncError, crew.sender.wait_staged(2))
+        assert set(error.failed) == {0}
+        assert living.scheme.apply_pending() == 2
+        await raises(aiosync.PartialSyncError, handle)
+
+
 async def check_calls_in_a_loop(bench: Bench) -> None:
     """Calls that need not wait let other tasks run all the same."""
     async with bench.crew(small(1.0), [small()]) as crew:
@@ -389,6 +403,7 @@ CHECKS = (
     check_apply_weights,
     check_calls_that_give_up,
     check_wait_staged,
+    check_wait_staged_names_the_dead,
     check_calls_in_a_loop,
     check_update_waits_for_reader,
     check_update_waits_for_forward,
