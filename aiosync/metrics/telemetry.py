@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "instrument"]
 
-_UNITS = {"seconds": "s", "bytes": "By", "versions": "{version}", "": "1"}
+# Collectors add "_ratio" to the name of a gauge with the unit "1".
+_UNITS = {"seconds": "s", "bytes": "By", "versions": "{version}", "": ""}
 _PHASES = ("snapshot", "wire", "stage", "apply")  # in the order of time
 _MOST_OPEN = 1024
 

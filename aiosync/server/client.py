@@ -188,8 +188,7 @@ class WeightClient:
             timeout: Seconds for the whole call; ``None`` for as long as it takes.
 
         Returns:
-            The statistics of each model from a weight server; a trainer, or a worker that listens,
-            returns its own.
+            The statistics of each model from a weight server; a trainer returns its own.
 
         Raises:
             ConnectError: Nothing listens at the address.

@@ -209,6 +209,8 @@ async def test_instruments_say_what_prometheus_is_told() -> None:
     [scope] = data.resource_metrics[0].scope_metrics
     found = {metric.name: metric for metric in scope.metrics}
     assert set(found) == {metric.dotted for metric in METRICS.values()}
+    # A gauge of this unit would get another name in Prometheus.
+    assert "1" not in {metric.unit for metric in found.values()}
     for name, metric in METRICS.items():
         for point in found[metric.dotted].data.data_points:
             labels = frozenset(point.attributes.items())
