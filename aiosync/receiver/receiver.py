@@ -4,7 +4,7 @@ A background task stages updates; they are applied under the guard, on the loop 
 forward, or by ``apply_pending()``. The last answer to the trainer about an update is its state:
 
 =========  ===================================================================================
-RECEIVED   every byte is here: it is transformed, or waits for the model or an async hook
+RECEIVED   every byte is here, and transformed: it waits for the model or an async hook
 APPLIED    the model has it, and an async hook has ended
 NACK       the transform, the model or a hook refused it; that is final
 SKIPPED    a newer one took its place while it, or its async hook, waited; that is final, too

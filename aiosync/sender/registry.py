@@ -368,8 +368,11 @@ class WorkerRegistry:
             self._forget(targets)
 
     def has_lost_all(self) -> bool:
-        """Return True if no worker is connected, and none left in an orderly way."""
-        return not self.links and not any(each.has_left for each in self.records.values())
+        """Return True if no worker is connected, and the last one that went did not just leave."""
+        if self.links:
+            return False
+        went = [each for each in self.records.values() if each.subscribes and each.error]
+        return bool(went) and not went[-1].has_left
 
     def keep_replaced(self, lost: Mapping[int, AiosyncError]) -> None:
         """Keep errors of lost workers that no report has named, if their index has a new holder.

@@ -19,8 +19,8 @@ spans: version_of_a_block, spans, spans_of_tasks_and_threads, first_version, las
 last_read_of_tasks_and_threads.
 
 lifetime: context_passes_on, context_sends_on, cut_link, other_trainer, worker_before_trainer,
-worker_comes_again, leaving_is_not_dying, rolling_restart, restarted_trainer, replaced_model,
-replaced_while_read, late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
+worker_comes_again, leaving_is_not_dying, last_worker_died, rolling_restart, restarted_trainer,
+replaced_model, replaced_while_read, late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
 close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
 
 cancelling: cancel_send, cancelled_send_goes_on, cancel_receive, cancel_connect,

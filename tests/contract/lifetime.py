@@ -156,6 +156,22 @@ async def check_leaving_is_not_dying(bench: Bench) -> None:
         assert not (await crew.send(10.0)).acked
 
 
+async def check_last_worker_died(bench: Bench) -> None:
+    """While no worker is left, each send raises if the last one died, although others had left."""
+    async with bench.crew(small(1.0), [small(), small()]) as crew:
+        first, second = crew.workers
+        await first.leave()
+        assert (await crew.send(2.0)).acked == {1}
+        await second.die()
+        for value in (3.0, 4.0, 5.0):
+            error = await raises(aiosync.PartialSyncError, crew.send(value))
+            assert set(error.failed) == {1}
+        again = await crew.join(small(), 0)
+        assert (await crew.send(6.0)).acked == {0}
+        await again.leave()
+        assert not (await crew.send(7.0)).acked
+
+
 async def check_rolling_restart(bench: Bench) -> None:
     """Workers that leave and join again during steady sends cause no error on either side."""
     for make in (small, large):
@@ -539,6 +555,7 @@ CHECKS = (
     check_worker_before_trainer,
     check_worker_comes_again,
     check_leaving_is_not_dying,
+    check_last_worker_died,
     check_rolling_restart,
     check_restarted_trainer,
     check_replaced_model,
