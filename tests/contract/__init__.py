@@ -10,8 +10,8 @@ failures: refused_shape, refused_names, refused_halfway, refused_first_weights, 
 index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_connect, killed_worker,
 stopped_worker, slow_worker, send_timeout, handles.
 
-reading: receive, wait_for_version, manual_apply, refused_by_manual_apply,
-apply_weights, calls_that_give_up, wait_staged, wait_staged_names_the_dead, calls_in_a_loop,
+reading: receive, wait_for_version, manual_apply, refused_by_manual_apply, apply_weights,
+calls_that_give_up, wait_staged, wait_staged_names_the_dead, calls_in_a_loop,
 update_waits_for_reader, update_waits_for_forward, read_waits_for_update, waiting_inside_a_read,
 torn_reads, pull, pull_of_a_subscriber.
 
@@ -20,8 +20,8 @@ last_read_of_tasks_and_threads.
 
 lifetime: context_passes_on, context_sends_on, cut_link, other_trainer, worker_before_trainer,
 worker_comes_again, leaving_is_not_dying, last_worker_died, rolling_restart, restarted_trainer,
-replaced_model, replaced_while_read, late_model, context, plain_weights, pickling, wrong_order, wrong_arguments,
-close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
+replaced_model, replaced_while_read, late_model, context, plain_weights, pickling, wrong_order,
+wrong_arguments, close_in_each_state, close_wakes, cancelled_tasks, memory_stays, nothing_is_left.
 
 cancelling: cancel_send, cancelled_send_goes_on, cancel_receive, cancel_connect,
 cancel_connect_of_a_worker, cancel_close.
