@@ -427,6 +427,9 @@ class SlotReader:
         view = None if words is None or want == self._seen else self.segments.get(want >> 8 & 255)
         if words is None or view is None:
             return 0, b""
+        if view.on_device and want & 255 not in view.blocks:
+            # The announcement of the slot's memory is on its way, as in open().
+            return 0, b""
         try:
             header = view.read_header(want & 255)
         except OSError as exc:
