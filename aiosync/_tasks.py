@@ -21,7 +21,7 @@ from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 
 from aiosync._repr import text_of
-from aiosync.errors import LocalProtocolError, SyncTimeout, TransportClosed
+from aiosync.errors import LocalProtocolError, SyncTimeout, TransportBroken, TransportClosed
 
 __all__ = [
     "Newest",
@@ -33,6 +33,7 @@ __all__ = [
     "in_pool_thread",
     "run_on_loop",
     "running_loop",
+    "work_in_thread",
 ]
 
 _P = ParamSpec("_P")
@@ -236,6 +237,22 @@ async def in_pool_thread(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kw
     return await to_thread.run_sync(
         functools.partial(call, *args, **kwargs), abandon_on_cancel=True, limiter=limiter
     )
+
+
+async def work_in_thread(work: Callable[[], _T]) -> _T:
+    """Do aiosync's own work on weights in a thread, as :func:`in_pool_thread` does.
+
+    Raises:
+        TransportBroken: There is no memory for it, or no thread.
+
+    Cancellation:
+        At once; the call goes on in its thread, and its result is dropped.
+    """
+    try:
+        return await in_pool_thread(work)
+    # A thread that cannot start is a RuntimeError.
+    except (MemoryError, RuntimeError) as exc:
+        raise TransportBroken(f"this process has no memory or thread left: {exc!r}") from exc
 
 
 class Newest(Generic[_T]):

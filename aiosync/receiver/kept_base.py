@@ -31,9 +31,11 @@ class KeptBase:
     @property
     def held(self) -> tuple[int, int]:
         """Epoch and version of the base; (0, 0) for none."""
-        if self._base_id is None or self._replacing_id is not None:
+        # A thread that decodes a chunk may forget the base meanwhile.
+        base_id = self._base_id
+        if base_id is None or self._replacing_id is not None:
             return 0, 0
-        return self._base_id[:2]
+        return base_id[:2]
 
     def lend(self, update: Update, nbytes: int) -> memoryview:
         """Return memory for the bytes of a chunk that is a delta, if it fits the base.

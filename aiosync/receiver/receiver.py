@@ -28,7 +28,7 @@ from typing import Any, Literal
 from aiosync._log import LOGGER
 from aiosync._meter import Meter
 from aiosync._repr import text_of
-from aiosync._tasks import Newest, TaskOwner, in_pool_thread
+from aiosync._tasks import Newest, TaskOwner, work_in_thread
 from aiosync.errors import (
     AiosyncError,
     PeerClosed,
@@ -231,7 +231,7 @@ class WeightReceiver:
                 received = await self.transport.recv(into=self.updates.lender)
                 work = self.updates.heavy_work(received)
                 if work is not None:
-                    await in_pool_thread(work)
+                    await work_in_thread(work)
                 self._on_message(received)
         except AiosyncError as exc:
             return without_frames(exc)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from aiosync._log import log
 from aiosync._meter import Meter
-from aiosync._tasks import Newest, in_pool_thread
+from aiosync._tasks import Newest, work_in_thread
 from aiosync.errors import (
     AiosyncError,
     ConfigError,
@@ -392,7 +393,7 @@ class ServedModel:
                     raise TransportClosed("the trainer has dialled again over another link")
                 work = updates.heavy_work(received)
                 if work is not None:
-                    await in_pool_thread(work)
+                    await work_in_thread(work)
                 staged = updates.read(received)
             answers.check()
             if staged is not None:
@@ -592,7 +593,7 @@ class ServedModel:
                 *(epoch, whole.version, strategy, whole.layout, whole.buffer, whole.values),
                 replaced=self._replaced_by(epoch),
             )
-            await in_pool_thread(store.save, self._model_id, update)
+            await work_in_thread(functools.partial(store.save, self._model_id, update))
         finally:
             whole.release()
 

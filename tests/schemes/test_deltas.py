@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from anyio import to_thread
 from torch import nn
 
 import aiosync
@@ -303,6 +304,31 @@ async def test_a_chunk_that_cannot_be_encoded_travels_whole(
             assert (await sender.send()).acked == {0}
             assert deltas.digests(target) == deltas.digests(model)
         assert not errors
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("failing", [(DeltaLayout, "apply"), (to_thread, "run_sync")])
+async def test_a_chunk_that_cannot_be_decoded_costs_the_link(
+    failing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory, or without a thread, for it."""
+    async with pair(timeout=PATIENCE) as (sender, model, receiver, target):
+        call, errors = getattr(*failing), [MemoryError()]
+        errors += [RuntimeError("can't start new thread")] * 10
+
+        def fail_first(*args: Any, **options: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return call(*args, **options)
+
+        monkeypatch.setattr(*failing, fail_first)
+        while errors:
+            step(model)
+            with contextlib.suppress(aiosync.PartialSyncError):
+                await sender.send()
+        await receiver.wait_for_version(sender.version, timeout=PATIENCE)
+        assert deltas.digests(target) == deltas.digests(model)
+        assert receiver.stats().reconnects
 
 
 @pytest.mark.asyncio

@@ -499,6 +499,28 @@ async def test_a_version_that_the_disk_refused_is_not_served(tmp_path: Path) -> 
         assert stored is not None and stored.version == 3
 
 
+async def test_a_version_that_there_is_no_memory_to_store_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or no thread."""
+    async with WeightServer(URL, store=tmp_path) as server, trainer(server) as source:
+        await send(source, 1.0)
+        save, errors = WeightStore.save, [MemoryError(), RuntimeError("can't start new thread")]
+
+        def fail_first(*args: Any) -> None:
+            if errors:
+                raise errors.pop()
+            save(*args)
+
+        monkeypatch.setattr(WeightStore, "save", fail_first)
+        for text in ("can't start new thread", "MemoryError"):
+            with pytest.raises(PartialSyncError, match=text):
+                await send(source, 2.0)
+            assert described(server)["version"] == 1
+        report = await send(source, 3.0)
+        assert described(server)["version"] == report.version
+
+
 class SlowStore:
     """A patch of ``WeightStore.save()`` that waits for :meth:`go`, and keeps the versions."""
 

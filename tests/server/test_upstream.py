@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from anyio import to_thread
 
 import aiosync
 from aiosync.errors import ConfigError, LocalProtocolError, PartialSyncError
@@ -315,6 +316,39 @@ async def test_a_chunk_of_a_link_that_was_replaced_changes_no_later_version(
         await source.wait_for_version(source.version)
         pulled = (await WeightClient(server.url).pull()).mapping()
         assert all(torch.equal(pulled[name], each) for name, each in weights.named_buffers())
+
+
+@pytest.mark.parametrize("failing", [(KeptBase, "take"), (to_thread, "run_sync")])
+async def test_a_chunk_that_cannot_be_decoded_costs_the_link(
+    failing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory, or without a thread, for it: from a trainer and from an upstream."""
+    options: Any = {"delta": "always", "chunk_nbytes": 2**17}
+    async with (
+        WeightServer(URL, **options) as first,
+        relay(first, **options) as second,
+        bringing(first.url, model := deltas.build()) as source,
+    ):
+        await source.connect()
+        call, errors = getattr(*failing), [MemoryError()]
+        errors += [RuntimeError("can't start new thread")] * 10
+
+        def fail_first(*args: Any, **options: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return call(*args, **options)
+
+        monkeypatch.setattr(*failing, fail_first)
+        while errors:
+            for each in model.buffers():
+                each[::50] += 1
+            with contextlib.suppress(PartialSyncError):
+                await source.send()
+        await source.wait_for_version(source.version)
+        await until(lambda: described(second)["version"] == source.version)
+        pulled = (await WeightClient(second.url).pull()).mapping()
+        assert all(torch.equal(pulled[name], each) for name, each in model.named_buffers())
+        assert first.status()["ended"]["TransportBroken"]
 
 
 @pytest.mark.slow
