@@ -302,10 +302,10 @@ class WorkerLink:
         await self._wait_until_usable(snapshot)
         if self._announces(snapshot):
             await self._announce(snapshot)
-        delta = None
-        if self._chunks is not None and self._registry.deltas is not None:
+        delta, deltas = None, self._registry.deltas
+        # An update of an epoch that ended meanwhile is no base for those of the present one.
+        if self._chunks is not None and deltas is not None and epoch == self.outbox.epoch:
             in_parts = self._registry.history.is_in_parts_for(self.idx)
-            deltas = self._registry.deltas
             delta = await self._chunks.begin(snapshot, deltas, in_parts=in_parts)
         try:
             with contextlib.closing(self._steps(snapshot, epoch, delta)) as steps:

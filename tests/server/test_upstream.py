@@ -17,6 +17,7 @@ from anyio import to_thread
 import aiosync
 from aiosync.errors import ConfigError, LocalProtocolError, PartialSyncError
 from aiosync.receiver.kept_base import KeptBase
+from aiosync.sender import update_queue
 from aiosync.server import WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests.schemes import _deltas as deltas
@@ -349,6 +350,40 @@ async def test_a_chunk_that_cannot_be_decoded_costs_the_link(
         pulled = (await WeightClient(second.url).pull()).mapping()
         assert all(torch.equal(pulled[name], each) for name, each in model.named_buffers())
         assert first.status()["ended"]["TransportBroken"]
+
+
+async def test_an_update_of_an_ended_run_is_no_base_for_the_next_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parts are joined in a thread, while another trainer begins at version 1."""
+    held, go, join = threading.Event(), threading.Event(), update_queue.join_parts
+
+    def slow(*args: Any) -> Any:
+        held.set()
+        assert go.wait(PATIENCE)
+        return join(*args)
+
+    monkeypatch.setattr(update_queue, "join_parts", slow)
+    model, target = deltas.build(), deltas.build()
+    async with WeightServer(URL, delta="always", chunk_nbytes=2**17) as server:
+        async with trainer(server, strict=False) as old:
+            for name in 4 * "ab":
+                await old.send({name: torch.ones(SIZE // 4)})
+            pulling = asyncio.ensure_future(WeightClient(server.url).pull())
+            await until(held.is_set)
+        async with bringing(server.url, model) as new:
+            await new.connect()
+            await until(lambda: described(server)["version"] == new.version)
+            async with worker(server, model=target, delta="always") as below:
+                go.set()
+                await pulling
+                for _ in range(3):
+                    before = server.stats()["policy"].wire_nbytes
+                    for each in model.buffers():
+                        each[::97] += 1
+                    await new.send()
+                    await below.wait_for_version(new.version)
+                    assert server.stats()["policy"].wire_nbytes - before < SIZE / 5
 
 
 @pytest.mark.slow
