@@ -266,7 +266,7 @@ class Newest(Generic[_T]):
     Attributes:
         waiting: The newest item that came meanwhile; ``None`` for none.
         is_busy: True while the task works on an item.
-        task: The task that works, or that did so last.
+        task: The task that works; ``None``, or one that has ended, for none.
     """
 
     def __init__(
@@ -296,7 +296,8 @@ class Newest(Generic[_T]):
                 self.waiting = None
                 await self._work(item)
         finally:
-            self.is_busy = False
+            # The traceback of a cancelled task would keep the item.
+            self.is_busy, self.task = False, None
 
 
 class WorkerThread:

@@ -66,6 +66,8 @@ class Transformer:
         self._thread = WorkerThread("aiosync-mapping")
         self._buffers = Buffers()
         self._closed = False
+        # The update that the thread has to read yet, or reads.
+        self._reading: Staged | None = None
 
     def close(self) -> None:
         """Forget every buffer, and let the thread end; a transform that runs is not waited for."""
@@ -83,10 +85,17 @@ class Transformer:
         try:
             if self._before is not None:
                 await run_hook(self._before, staged.epoch, staged.version)
+            self._reading = staged
             layout, flat = await self._thread.run(work, patience=_CLOSE_SECONDS)
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._done(staged, exc)
             return
+        except BaseException:
+            # The receiver has ended. Device memory cannot be kept from the trainer's next version,
+            # so that its slot stays locked until it is given back here, or by the thread.
+            if staged.slot is not None and self._reading is not staged:
+                staged.give_back()
+            raise
         staged.give_back()
         give_back = functools.partial(self._buffers.put_back, flat)
         result = dataclasses.replace(
@@ -112,6 +121,7 @@ class Transformer:
         try:
             return self._result_of(staged)
         finally:
+            self._reading = None
             if self._closed and staged.slot is not None:
                 # The task that waits for this may be cancelled, and then gives no slot back.
                 staged.give_back()

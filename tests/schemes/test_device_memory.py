@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -340,6 +341,52 @@ async def join(state: harness.State, scheme: Any, transforms: bool = False) -> N
     await scheme.connect(timeout=30)
 
 
+async def join_and_stay(state: harness.State, scheme: Any, step: str) -> None:
+    """Join with a hook, or a transform, that does not end for version 2 before :func:`end`."""
+    model, stays, free = net(0.0), threading.Event(), threading.Event()
+    state.scheme, state.model = scheme, model
+    state.kept["stays"], state.kept["free"] = stays, free
+    took = 0
+
+    async def before(epoch: int, version: int) -> None:
+        if version == 2 and step == "hook":
+            stays.set()
+            await asyncio.Event().wait()
+
+    def transform(weights: Any) -> Any:
+        nonlocal took
+        took += 1
+        if took == 2:
+            stays.set()
+            assert free.wait(harness.PATIENCE)
+        return weights
+
+    given: dict[str, Any] = {"hooks": aiosync.SchemeHooks(before_apply=before)}
+    if step == "transform":
+        given["transform"] = transform
+    scheme.init_on_receiver(model_id="policy", model=model, **given)
+    await scheme.connect(timeout=30)
+
+
+def stays(state: harness.State) -> bool:
+    return bool(state.kept["stays"].is_set())
+
+
+def end_transform(state: harness.State) -> None:
+    """Let the transform end in its thread, while the loop does not go on."""
+    state.kept["free"].set()
+    time.sleep(0.2)
+
+
+async def end(state: harness.State, way: str) -> None:
+    """End the scheme before the loop hears of the transform's end."""
+    end_transform(state)
+    if way == "abort":
+        state.scheme.abort()
+    else:
+        await state.scheme.aclose()
+
+
 def block(state: harness.State, skips: int) -> None:
     """Let some waits for the device end, and no later one until :func:`go_on`."""
     state.kept["busy"] = blocked(accelerator(), skips)  # type: ignore[arg-type]
@@ -503,6 +550,22 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_transform(device: Deferre
         for _ in range(3):
             await sender.send()
         assert device.num_transfers == before
+
+
+@pytest.mark.parametrize("way", ["abort", "aclose"])
+@pytest.mark.parametrize("step", ["hook", "transform"])
+async def test_a_worker_that_leaves_before_its_update_is_offered(
+    step: str, way: str, device: Deferred
+) -> None:
+    async with trainer(net(1.0), 1) as sender, process() as worker:
+        twin = pickle.loads(pickle.dumps(sender))
+        await asyncio.gather(sender.connect(), worker.call(join_and_stay, twin, step))
+        sending = asyncio.create_task(sender.send())
+        await until_worker(worker, stays)
+        await worker.call(end, way)
+        await until_worker(worker, has_nothing)
+        with contextlib.suppress(aiosync.PartialSyncError):
+            await sending
 
 
 async def test_two_slots_are_enough_after_a_send_to_one_worker(device: Deferred) -> None:
