@@ -139,7 +139,7 @@ class Transformer:
             into = inner if name in inside or EXTRA_STATE in name.split(".") else outer
             into.append((name, tensor))
         with torch.inference_mode(False), torch.no_grad():
-            return self._place(chain(self._transform(iter(outer)), inner))
+            return self._place(chain(self._transform(iter(outer)), inner), staged.layout)
 
     def _copy_of(self, staged: Staged) -> FlatBuffer:
         """Copy an update into memory of this process."""
@@ -152,15 +152,22 @@ class Transformer:
             copy_bytes(flat.memoryview()[:nbytes], staged.flat.memoryview()[:nbytes])
         return flat
 
-    def _place(self, given: Iterable[Any]) -> tuple[Layout, FlatBuffer]:
-        """Copy the tensors that a transform gave into a flat buffer."""
+    def _place(self, given: Iterable[Any], before: Layout) -> tuple[Layout, FlatBuffer]:
+        """Copy the tensors that a transform gave into a flat buffer.
+
+        Args:
+            given: Names and tensors.
+            before: Layout of the update before the transform: names in it keep their kinds, as a
+                worker may lack a buffer that is not persistent.
+        """
         found: dict[str, torch.Tensor] = {}
         for each in given:
             name, tensor = _as_pair(each)
             if name in found:
                 raise ManifestMismatch(hint=f"the transform gave {name!r} twice")
             found[name] = tensor.detach()
-        leaves = (Leaf(name, tensor) for name, tensor in found.items())
+        kinds = {name: before.manifest.leaves[leaf].kind for name, leaf in before.index.items()}
+        leaves = (Leaf(name, each, kinds.get(name, "param")) for name, each in found.items())
         layout = Layout.plan(leaves, NO_LIMITS)
         flat = self._buffers.take(layout.nbytes)
         copy_tensors(zip(flat.views(layout), found.values(), strict=True))

@@ -369,6 +369,16 @@ async def check_state_of_a_worker(bench: Bench) -> None:
             assert (crew.workers[0].model(torch.ones(2, 2)) == 2).all()
 
 
+async def check_state_behind_a_transform(bench: Bench) -> None:
+    """A worker with a transform may lack a buffer that is not persistent, too."""
+    source = small(1.0)
+    source.register_buffer("hidden", torch.zeros(2), persistent=False)
+    init = {"transform": lambda weights: weights}
+    async with bench.crew(source, [small()], worker=init) as crew:
+        await crew.send(2.0)
+        assert await crew.workers[0].value() == 2.0
+
+
 async def check_graph_of_a_version(bench: Bench) -> None:
     """Autograd refuses to differentiate a graph of an old version with weights of a new one."""
     for build, frozen in itertools.product((partial(nn.Linear, 4, 2), Scale), (False, True)):
@@ -470,6 +480,7 @@ CHECKS = (
     check_kept_values,
     check_kept_buffers,
     check_state_of_a_worker,
+    check_state_behind_a_transform,
     check_graph_of_a_version,
     check_sends_at_once,
     check_wire_dtype,
