@@ -81,6 +81,8 @@ class Outbox:
         named_version: Newest version that was named to the receiver in shared memory, without a
             message; 0 for none.
         error: The reason why this outbox was closed, or ``None``. It stays the first one.
+        let_go: Version of which the link carries a part, and that it gives up for an older one, as
+            the receiver has none any more; 0 for none.
         behind: Number of workers behind a receiver that passes versions on, and the oldest version
             among them; ``None`` for a worker.
     """
@@ -95,6 +97,7 @@ class Outbox:
         self.received: int = has
         self.named_version: int = 0
         self.error: AiosyncError | None = None
+        self.let_go: int = 0
         self.behind: tuple[int, int] | None = None
         self._worker_idx = worker_idx
         # The update taken last holds every name of the versions in flight.
@@ -104,6 +107,11 @@ class Outbox:
     def is_idle(self) -> bool:
         """True if every version that was offered is resolved."""
         return not (self.queue.groups or self.in_flight)
+
+    @property
+    def carries_part(self) -> bool:
+        """True if the link carries an update of which the rest has not arrived at this side."""
+        return self.unreceived is not None and self._taken[-1].incoming is not None
 
     def offer(self, group: tuple[Snapshot, ...], *, parts: bool) -> list[Outcome]:
         """Queue an update newer than all before; the newest one wins.
@@ -155,6 +163,8 @@ class Outbox:
         if version != self.unreceived:
             return []
         self.in_flight, self.unreceived = self.in_flight[:-1], None
+        if version == self.let_go:
+            self.applied = self.received = self.let_go = 0
         # With a lower ``newest`` the version may be offered again.
         queued = (group[-1].version for group in self.queue.groups)
         self.newest = max(self.applied, self.received, *self.in_flight, *queued)

@@ -342,13 +342,19 @@ class WorkerLink:
 
     async def _wait_for(self, bytes_to_send: PendingBytes) -> None:
         """Wait for bytes that this side still receives or encodes; raise if the link ends first."""
+
+        def lets_go() -> bool:
+            return self.outbox.let_go == self.outbox.unreceived
+
         self._waits = True
         self._say_between_chunks()
         try:
             while not bytes_to_send.done():
                 if self.outbox.error is not None:
                     raise self.outbox.error
-                lost = self._answered.wait(lambda: self.outbox.error is not None)
+                if lets_go():
+                    raise Abandoned("the worker has no version, and the rest has yet to arrive")
+                lost = self._answered.wait(lambda: self.outbox.error is not None or lets_go())
                 ended = asyncio.ensure_future(lost)
                 try:
                     first = asyncio.FIRST_COMPLETED
@@ -564,7 +570,13 @@ class WorkerLink:
     def _forget_versions(self, least: int) -> None:
         """Say that the kept versions come again to a worker that has none, if that is so now."""
         version = self._registry.history.for_worker(self.idx).version
-        if self._writing or not self.outbox.is_idle or not version or version < least:
+        if not version or version < least:
+            return
+        if self.outbox.carries_part:
+            # The rest may never come, so that the link gives up the part.
+            self.outbox.let_go = self.outbox.in_flight[-1]
+            self._answered.notify()
+        if self._writing or not self.outbox.is_idle:
             return
         self.outbox.forget()
         if self.publisher is not None:

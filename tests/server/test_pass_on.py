@@ -268,6 +268,21 @@ async def test_workers_that_ask_get_whole_versions() -> None:
                 assert not torch.isnan(asking.it.weight).any()
 
 
+async def test_another_model_gets_the_served_version_while_the_rest_is_missing() -> None:
+    async with WeightServer(URL, **OPTIONS) as server:
+        async with halted(server.url, server) as (_, proxy, below, sending):
+            for _ in range(2):
+                below.model = None
+                below.model = below.it = large()
+                assert await below.pull(timeout=PATIENCE / 2) == 1
+                assert holds(below, 1.0)
+            proxy.resume()
+            await sending
+            await below.wait_for_version(2)
+            assert holds(below, 2.0)
+            assert below.stats().reconnects == 0
+
+
 @contextlib.asynccontextmanager
 async def raw_trainer(url: str) -> Any:
     """The link of a trainer that says what it likes, as a server has let it in."""
