@@ -341,8 +341,10 @@ class WorkerThread:
         if self._closed:
             raise RuntimeError(f"{self._name} was closed")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()
+            # Only a thread that has started: if the system starts none, the next call tries again.
+            self._thread = thread
         with self._lock:
             self._working += 1
         self._jobs.put((call, ended))

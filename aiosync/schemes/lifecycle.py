@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from aiosync._log import Waiting, log
 from aiosync._meter import Meter
-from aiosync._tasks import current_task, running_loop
+from aiosync._tasks import call_soon, current_task, running_loop
 from aiosync.errors import LocalProtocolError, TransportClosed
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.receiver import WeightReceiver
@@ -299,3 +299,6 @@ class Life:
             self.side.abort_links()
         for each in self.shared:
             each.abort()
+        if self.loop is not None:
+            # A signal's handler may run inside of the loop's wait, which nothing else would end.
+            call_soon(self.loop, bool)

@@ -623,13 +623,18 @@ class SnapshotCopier:
 
     async def aclose(self) -> None:
         """Close like :meth:`close`, without holding the loop until copies have ended."""
-        if self._has_thread:
+        cancelled, last = None, None
+        # At the interpreter's end the thread has ended already, and takes no call.
+        with contextlib.suppress(ConfigError):
             # Calls under way may belong to another loop; this one belongs to the running loop.
-            last = self._start(_nothing)
+            last = self._start(_nothing) if self._has_thread else None
+        if last is not None:
             # Copies that wait for an optimizer's step give up.
             self._closed = True
-            await outlast(last)
+            cancelled = await outlast(last)
         self.close()
+        if cancelled is not None:
+            raise cancelled
 
     def close(self) -> None:
         """Join the copying threads and give the memory back."""

@@ -8,6 +8,7 @@ imports nothing from aiosync.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -57,14 +58,20 @@ def _keep_memory() -> None:
 def _close_copies() -> None:
     """Close the inherited descriptors, in the child after a fork."""
     for item in list(_open):
-        if isinstance(item, socket.socket):
-            item.close()
-            if item.fileno() >= 0:
-                # While uvloop connects a socket, close() leaves it open until a turn of the loop.
-                os.close(item.detach())
-        else:
-            item.close_after_fork()
+        # Another thread may have closed it just before the fork. The others close all the same.
+        with contextlib.suppress(OSError):
+            _close_copy(item)
     _open.clear()
+
+
+def _close_copy(item: _ForkAware | socket.socket) -> None:
+    if not isinstance(item, socket.socket):
+        item.close_after_fork()
+        return
+    item.close()
+    if item.fileno() >= 0:
+        # While uvloop connects a socket, close() leaves it open until a turn of the loop.
+        os.close(item.detach())
 
 
 @functools.cache

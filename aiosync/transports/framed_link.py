@@ -233,9 +233,10 @@ class FramedTransport(Transport):
     def _close_descriptors(self, *, farewell: bool) -> None:
         """Close the stream and the pidfd; with ``farewell`` the stream may tell the peer before."""
         self.io.close(farewell=farewell)
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        # Another thread may fork meanwhile, and the child closes what this object has.
+        fd, self.pidfd = self.pidfd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def release_stream(self) -> ByteStream:
         """End this link between two messages, and return its stream, which goes on.

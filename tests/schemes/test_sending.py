@@ -392,3 +392,42 @@ async def test_a_wait_names_the_workers_that_never_get_the_version(make: Any) ->
         with pytest.raises(aiosync.RecvTimeout) as info:
             await sender.wait_for_version(report.version + 1, timeout=0.1)
         assert "not sent" not in str(info.value)
+
+
+@pytest.mark.slow
+async def test_a_close_that_is_cancelled_behind_a_copy_is_cancelled() -> None:
+    scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0")
+    scheme.init_on_sender(model=nn.Linear(8192, 8192), num_workers=None)
+    await scheme.connect()
+    sending = asyncio.ensure_future(scheme.send())
+    await asyncio.sleep(0.01)  # the thread copies 256 MiB by now
+    closing = asyncio.ensure_future(scheme.aclose())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled()
+    with pytest.raises(aiosync.TransportClosed):
+        await sending
+    await scheme.aclose()
+
+
+async def test_a_thread_that_could_not_start_is_started_for_the_next_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start_later(thread: threading.Thread) -> None:
+        if failures and thread.name == "aiosync-mapping":
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    source, target = models.linear(), models.linear()
+    scheme, options = aiosync.MultiProcessWeightSyncScheme(), {"transform": lambda found: found}
+    async with harness.here(scheme, target, sender={}, receiver=options):
+        with pytest.raises(aiosync.PartialSyncError, match="can't start new thread"):
+            await scheme.send(source, timeout=PATIENCE)
+        models.fill(source, 2.0)
+        assert (await scheme.send(source, timeout=PATIENCE)).acked == {0}
+        assert models.filled(target, 2.0)

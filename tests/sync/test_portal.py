@@ -267,6 +267,54 @@ def test_shutdown_from_atexit(when: str, fresh: tools.Fresh) -> None:
 
 
 @pytest.mark.slow
+def test_shutdown_from_atexit_after_a_large_send(fresh: tools.Fresh) -> None:
+    """The thread that copied the weights has ended then."""
+    text = """
+import atexit, torch
+from tests.sync import _tools as tools
+
+models = [torch.nn.Linear(2048, 2048) for _ in range(2)]
+sender, receiver = tools.roles(tools.SHM, *models)
+tools.join(sender, receiver)
+for _ in range(3):
+    sender.send()
+atexit.register(lambda: (sender.shutdown(), receiver.shutdown(), print("end")))
+"""
+    _check(fresh, text, resource_warnings=True)
+
+
+@pytest.mark.slow
+def test_abort_in_a_signal_handler_wakes_who_waits(fresh: tools.Fresh) -> None:
+    text = """
+import asyncio, os, signal, threading, torch
+import aiosync, aiosync.sync
+
+sender = aiosync.sync.SharedMemWeightSyncScheme()
+sender.init_on_sender(model_id="policy", model=torch.nn.Linear(2, 2), num_workers=1)
+worker = aiosync.sync.twin(sender)
+worker.init_on_receiver(model_id="policy", model=torch.nn.Linear(2, 2))
+hung = threading.Timer(20, os._exit, [9])
+hung.daemon = True
+hung.start()
+
+async def main():
+    await asyncio.gather(worker.connect(), asyncio.to_thread(sender.connect))
+    signal.signal(signal.SIGTERM, lambda *_: worker.abort())
+    me = threading.main_thread().ident
+    threading.Timer(0.5, signal.pthread_kill, (me, signal.SIGTERM)).start()
+    try:
+        while True:
+            await worker.receive()
+    except aiosync.TransportClosed:
+        print("end")
+
+asyncio.run(main())
+sender.shutdown()
+"""
+    _check(fresh, text)
+
+
+@pytest.mark.slow
 def test_exit_while_another_thread_waits(fresh: tools.Fresh) -> None:
     after = """
 def wait():

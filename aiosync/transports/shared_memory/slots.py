@@ -261,10 +261,12 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptors. The memory is freed with its last mapping."""
-        for fd in (self._fd, self.read_only_fd, self.lock_fd):
+        fds = self._fd, self.read_only_fd, self.lock_fd
+        # Another thread may fork meanwhile, and the child closes what this object has.
+        self._fd = self.read_only_fd = self.lock_fd = -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self._fd = self.read_only_fd = self.lock_fd = -1
         while self.slots:
             slot = self.slots.pop()
             # Device memory goes with its last view, so that no copy under way loses it.
