@@ -90,9 +90,10 @@ class _Versions:
         return Adapter(f"{self._name}-{epoch_text(epoch)}-{version}", epoch, version)
 
     def add(self, adapter: Adapter) -> None:
-        """Note that an adapter is loaded."""
+        """Note that an adapter is loaded; also again, after an interrupt."""
         with self._lock:
-            self._loaded.append(adapter)
+            if adapter not in self._loaded:
+                self._loaded.append(adapter)
 
     def activate(self, epoch: int, version: int) -> None:
         """Make a loaded version the newest; a later one may be loaded already."""
@@ -360,8 +361,11 @@ class PeftAdapterReceiver:
                 "peft.get_peft_model() made"
             )
         self._model, self._adapter = model, adapter
-        # Adapters that are labelled and not loaded yet, by the number in their label.
+        # The adapter that was loaded last, and those that are labelled and not loaded yet, by the
+        # number in their label.
         self._labels: dict[int, Adapter] = {}
+        # Names of adapters of which an interrupt has left a part in the model.
+        self._partial: set[str] = set()
         scheme.init_on_receiver(
             model_id,
             worker_idx=worker_idx,
@@ -387,15 +391,22 @@ class PeftAdapterReceiver:
         yield _LABEL, torch.tensor(number, device="cpu")
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Delete the versions that are not kept, add the new one and make it the active one."""
+        """Delete the versions that are not kept, add the new one and make it the active one.
+
+        Ctrl-C may end this anywhere. Then it runs again with the same weights and the same label.
+        """
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         model, given = self._model, dict(weights)
         number = int(given.pop(_LABEL))
         new = self._labels[number]
         for each in list(self._labels):  # a newer one may be added in another thread meanwhile
-            if each <= number:
+            if each < number:
                 del self._labels[each]
+        if new.name in model.peft_config:
+            self._partial.add(new.name)
+        for part in list(self._partial):
+            self._delete(part)
         pattern = get_peft_model_state_dict(model, adapter_name=self._adapter)
         if pattern.keys() != given.keys():
             other = sorted(pattern.keys() ^ given.keys())
@@ -408,14 +419,26 @@ class PeftAdapterReceiver:
             for name, like in pattern.items()
         }
         for old in self._versions.old():
-            model.delete_adapter(old.name)
+            self._delete(old.name)
             self._versions.remove(old)
-        # Without memory at first: PEFT would draw random numbers to fill it.
-        model.add_adapter(new.name, model.peft_config[self._adapter], low_cpu_mem_usage=True)
         try:
+            # Without memory at first: PEFT would draw random numbers to fill it.
+            model.add_adapter(new.name, model.peft_config[self._adapter], low_cpu_mem_usage=True)
             set_peft_model_state_dict(model, own, adapter_name=new.name, low_cpu_mem_usage=True)
             model.set_adapter(new.name)
         except BaseException:  # raised again
-            model.delete_adapter(new.name)
+            self._delete(new.name)
             raise
         self._versions.add(new)
+
+    def _delete(self, name: str) -> None:
+        """Delete an adapter, also one of which an interrupt has left a part."""
+        model, configs = self._model, self._model.peft_config
+        self._partial.add(name)
+        if model.active_adapter == name:
+            # PEFT would choose another one, with a warning.
+            model.set_adapter(self._adapter if self.newest is None else self.newest.name)
+        # PEFT deletes the configuration first, and then only adapters that have one.
+        configs.setdefault(name, configs[self._adapter])
+        model.delete_adapter(name)
+        self._partial.discard(name)

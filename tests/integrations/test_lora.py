@@ -59,6 +59,12 @@ def outputs(model: Any, **how: Any) -> torch.Tensor:
     return result
 
 
+def halves_of(model: Any) -> list[Any]:
+    """Return the containers of a model's layers that have the tensors of its adapters."""
+    names = ("lora_A", "lora_B")
+    return [each for name, each in model.named_modules() if name.rpartition(".")[2] in names]
+
+
 def tcp(**options: Any) -> aiosync.sync.WeightSyncScheme:
     return aiosync.sync.TCPWeightSyncScheme(free_address(), token="t" * 32, **options)
 
@@ -144,6 +150,50 @@ def test_no_read_mixes_versions(linked: Any) -> None:
             sender.send(fill(trained, float(version)))
         stop.set()
     assert not mixed
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("peft", "set_peft_model_state_dict"),
+        ("model", "add_adapter"),
+        ("model", "set_adapter"),
+        ("model", "delete_adapter"),
+        ("layer", "set_adapter"),
+        ("layer", "delete_adapter"),
+    ],
+)
+def test_an_interrupted_update_is_added_again(
+    linked: Any, part: str, step: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, sender, (worker, acting), adapters = linked
+    for version in range(1, 4):
+        sender.send(fill(trained, float(version)))
+    owner = {"peft": peft, "model": acting, "layer": acting.base_model.model.layers[1]}[part]
+    call = getattr(owner, step)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        if is_late:
+            call(*args, **options)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), worker.reading():
+        sender.send_async(fill(trained, 4.0))
+        sender.wait_staged(4)
+        monkeypatch.setattr(owner, step, interrupted)
+    with worker.reading():
+        assert adapters.newest.version == 4
+        assert torch.equal(outputs(acting), outputs(trained))
+    assert sender.wait_async().acked == {0}
+    for version in range(5, 9):
+        sender.send(fill(trained, float(version)))
+        assert torch.equal(outputs(acting), outputs(trained))
+    kept = {name.rpartition("-")[2] for name in acting.peft_config}
+    assert kept == {"default", "6", "7", "8"}
+    # Nothing of the other adapters is left in the layers.
+    assert all(set(each) == set(acting.peft_config) for each in halves_of(acting))
 
 
 def test_what_cannot_be_used_is_refused() -> None:
