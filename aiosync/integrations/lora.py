@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from aiosync.errors import ConfigError, LocalProtocolError
+from aiosync.protocol import finite_or_none
 from aiosync.receiver.scheme_hooks import SchemeHooks
 from aiosync.schemes.options import refuse
 from aiosync.spans import epoch_text
@@ -272,7 +273,7 @@ class VLLMAdapterReceiver:
         """Run a coroutine in the engine's loop; return its result, or raise after the timeout."""
         waiting = asyncio.run_coroutine_threadsafe(loading, self._loop)
         try:
-            return waiting.result(self._load_timeout)
+            return waiting.result(finite_or_none(self._load_timeout))
         finally:
             waiting.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import sys
 import threading
 import types
@@ -244,9 +245,10 @@ def count_folders(folder: Path) -> int:
     return len(list(folder.glob("*/*")))
 
 
+@pytest.mark.parametrize("load_timeout", [60.0, math.inf])
 @pytest.mark.asyncio
 async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    load_timeout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -255,7 +257,15 @@ async def test_an_adapter_that_was_not_removed_is_removed_with_the_next_version(
     sender = aiosync.TCPWeightSyncScheme(free_address(), token="t" * 32, guard="reading")
     sender.init_on_sender(num_workers=1)
     worker = copy.copy(sender)
-    adapters = VLLMAdapterReceiver(worker, engine, config, keep=1, folder=tmp_path, worker_idx=0)
+    adapters = VLLMAdapterReceiver(
+        worker,
+        engine,
+        config,
+        keep=1,
+        folder=tmp_path,
+        load_timeout=load_timeout,
+        worker_idx=0,
+    )
     weights = {"q.lora_A.weight": torch.zeros(1, 4)}
     async with sender, worker:
         await asyncio.gather(sender.connect(), worker.connect(initial=False))
