@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -74,14 +74,17 @@ def gather_weights(
 
 
 def _gather_each(
-    places: Iterable[Place], device: torch.device | str | None, *, keep: bool
+    places: Sequence[Place], device: torch.device | str | None, *, keep: bool
 ) -> dict[int, torch.Tensor]:
     """Gather each tensor once; return results by the tensors' ids, empty ones without ``keep``."""
     whole: dict[int, torch.Tensor] = {}
+    kept = {id(place.tensor) for place in places if place.persistent}
     for place in places:
         tensor = place.tensor
         if id(tensor) not in whole:
             full = _gather(place) if _is_sharded(tensor) else tensor.detach()
+            # A tied buffer is persistent if it is so under any of its names.
+            place = place._replace(persistent=id(tensor) in kept)
             whole[id(tensor)] = _as_result(full, place, device) if keep else full.new_empty(0)
     return whole
 
@@ -123,7 +126,7 @@ def _as_result(full: torch.Tensor, place: Place, device: torch.device | str | No
     if device is not None:
         full = full.to(device)
     # A buffer is marked, so that the sender knows that wire_dtype= may have to leave it alone.
-    return nn.Buffer(full) if place.kind == "buffer" else full
+    return nn.Buffer(full, persistent=place.persistent) if place.kind == "buffer" else full
 
 
 def _meet(picked: Sequence[Place], timeout: float | None) -> None:

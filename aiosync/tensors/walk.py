@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, eq, is_, itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -174,6 +174,7 @@ _facts = itemgetter(*_TABLES, "_non_persistent_buffers_set")
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 # torch marks an nn.Buffer with it. isinstance() looks for it, too, and takes ten times as long.
 _BUFFER = "_is_buffer"
+_persistence = attrgetter("persistent")
 # Up to this size, elements of tensors may be compared once a tensor was replaced.
 _MOST_NUMEL = 2**16
 
@@ -456,8 +457,9 @@ def _walk(source: Any, prefix: str) -> Iterator[Place]:
         is_state = _is_state(key)
         tensor = value if isinstance(value, torch.Tensor) else None
         if is_state or tensor is not None or not is_nested(value):
-            is_buffer = is_state or isinstance(value, nn.Buffer)
-            yield Place(name, source, key, tensor, "buffer" if is_buffer else "param")
+            is_marked = not is_state and isinstance(value, nn.Buffer)
+            kind: Literal["param", "buffer"] = "buffer" if is_state or is_marked else "param"
+            yield Place(name, source, key, tensor, kind, not is_marked or value.persistent)
         else:
             yield from _walk(value, f"{prefix}{key}.")
 
@@ -481,11 +483,13 @@ def outline(source: Any) -> tuple[list[object], list[torch.Tensor]] | None:
     items = dict(_items(source))
     keys: list[object] = [tuple(items)]
     if PLAIN.issuperset(map(type, items.values())):
-        return [*keys, *map(hasattr, items.values(), repeat(_BUFFER))], list(items.values())
+        marks = [*map(hasattr, items.values(), repeat(_BUFFER))]
+        keys += [*marks, *map(_persistence, compress(items.values(), marks))]
+        return keys, list(items.values())
     tensors: list[torch.Tensor] = []
     for key, value in items.items():
         if type(value) in PLAIN:
-            keys.append(hasattr(value, _BUFFER))
+            keys += [hasattr(value, _BUFFER), getattr(value, "persistent", None)]
             tensors.append(value)
             continue
         inner = None if _is_state(key) else outline(value)

@@ -34,6 +34,7 @@ from tests.tensors._models import (
     Tied,
     add_one,
     bits,
+    send,
 )
 
 
@@ -428,6 +429,34 @@ def test_a_single_dtype_does_not_round_statistics(
     for rule in ({"*": BF16}, {"*.count": BF16}):
         assert copied(Flattener(extract_as, dtype=rule).prepare(source))["0.count"].dtype is BF16
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=["plain", "gathered"])
+def test_a_single_dtype_does_not_round_buffers_that_are_not_persistent(form: Any) -> None:
+    model, mean = nn.Module(), torch.ones(2)
+    model.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    # One tensor under two names is persistent if it is so under one of them.
+    model.register_buffer("shared", mean, persistent=False)
+    model.register_buffer("mean", mean)
+    leaves = Flattener(dtype=BF16).prepare(form(model)).layout.manifest.leaves
+    assert [(leaf.name, leaf.kind, leaf.dtype) for leaf in leaves] == [
+        ("0.inv_freq", "transient", "float32"),
+        ("0.shared", "buffer", "bfloat16"),
+    ]
+
+
+def test_a_gathered_buffer_that_is_not_persistent_may_be_missing() -> None:
+    source = nn.Linear(2, 2)
+    worker = deepcopy(source)
+    source.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    send(aiosync.gather_weights(source), worker, copy=True)
+
+
+def test_a_buffer_that_is_marked_as_not_persistent_later_is_not_rounded() -> None:
+    flattener, mean = Flattener(dtype=BF16), torch.ones(2)
+    for is_kept, dtype in ((True, BF16), (False, torch.float32), (True, BF16)):
+        source = {"w": torch.ones(2), "mean": nn.Buffer(mean, persistent=is_kept)}
+        assert copied(flattener.prepare(source))["mean"].dtype is dtype
 
 
 @pytest.mark.parametrize("nested", [False, True])
