@@ -12,10 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from aiosync._interrupts import is_interrupt
 from aiosync._log import log
@@ -33,6 +30,10 @@ from aiosync.tensors import Layout, Target, collect
 from aiosync.tensors.apply import BufferChoice, LoadTarget, Strict
 from aiosync.transports._forks import FORKING
 from aiosync.wire import NO_LIMITS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = ["WorkerModel"]
 
@@ -123,8 +124,8 @@ class WorkerModel:
         """True if taking an update waits for an accelerator."""
         target = self.target
         if target is None:
-            target = self.resolve()
-            target = Target(target) if isinstance(target, nn.Module) else None
+            model = self.resolve()
+            target = None if model is None else self._target_for(model)
         return isinstance(target, Target) and target.waits
 
     # -- weights -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, islice, product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -218,12 +218,19 @@ class Target:
 
     @property
     def waits(self) -> bool:
-        """True if applying waits for an accelerator; before the first plan, parameters tell."""
-        plan, target = self._plan, self.target
+        """True if applying waits for an accelerator, to which the target may just have moved."""
+        plan, target, has = self._plan, self.target, accelerator().has
         if plan is not None:
-            return bool(plan.devices)
-        tensors = target.parameters() if isinstance(target, nn.Module) else ()
-        return any(map(accelerator().has, tensors))
+            # module.to() moves all parameters, so that the first one tells, and costs little.
+            params = (each for each in plan.tensors.tensors if type(each) is nn.Parameter)
+            return bool(plan.devices) or any(map(has, islice(params, 1)))
+        if isinstance(target, nn.Module):
+            return any(map(has, chain(target.parameters(), target.buffers())))
+        try:
+            return any(map(has, walk(target)[0].tensors))
+        except ConfigError:
+            # Applying raises it, too, and the trainer gets it.
+            return False
 
     def is_quick(self, layout: Layout, values: Mapping[str, Any]) -> bool:
         """Return True if :meth:`apply_` would flip pointers, copy next to nothing, and not wait.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import aiosync
@@ -99,6 +100,51 @@ async def test_a_worker_waits_on_no_loop(name: str, device: Deferred) -> None:
         assert await turns_while(sending, 0.1) > 5
         busy.set()
         await sending
+
+
+def spread(value: float) -> torch.Tensor:
+    """Return a tensor that :func:`on_spread_ones` takes for one of the accelerator."""
+    return torch.full((200,), value)[::2]
+
+
+def on_spread_ones(device: Deferred) -> None:
+    """Have only tensors with gaps on the accelerator; those of the trainer have none."""
+    device.has = lambda tensor: not tensor.is_contiguous()  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_a_worker_whose_model_was_moved_waits_on_no_loop(name: str, device: Deferred) -> None:
+    on_spread_ones(device)
+    source, target = net(1.0, 100), net(0.0, 100)
+    async with pair(name, source, target) as (sender, receiver):
+        # As module.to() does: the parameters stay the same objects.
+        for each in target.parameters():
+            each.data = spread(0.0)
+        busy = device.is_busy = threading.Event()
+        sending = asyncio.create_task(sender.send())
+        assert await turns_while(sending, 0.1) > 5
+        busy.set()
+        await sending
+        assert values(receiver, target) == {1.0}
+
+
+@pytest.mark.parametrize("kind", [dict, TensorDict, nn.ParameterDict])
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_the_first_update_waits_on_no_loop(name: str, kind: Any, device: Deferred) -> None:
+    on_spread_ones(device)
+    target = kind({"w": spread(0.0)})
+    sender: Any = SCHEMES[name](timeout=60, guard="reading")
+    sender.init_on_sender(model_id="policy", model={"w": torch.ones(100)}, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver(model_id="policy", model=target, worker_idx=0)
+    async with sender, receiver:
+        busy = device.is_busy = threading.Event()
+        connecting: Any = asyncio.gather(sender.connect(), receiver.connect())
+        assert await turns_while(connecting, 0.3) > 5
+        busy.set()
+        await connecting
+        with receiver.reading():
+            assert target["w"].tolist() == [1.0] * 100
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001])
