@@ -395,7 +395,7 @@ class WeightSender:
         links = self._links_that_take_named(planned, addressed[0], worker_ids) if off_loop else []
         if off_loop and not links:
             return None
-        snapshot = self.copier.copy_if_free(plan, may_wait=off_loop)
+        snapshot = self.copier.copy_if_free(plan)
         if snapshot is None:
             return None
         # The copy took long: the slow path handles a worker that ended meanwhile. Off the loop, the

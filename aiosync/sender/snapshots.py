@@ -408,28 +408,22 @@ class SnapshotCopier:
                 growing.add_done_callback(self._grown)
 
     def copy_if_free(
-        self,
-        prepared: Prepared,
-        timeout: float = 0.0,
-        *,
-        always: bool = False,
-        may_wait: bool = False,
+        self, prepared: Prepared, timeout: float = 0.0, *, always: bool = False
     ) -> Snapshot | None:
         """Copy weights on this thread at once, if they are small and memory for them is free.
 
         Args:
             prepared: The weights to copy.
             timeout: Seconds to wait for an optimizer's step that is open in another thread.
-            always: Copy weights of any size; if no slot is free, into memory of this process.
-            may_wait: This thread may wait for an accelerator. If not, weights that need that are
-                copied only with ``always``.
+            always: Copy weights of any size, and wait for an accelerator that has them; if no slot
+                is free, copy into memory of this process.
 
         Returns:
-            The snapshot; ``None`` if nothing was copied: the weights are large, no slot is free, or
-            the step did not end in time.
+            The snapshot; ``None`` if nothing was copied: the weights are large or on an
+            accelerator, no slot is free, or the step did not end in time.
         """
         nbytes, slot = prepared.layout.nbytes, None
-        if not always and (nbytes > _INLINE_NBYTES or (prepared.waits and not may_wait)):
+        if not always and (nbytes > _INLINE_NBYTES or prepared.waits):
             return None
         arena, driver = self.arena, None
         if arena is not None and arena.on_device:

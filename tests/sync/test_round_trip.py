@@ -17,6 +17,7 @@ import aiosync
 import aiosync.sync
 from aiosync.schemes.sources import Given
 from aiosync.transports.shared_memory import SlotPublisher
+from tests.support.accelerator import deferred
 from tests.sync import _tools as tools
 
 
@@ -227,3 +228,33 @@ def test_a_worker_that_leaves_while_it_is_named_has_not_acked(
         monkeypatch.undo()
         assert (report.acked, report.left, len(named)) == ({0}, {1}, 2)
         assert sender.version == before + 1
+
+
+@pytest.mark.parametrize("make", tools.SCHEMES)
+def test_a_busy_accelerator_delays_a_send_and_no_other_call(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with deferred() as device, contextlib.ExitStack() as stack:
+        # The model of the trainer is on the accelerator, that of the worker is not.
+        device.has = {*source.parameters()}.__contains__  # type: ignore[method-assign]
+        sender, receiver = stack.enter_context(tools.pair(make, source, target))
+        # From then on naming a version in shared memory is enough.
+        for _ in range(5):
+            sender.send()
+            target(torch.zeros(1, 4))
+        tools.fill(source, 2.0)
+        synchronize, began, idle = device.synchronize, threading.Event(), threading.Event()
+
+        def wait(where: torch.device) -> None:
+            began.set()
+            assert idle.wait(tools.PATIENCE)
+            synchronize(where)
+
+        device.synchronize = wait  # type: ignore[method-assign]
+        with tools.threads(sender.send):
+            assert began.wait(tools.PATIENCE)
+            polling = tools.in_thread(lambda: receiver.receive(timeout=0))
+            polling.join(5)
+            is_stuck = polling.is_alive()
+            idle.set()
+        assert not is_stuck
+        assert tools.value_at(receiver) == 2.0
