@@ -138,7 +138,6 @@ class DeviceCopies:
         gaps = tuple(gap for gap in between if gap[0] < gap[1])
         return _Block(start, _end(specs[-1]), run, small_leaves, 0, gaps)
 
-    @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
         """Copy tensors into a flat buffer, after all work that was queued for them on any stream.
 
@@ -146,14 +145,19 @@ class DeviceCopies:
             tensors: One for each leaf of the layout; only those of :attr:`leaves` are copied.
             flat: The flat buffer; the padding between them becomes zero.
         """
-        api, host = self._api, self._seen(flat).tensor()
         with self._gathering:
-            api.synchronize(self.device)
-            for block in self._blocks:
-                if block.small_leaves:
-                    api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
-                api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
-            api.synchronize(self.device)
+            self._gather(tensors, flat)
+
+    @torch.no_grad()
+    def _gather(self, tensors: Sequence[torch.Tensor], flat: FlatBuffer) -> None:
+        """Do what :meth:`gather` says."""
+        api, host = self._api, self._seen(flat).tensor()
+        api.synchronize(self.device)
+        for block in self._blocks:
+            if block.small_leaves:
+                api.copy(block.small_leaves, [tensors[leaf] for leaf in block.leaves])
+            api.transfer(host[block.start : block.stop], self._device_bytes(block, tensors))
+        api.synchronize(self.device)
         views = flat.views(self._layout)
         for leaf in self.rest:
             views[leaf].copy_(tensors[leaf])
