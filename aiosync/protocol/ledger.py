@@ -248,9 +248,11 @@ class Ledger:
             now: Time on ``time.monotonic()``'s clock.
         """
         self.inbox.seen(epoch, version)
-        before = self.refusing
-        since = now if before is None else before.since
-        self.refused = Refusal(epoch, version, error, since)
+        # An async hook of the trainer before may end late: that is no refusal of this trainer's.
+        if epoch == self.inbox.newest_epoch:
+            before = self.refusing
+            since = now if before is None else before.since
+            self.refused = Refusal(epoch, version, error, since)
         return self.report(epoch, version, AckStatus.NACK, error)
 
     # -- reported ------------------------------------------------------------------------------

@@ -431,9 +431,8 @@ class Applier:
         slots, slot, guard = self._updates.slots, staged.slot, self._guard
         # An update of an earlier link tells nothing about the slots of this one.
         if slots is None or slot is None or staged.slots is not slots:
-            if unused is staged:
-                # The end of that link waits for this.
-                staged.give_back()
+            # The end of that link waits for this; what the model views is kept.
+            staged.give_back()
             return True
         if not staged.taken:
             slots.refuse(slot)

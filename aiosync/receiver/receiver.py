@@ -356,6 +356,9 @@ class WeightReceiver:
                 self._answer(epoch, older, AckStatus.SKIPPED)
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
+        else:
+            # The link before may have ended before a read was over, for which this version waits.
+            self.applier.apply_soon()
 
     def _on_ring(self) -> None:
         """Apply what the word names, as the trainer found that no read has taken it."""
@@ -521,7 +524,7 @@ class WeightReceiver:
             return
         if LOGGER.isEnabledFor(logging.DEBUG):
             self._log("applied", f"the model has version {version}", version, logging.DEBUG)
-        after = self._after_apply()
+        after = None if self._closed else self._after_apply()
         if after is None:
             self._answer(epoch, version, AckStatus.APPLIED)
         elif (old := self._hook_calls.begin((after, epoch, version))) is not None:

@@ -421,6 +421,7 @@ class UpdateReader:
             # private memory with the same content. The sender gets the slot back in any case.
             if kept:
                 self._mapped.pop(slot.key, None)
+                flat.unshare()
             slots.leave(slot, keep=kept)
 
         return Staged(
@@ -436,10 +437,16 @@ class UpdateReader:
         )
 
     def keep(self, staged: Staged | None) -> None:
-        """Give an update in a slot memory of this process, as the sender may soon write there."""
-        if self.slots is not None and staged is not None and staged.slot is not None:
+        """Give an update in a slot memory of this process, as the sender may soon write there.
+
+        A slot that an accelerator reads directly stays locked until that has ended.
+        """
+        if staged is None or staged.slot is None or staged.slots is None:
+            return
+        if staged.taken or not staged.slot.view.is_read_directly:
             self._mapped.pop(staged.slot.key, None)
-            self.slots.leave(staged.slot, keep=True)
+            staged.flat.unshare()
+            staged.slots.leave(staged.slot, keep=True)
 
     def close(self) -> None:
         """Forget every buffer, and give every slot back."""

@@ -407,6 +407,8 @@ class Worker:
         """Return the message that says which versions this worker has, whole or in part."""
         receiver = self.runtime
         epoch, version = (None, 0) if receiver is None else receiver.ledger.held
+        # Once it runs, its own target: a context may raise at this very moment.
+        target = self._given.target() if receiver is None else receiver.applier.model.target
         partial = (None if receiver is None else receiver.updates.partial) or (None, None, 0)
         return Hello(
             role="receiver",
@@ -414,7 +416,7 @@ class Worker:
             pid=os.getpid(),
             worker_idx=life.worker_idx,
             strategy=scheme.strategy_str,
-            has_target=self._given.target() is not None and scheme.apply == "auto",
+            has_target=target is not None and scheme.apply == "auto",
             epoch=epoch if version else None,
             version=version or None,
             session=self._session,

@@ -247,6 +247,10 @@ class FlatBuffer:
                 self.is_shareable, self._share = False, None
         return self._shared
 
+    def unshare(self) -> None:
+        """Have accelerators read this memory, as :meth:`shared` may soon have other bytes."""
+        self.is_shareable, self._share, self._shared = False, None, None
+
     def unpin(self) -> None:
         """End the direct access of accelerators to the memory."""
         if self.pinned is not None:

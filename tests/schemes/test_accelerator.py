@@ -251,6 +251,43 @@ async def test_two_copies_at_once_do_not_mix(name: str, device: Deferred) -> Non
             ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", [0, 8])
+async def test_another_model_after_a_lost_link_has_the_weights(
+    sends: int, device: Deferred
+) -> None:
+    """The new model reads memory of its process, and not the slot, which was given back."""
+    source, target, other = (net(1.0, 100_000) for _ in range(3))
+    sender = aiosync.DistributedWeightSyncScheme(timeout=60)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.apply = "manual" if sends else "auto"
+    receiver.init_on_receiver(model_id="policy", model=target)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        handles = []
+        for value in range(sends):
+            fill(source, float(value))
+            handles.append(sender.send_nowait())
+            await receiver.receive()
+        before = values(receiver, target)
+        sender.sender_transports[0].abort()
+        await until(lambda: receiver.reconnects == 1 and bool(sender.worker_versions))
+        for _ in range(sends // 2):
+            fill(source, 9.0)
+            handles.append(sender.send_nowait())
+            await asyncio.sleep(0.02)
+        receiver.model = other
+        assert values(receiver, other) == before
+    await asyncio.gather(*handles, return_exceptions=True)
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(value)
+
+
 class Odd(BaseException):
     """An error that is no Exception."""
 

@@ -552,6 +552,66 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_transform(device: Deferre
         assert device.num_transfers == before
 
 
+async def test_a_slot_of_the_host_is_given_back_after_a_copy_that_outlives_its_link(
+    device: Deferred,
+) -> None:
+    source = net(1.0)
+    sender = aiosync.SharedMemWeightSyncScheme(timeout=30)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    async with sender, process() as worker:
+        twin = pickle.loads(pickle.dumps(sender))
+        await asyncio.gather(sender.connect(), worker.call(join, twin))
+        # From the second use of a slot on, the accelerator reads it directly.
+        for _ in range(8):
+            await sender.send()
+        await worker.call(block, 1)
+        sending = asyncio.create_task(sender.send())
+        await until_worker(worker, is_blocked)
+        await worker.call(abort)
+        await worker.call(go_on)
+        await until_worker(worker, has_nothing)
+        with contextlib.suppress(aiosync.PartialSyncError):
+            await sending
+
+
+async def test_a_slot_of_the_host_is_not_written_while_a_copy_outlives_its_link(
+    device: Deferred,
+) -> None:
+    source = net(1.0)
+    sender = aiosync.DistributedWeightSyncScheme(timeout=30)
+    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
+    async with sender, process() as worker:
+        twin = pickle.loads(pickle.dumps(sender))
+        await asyncio.gather(sender.connect(), worker.call(join, twin))
+        for version in range(2, 10):
+            fill(source, float(version))
+            await sender.send()
+        await worker.call(block, 1)
+        fill(source, 10.0)
+        handles = [sender.send_nowait()]
+        await until_worker(worker, is_blocked)
+        sender.sender_transports[0].abort()
+        await until_worker(worker, has_redialled)
+        for version in range(11, 15):
+            fill(source, float(version))
+            handles.append(sender.send_nowait())
+            await asyncio.sleep(0.05)
+        await worker.call(go_on)
+        seen = await worker.call(seen_until, 14)
+        assert [had for _, had in seen] == [{float(version)} for version, _ in seen]
+        await asyncio.gather(*handles, return_exceptions=True)
+        await worker.call(close)
+        await until_worker(worker, has_nothing)
+
+
+def has_redialled(state: harness.State) -> bool:
+    return bool(state.scheme.reconnects)
+
+
+async def close(state: harness.State) -> None:
+    await state.scheme.aclose()
+
+
 @pytest.mark.parametrize("way", ["abort", "aclose"])
 @pytest.mark.parametrize("step", ["hook", "transform"])
 async def test_a_worker_that_leaves_before_its_update_is_offered(

@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -413,3 +414,106 @@ def test_a_blocking_worker_raises_too(make: Any) -> None:
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(aiosync.ConfigError, match=next(iter(options))):
         aiosync.SharedMemWeightSyncScheme().init_on_receiver(model=nn.Linear(4, 2), **options)
+
+
+@pytest.mark.asyncio
+async def test_a_late_hook_of_the_trainer_before_refuses_nothing_of_the_next_one() -> None:
+    url, started, goes_on = free_address(), asyncio.Event(), asyncio.Event()
+
+    async def applied(epoch: int, version: int) -> None:
+        if version == 5:
+            started.set()
+            await goes_on.wait()
+            raise RuntimeError("the workers below are gone")
+
+    def trainer(first_version: int) -> Any:
+        token = "0123456789abcdef"
+        scheme = aiosync.TCPWeightSyncScheme(url, token=token, first_version=first_version)
+        scheme.init_on_sender(model=nn.Linear(4, 2), num_workers=1)
+        return scheme
+
+    one = trainer(4)
+    worker = aiosync.TCPWeightSyncScheme(url, token="0123456789abcdef")
+    hooks = aiosync.SchemeHooks(applied=applied)
+    worker.init_on_receiver(model=nn.Linear(4, 2), hooks=hooks)
+    async with worker:
+        async with one:
+            await asyncio.gather(one.connect(), worker.connect())
+            handle = one.send_nowait()
+            await asyncio.wait_for(started.wait(), PATIENCE)
+        with contextlib.suppress(aiosync.AiosyncError):
+            await handle
+        async with trainer(1) as two:
+            joining = asyncio.create_task(two.connect())
+            await until(lambda: worker.version == 1)
+            goes_on.set()
+            await joining
+            waiting = asyncio.create_task(worker.wait_for_version(2))
+            await asyncio.sleep(0)
+            await two.send()
+            assert await asyncio.wait_for(waiting, PATIENCE) == 2
+
+
+class _Rebuilding:
+    """A context whose model cannot be had for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.policy = model
+        self.fails = False
+
+    def get_model(self, model_id: str) -> nn.Module:
+        if self.fails:
+            raise RuntimeError("the policy is being rebuilt")
+        return self.policy
+
+
+@pytest.mark.asyncio
+async def test_a_context_that_raises_for_a_moment_does_not_end_the_redial() -> None:
+    context = _Rebuilding(nn.Linear(4, 2))
+    sender = aiosync.TCPWeightSyncScheme(free_address(), token="0123456789abcdef")
+    sender.init_on_sender(model_id="policy", model=nn.Linear(4, 2), num_workers=1)
+    worker = copy.copy(sender)
+    worker.init_on_receiver(model_id="policy", context=context)
+    async with sender, worker:
+        await asyncio.gather(sender.connect(), worker.connect())
+        context.fails = True
+        sender.sender_transports[0].abort()
+        await until(lambda: worker.reconnects == 1)
+        context.fails = False
+        await until(lambda: bool(sender.worker_versions))
+        assert (await sender.send()).acked == {0}
+
+
+@pytest.mark.asyncio
+async def test_what_waited_for_a_read_is_applied_although_the_link_was_replaced() -> None:
+    """The read may end after the old link's memory has gone, and before the new link names it."""
+
+    async def connected() -> None:
+        if worker.reconnects:
+            await asyncio.sleep(0.5)
+
+    sender = aiosync.DistributedWeightSyncScheme(guard="reading")
+    sender.init_on_sender(model_id="policy", model=nn.Linear(4, 2), num_workers=1)
+    worker = copy.copy(sender)
+    hooks = aiosync.SchemeHooks(connected=connected)
+    worker.init_on_receiver(model_id="policy", model=nn.Linear(4, 2), hooks=hooks)
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with worker.reading():
+            held.set()
+            free.wait(PATIENCE)
+
+    async with sender, worker:
+        await asyncio.gather(sender.connect(), worker.connect())
+        holding = asyncio.ensure_future(asyncio.to_thread(hold))
+        await until(held.is_set)
+        handle = sender.send_nowait()
+        await until(lambda: worker.staged_version == 2)
+        sender.sender_transports[0].abort()
+        await until(lambda: worker.reconnects == 1)
+        free.set()
+        await holding
+        await until(lambda: worker.version == 2)
+        with contextlib.suppress(aiosync.AiosyncError):
+            await handle
