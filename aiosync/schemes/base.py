@@ -468,14 +468,14 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         if max_lag is not None:
             began = time.perf_counter()
             await self.wait_lag_below(max_lag, timeout=timeout)
+            # A timeout of 0 is for that wait only.
+            limit = self.timeout if timeout == 0 else limit
             limit = None if limit is None else max(0.0, limit - (time.perf_counter() - began))
         planned = trainer.prepare_send(self, weights)
         sender: WeightSender = trainer.runtime
-        targets = (
-            None
-            if weights is None and worker_ids is None
-            else addressed_workers(weights, worker_ids)
-        )
+        targets = None
+        if weights is not None or worker_ids is not None:
+            targets = addressed_workers(weights, worker_ids)
         return await sender.send(planned, targets, limit)
 
     def send_nowait(

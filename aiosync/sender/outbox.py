@@ -317,13 +317,16 @@ class Send:
     def resolve(self, worker_idx: int, outcome: Outcome) -> bool:
         """Register the outcome of the version at one target.
 
-        A second outcome of the same target is ignored, and so are those of other workers.
+        A second outcome of the same target is ignored, and so are those of other workers. But a
+        version that was named counts as applied at once, and the read that takes it may refuse it.
 
         Returns:
             True if the outcome counted.
         """
         if worker_idx not in self.waiting:
-            return False
+            if worker_idx not in self.acked or not isinstance(outcome.error, ApplyError):
+                return False
+            self.acked.discard(worker_idx)
         self.waiting.discard(worker_idx)
         if isinstance(outcome.error, WorkerLeft):
             self.left.add(worker_idx)

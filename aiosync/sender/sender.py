@@ -538,13 +538,15 @@ class WeightSender:
     # -- outcomes of sends ---------------------------------------------------------------------
 
     def _on_outcome(self, idx: int, outcome: Outcome) -> bool:
-        """Give an outcome to its send. Return False if that is over: a later send reports it."""
+        """Give an outcome to its send. Return True for a failure that this send reports."""
         send = self._sends.get(outcome.version)
-        if send is not None and send.resolve(idx, outcome):
-            # With ``require="all"`` a send waits for every target, to name each failure.
-            if not send.waiting or (send.require != "all" and send.satisfied):
-                self._settle(send)
-        return send is not None
+        if send is None:
+            return False
+        # With ``require="all"`` a send waits for every target, to name each failure.
+        counts = send.resolve(idx, outcome)
+        if counts and (not send.waiting or (send.require != "all" and send.satisfied)):
+            self._settle(send)
+        return idx in send.failed and not send.waiter.cancelled()
 
     def _settle(self, send: Send) -> None:
         """End a send that has its outcomes, once."""
@@ -583,13 +585,11 @@ class WeightSender:
         if error is None:
             future.set_result(self._report(send))
         elif workers.closed:
-            closed = TransportClosed(
-                f"this scheme was closed while version {send.version} was under way"
-            )
+            text = f"this scheme was closed while version {send.version} was under way"
+            closed = TransportClosed(text)
             closed.__cause__ = error
             future.set_exception(closed)
-            # Retrieve the exception, for asyncio's log: the caller of aclose() knows.
-            future.exception()
+            _keep_out_of_log(future)
         else:
             future.set_exception(error)
 

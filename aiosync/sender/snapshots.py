@@ -40,6 +40,7 @@ from aiosync.tensors import (
     copy_pieces,
 )
 from aiosync.tensors.device_buffer import DeviceBuffer
+from aiosync.tensors.mapping import DtypeRule
 from aiosync.transports.data_plane import PayloadState, Progress, outlast
 from aiosync.transports.shared_memory import DEVICE_SLOTS, MAX_SLOTS, Arena, Slot
 from aiosync.types import Limits
@@ -268,7 +269,8 @@ class SnapshotCopier:
     ) -> None:
         self.arena: Arena | None = arena
         self.ring: Callable[[], object] = _nothing
-        flattener = functools.partial(Flattener, extract_as, limits or DEFAULT_LIMITS, wire_dtype)
+        rule = None if wire_dtype is None else DtypeRule(wire_dtype)
+        flattener = functools.partial(Flattener, extract_as, limits or DEFAULT_LIMITS, rule)
         self.flatteners: defaultdict[int, Flattener] = defaultdict(flattener)
         self._idle: list[FlatBuffer] = []
         self._closed = False
@@ -449,6 +451,8 @@ class SnapshotCopier:
     @staticmethod
     def _copy(prepared: Prepared, snapshot: Snapshot, timeout: float = 0.0) -> bool:
         """Copy on this thread between steps; return False if another thread's step stays open."""
+        # A hook of this thread's step may send: copies of other threads must not wait for it.
+        step = STEPS.pause() if STEPS.open else None
         try:
             STEPS.copies.add(snapshot)
             if STEPS.open and STEPS.wait(timeout) is None:
@@ -458,6 +462,8 @@ class SnapshotCopier:
             STEPS.copies.discard(snapshot)
             if STEPS.num_waiting:
                 STEPS.end(snapshot)
+            if step is not None:
+                STEPS.begin_or_resume(step)
         return True
 
     async def take(

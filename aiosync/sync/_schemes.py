@@ -347,7 +347,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
             return self._send_unawaited(*args, **kwargs)
         # A send that has to wait for no worker is made on this thread, without the loop.
         held, publish = self._lease, publish_with(self._scheme) if name == "send" else None
-        if publish is not None and held is not None and held.valid:
+        # A hook of an optimizer's step goes the other way, which leaves the step: the loop may be
+        # waiting for it.
+        if publish is not None and held is not None and held.valid and not STEPS.open:
             report = held.at_once(functools.partial(publish, *args, **kwargs))
             if report is not None:
                 return report

@@ -29,7 +29,7 @@ from aiosync.tensors.copying import (
 )
 from aiosync.tensors.device_buffer import DeviceBuffer
 from aiosync.tensors.devices import DeviceCopies, copies_by_device
-from aiosync.tensors.mapping import DtypeRule, Dtypes, Pattern
+from aiosync.tensors.mapping import DtypeRule, Dtypes
 from aiosync.tensors.values import EXTRA_STATE, inner_names
 from aiosync.tensors.walk import (
     ExtractAs,
@@ -318,20 +318,21 @@ class Flattener:
     Args:
         extract_as: The weights of a module that are sent; see :func:`~aiosync.tensors.collect`.
         limits: Bounds that the receivers are expected to have.
-        dtype: The result of :func:`~aiosync.tensors.check_dtypes`.
+        dtype: The result of :func:`~aiosync.tensors.check_dtypes`; or the rule that was made of
+            it, which flatteners may share: a pattern has to match a weight of one of them.
     """
 
     def __init__(
         self,
         extract_as: ExtractAs = "tensordict",
         limits: Limits = DEFAULT_LIMITS,
-        dtype: Dtypes | None = None,
+        dtype: Dtypes | DtypeRule | None = None,
     ) -> None:
         self.extract_as: ExtractAs = extract_as
         self._limits = limits
-        self._rule = None if dtype is None else DtypeRule(dtype)
-        # Patterns that have matched a weight, of which a later update of some names may have none.
-        self._used = set[Pattern]()
+        if dtype is not None and not isinstance(dtype, DtypeRule):
+            dtype = DtypeRule(dtype)
+        self._rule: DtypeRule | None = dtype
         self._tree: ModuleTree | None = None
         self._plan: _Plan | None = None
         # Buffers of which it was logged that they are not rounded.
@@ -405,8 +406,8 @@ class Flattener:
 
     def _cast(self, rule: DtypeRule, found: Found, leaves: Leaves) -> list[Leaf]:
         """Return the leaves, each with a meta tensor of the dtype that it has on the way."""
-        dtypes = self._choose_dtypes(rule, found, leaves, self._used)
-        spare = [pattern.text for pattern in rule.patterns if pattern not in self._used]
+        dtypes = self._choose_dtypes(rule, found, leaves)
+        spare = [pattern.text for pattern in rule.patterns if pattern not in rule.used]
         if spare and leaves.leaves:
             raise ConfigError(
                 f"wire_dtype has patterns that match no weight: {', '.join(spare)}; the first of "
@@ -417,16 +418,14 @@ class Flattener:
             for leaf, dtype in zip(leaves.leaves, dtypes, strict=True)
         ]
 
-    def _choose_dtypes(
-        self, rule: DtypeRule, found: Found, leaves: Leaves, used: set[Pattern]
-    ) -> list[torch.dtype]:
+    def _choose_dtypes(self, rule: DtypeRule, found: Found, leaves: Leaves) -> list[torch.dtype]:
         """Return the dtype of each leaf on the way; log the buffers that are not rounded."""
         inside = inner_names(leaves.values)
         buffers = {place.name: place for place in found.places if place.kind == "buffer"}
         dtypes, exact = list[torch.dtype](), list[str]()
         for leaf in leaves.leaves:
             names, now = (leaf.name, *leaf.aliases), leaf.tensor.dtype
-            dtype = rule.find(names, now, used)
+            dtype = rule.find(names, now, rule.used)
             if leaf.name in inside or EXTRA_STATE in leaf.name.split("."):
                 dtype = now
             elif rule.for_all and buffers.keys() >= {*names}:

@@ -115,9 +115,11 @@ class DtypeRule:
     Attributes:
         for_all: True for a single dtype, without names.
         patterns: The patterns that have to fit some name, in order; none for a single dtype.
+        used: Those that have matched a weight, of which a later update of some names may have none.
     """
 
     def __init__(self, dtypes: Dtypes) -> None:
+        self.used: set[Pattern] = set()
         self.for_all: bool = isinstance(dtypes, torch.dtype)
         listed = {"*": dtypes} if isinstance(dtypes, torch.dtype) else dtypes
         self._dtypes = {Pattern(text, "dtype"): dtype for text, dtype in listed.items()}

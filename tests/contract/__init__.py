@@ -1,10 +1,10 @@
 """The contract of schemes: the duties of every scheme, as a list of checks.
 
-delivery: send_applies, several_workers,
-late_joiner_gets_what_was_sent, no_first_weights, forms_of_weights, changed_source, worker_ids,
-per_worker_weights, parts, parts_for_a_late_joiner, everything_travels, nothing_is_aliased,
-kept_values, kept_buffers, state_of_a_worker, state_behind_a_transform, graph_of_a_version,
-sends_at_once, wire_dtype, wire_dtype_of_statistics, two_models.
+delivery: send_applies, several_workers, late_joiner_gets_what_was_sent, no_first_weights,
+forms_of_weights, changed_source, worker_ids, per_worker_weights, parts, parts_for_a_late_joiner,
+everything_travels, nothing_is_aliased, kept_values, kept_buffers, state_of_a_worker,
+state_behind_a_transform, graph_of_a_version, sends_at_once, no_time_to_wait_for_the_lag,
+wire_dtype, wire_dtype_of_statistics, two_models.
 
 failures: refused_shape, refused_names, refused_halfway, refused_first_weights, other_model,
 index_taken, require, nobody_comes, dead_worker, dead_trainer, dead_before_connect, killed_worker,

@@ -408,6 +408,16 @@ async def check_sends_at_once(bench: Bench) -> None:
         assert await crew.values() == [4.0]
 
 
+async def check_no_time_to_wait_for_the_lag(bench: Bench) -> None:
+    """With a timeout of 0 a send that need not wait for the lag has all its time."""
+    async with bench.crew(small(1.0), [small()]) as crew:
+        for value in (2.0, 3.0, 4.0):
+            fill(crew.source, value)
+            report = await crew.sender.send(max_lag=2, timeout=0)
+            assert report.acked == {0}
+            assert await crew.values() == [value]
+
+
 async def check_wire_dtype(bench: Bench) -> None:
     """wire_dtype= rounds only what travels; the sender's weights and all dtypes stay."""
     targets = [small(), small().bfloat16()]
@@ -483,6 +493,7 @@ CHECKS = (
     check_state_behind_a_transform,
     check_graph_of_a_version,
     check_sends_at_once,
+    check_no_time_to_wait_for_the_lag,
     check_wire_dtype,
     check_wire_dtype_of_statistics,
     check_two_models,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
 from typing import Any
@@ -431,3 +432,74 @@ async def test_a_thread_that_could_not_start_is_started_for_the_next_update(
         models.fill(source, 2.0)
         assert (await scheme.send(source, timeout=PATIENCE)).acked == {0}
         assert models.filled(target, 2.0)
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_worker_that_refuses_a_version_after_it_was_named_has_not_acked_it(
+    named: bool,
+) -> None:
+    """Its next read takes the version, while the send still waits for another worker."""
+    scheme = aiosync.SharedMemWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=models.linear(), num_workers=2)
+    targets = [models.linear(), models.linear()]
+    first, second = (copy.copy(scheme) for _ in targets)
+    second.apply = "manual"
+    for worker, target in zip((first, second), targets, strict=True):
+        worker.init_on_receiver(model_id="policy", model=target)
+    async with scheme, first, second:
+        await asyncio.gather(scheme.connect(), first.connect(), second.connect())
+        for _ in range(5 if named else 0):
+            await scheme.send(worker_ids=first.worker_idx)
+            targets[0](torch.ones(4))
+        targets[0].weight = nn.Parameter(torch.zeros(3, 4))
+        targets[0].bias = nn.Parameter(torch.zeros(3))
+        sending = asyncio.ensure_future(scheme.send())
+        await asyncio.sleep(0.05)
+        with contextlib.suppress(aiosync.ApplyError):
+            targets[0](torch.ones(4))
+        await second.wait_staged(scheme.version)
+        await asyncio.sleep(0.1)
+        assert second.apply_pending() == scheme.version
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await sending
+        assert isinstance(caught.value.failed[first.worker_idx], aiosync.ApplyError)
+        assert caught.value.acked == {second.worker_idx}
+
+
+async def test_a_part_for_one_worker_may_have_no_weight_of_a_pattern() -> None:
+    weights = {"base.w": torch.ones(4), "head.w": torch.ones(4)}
+    scheme = aiosync.MultiProcessWeightSyncScheme(
+        strict=False,
+        per_worker_weights=True,
+        guard="reading",
+        wire_dtype={"base.*": torch.bfloat16, "head.*": torch.bfloat16},
+    )
+    target = {"weights": {name: torch.zeros(4) for name in weights}}
+    async with harness.crowd(scheme, [None], sender={"weights": weights}, receiver=target) as (
+        _,
+        _w,
+    ):
+        await scheme.send({"head.w": torch.full((4,), 2.0)})
+        await scheme.send({0: {"head.w": torch.full((4,), 3.0)}})
+        assert target["weights"]["head.w"].tolist() == [3.0] * 4
+
+
+@both
+async def test_parts_of_other_sizes_come_again_to_another_model(make: Any) -> None:
+    """Over shared memory the worker has closed the segment of the first part."""
+    model = {"a": torch.ones(4), "b": torch.ones(4096)}
+    scheme = make(strict=False)
+
+    def net() -> nn.Module:
+        return nn.ParameterDict({name: torch.zeros_like(each) for name, each in model.items()})
+
+    sender = {"weights": {"a": model["a"]}}
+    async with harness.here(scheme, net(), sender=sender) as (_, worker):
+        await scheme.send({"b": model["b"]})
+        for _ in range(3):
+            worker.model = None
+            worker.model = other = net()
+            assert await worker.pull(timeout=PATIENCE) == 2
+            with worker.reading():
+                assert all((each == 1).all() for each in other.values())
+        assert (await scheme.send({"b": model["b"]})).acked == {0}

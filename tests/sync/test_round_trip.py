@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gc
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import aiosync
 import aiosync.sync
@@ -258,3 +260,51 @@ def test_a_busy_accelerator_delays_a_send_and_no_other_call(make: Any) -> None:
             idle.set()
         assert not is_stuck
         assert tools.value_at(receiver) == 2.0
+
+
+@pytest.mark.slow
+def test_a_send_in_a_step_beside_another_threads_send_waits_for_no_timeout() -> None:
+    """The portal's loop waits for the step, and so must not be waited for in the step."""
+    models = [tools.filled(1.0), tools.filled(1.0)]
+    with contextlib.ExitStack() as stack:
+        inside, other = [aiosync.sync.TCPWeightSyncScheme("tcp://127.0.0.1:0") for _ in models]
+        for scheme, model in zip((inside, other), models, strict=True):
+            stack.enter_context(scheme)
+            scheme.init_on_sender(model=model)
+            scheme.connect()
+        optimizer, begun = torch.optim.SGD(models[0].parameters(), lr=0.1), threading.Event()
+        optimizer.register_step_post_hook(
+            lambda *_: (begun.set(), time.sleep(0.2), inside.send()) and None
+        )
+        models[0](torch.ones(1, 4)).sum().backward()
+        stepping = tools.in_thread(optimizer.step)
+        assert begun.wait(tools.PATIENCE)
+        other.send_async(timeout=tools.PATIENCE / 2)
+        other.wait_async()
+        stepping.join(tools.PATIENCE)
+        assert inside.version == 2
+
+
+@pytest.mark.slow
+def test_sends_in_the_steps_of_two_threads_do_not_wait_for_each_other() -> None:
+    meet, versions = threading.Barrier(2), list[int]()
+
+    async def train() -> None:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheme = aiosync.TCPWeightSyncScheme("tcp://127.0.0.1:0", timeout=tools.PATIENCE / 2)
+        scheme.init_on_sender(model=model)
+        async with scheme:
+            await scheme.connect()
+            handles: list[aiosync.SendHandle] = []
+            optimizer.register_step_post_hook(
+                lambda *_: (meet.wait(), handles.append(scheme.send_nowait())) and None
+            )
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            versions.append((await handles[0]).version)
+
+    threads = [tools.in_thread(lambda: asyncio.run(train())) for _ in range(2)]
+    for thread in threads:
+        thread.join(tools.PATIENCE)
+    assert versions == [2, 2]

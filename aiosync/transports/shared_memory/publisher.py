@@ -168,8 +168,12 @@ class SlotPublisher:
         return self._held if self._words is None else min(self._words[HOLDS], self.version)
 
     def forget(self) -> None:
-        """Store the next word even for the same version: the peer says that it holds none."""
+        """Store the next word even for the same version: the peer says that it holds none.
+
+        It may have closed segments in which it held nothing, so all are announced again.
+        """
         self.version = 0
+        self.announced.clear()
         if self._words is not None:
             # A peer that refuses that version leaves the word as it is.
             self._words[HOLDS] = 0

@@ -375,12 +375,15 @@ class SlotReader:
                 self.words = map_page(fd)
             elif isinstance(message, DeviceSlot):
                 of = self.segments.get(message.segment_id & 255)
-                if of is None or of.segment_id != message.segment_id or message.index in of.blocks:
+                if of is None or of.segment_id != message.segment_id:
                     raise RemoteProtocolError("the peer announced device memory for no slot")
-                of.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
-                fd = -1
-            elif message.segment_id & 255 in self.segments:
-                raise RemoteProtocolError("the peer announced a segment twice")
+                if message.index not in of.blocks:
+                    of.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
+                    fd = -1
+            elif (known := self.segments.get(message.segment_id & 255)) is not None:
+                # The peer announces all segments again if this side may have closed some.
+                if known.segment_id != message.segment_id:
+                    raise RemoteProtocolError("the peer announced two segments by one number")
             else:
                 self.segments[message.segment_id & 255] = _SegmentView(fd, message)
                 fd = -1
