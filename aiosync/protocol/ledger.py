@@ -233,6 +233,13 @@ class Ledger:
         newer = refused and inbox.epoch == refused.epoch and inbox.version > refused.version
         return None if newer else refused
 
+    def is_settled(self, epoch: int, version: int) -> bool:
+        """Return True if the model took this version, or refused it."""
+        refused = self.refused
+        return (epoch, version) == self.inbox.taken or (
+            refused is not None and (epoch, version) == (refused.epoch, refused.version)
+        )
+
     def settle(self, version: int) -> None:
         """Note that the model took or refused a version, and so no older one is owed."""
         if version >= self.owed:

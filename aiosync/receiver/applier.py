@@ -433,6 +433,8 @@ class Applier:
         if slots is None or slot is None or staged.slots is not slots:
             # The end of that link waits for this; what the model views is kept.
             staged.give_back()
+            if unused is not None and unused.slot is not None:
+                unused.give_back()
             return True
         if not staged.taken:
             slots.refuse(slot)

@@ -356,7 +356,7 @@ class WeightReceiver:
                 self._answer(epoch, older, AckStatus.SKIPPED)
                 self.meter.ended("skipped", epoch, older, time.perf_counter())
             self._apply_and_answer(epoch, version)
-        else:
+        elif not self.ledger.is_settled(epoch, version):
             # The link before may have ended before a read was over, for which this version waits.
             self.applier.apply_soon()
 

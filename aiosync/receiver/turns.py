@@ -88,9 +88,12 @@ class Turns:
         )
 
     async def wait_for_thread(self, unless: Callable[[], bool]) -> None:
-        """Wait until no try of the thread is under way, or ``unless()`` is true. On the loop."""
-        while self._in_thread is not None and not self.has_ended and not unless():
+        """Wait for the end of the thread's try that is under way, or ``unless()``. On the loop."""
+        under_way = self._in_thread
+        while under_way is not None and not self.has_ended and not unless():
             await self._thread_ended.wait()
+            # Another one may have begun: in a stream of updates there is always one.
+            under_way = under_way if self._in_thread is under_way else None
 
     def _apply_offered(self) -> bool:
         """Apply in the thread what was offered to the guard; return False if a read is open."""

@@ -314,6 +314,11 @@ class Send:
         # ask for one worker more.
         return max(min(total, 1), math.ceil(self.require * total - 1e-9))
 
+    @property
+    def may_end(self) -> bool:
+        """True if no outcome is missed any more; ``require="all"`` is to name each failure."""
+        return not self.waiting or (self.require != "all" and self.satisfied)
+
     def resolve(self, worker_idx: int, outcome: Outcome) -> bool:
         """Register the outcome of the version at one target.
 

@@ -529,7 +529,7 @@ class WeightSender:
         """End a send that waits for no worker; else see to it that it ends in time."""
         if timeout is not None:
             send.timeout = timeout
-        if not send.waiting:
+        if send.may_end:
             self._settle(send)
             return
         send.check_at = min(time.perf_counter() + FIRST_SECONDS, send.started + send.timeout)
@@ -542,9 +542,7 @@ class WeightSender:
         send = self._sends.get(outcome.version)
         if send is None:
             return False
-        # With ``require="all"`` a send waits for every target, to name each failure.
-        counts = send.resolve(idx, outcome)
-        if counts and (not send.waiting or (send.require != "all" and send.satisfied)):
+        if send.resolve(idx, outcome) and send.may_end:
             self._settle(send)
         return idx in send.failed and not send.waiter.cancelled()
 

@@ -370,7 +370,9 @@ class WeightSyncScheme(SchemeState, abc.ABC):
         if max_lag is not None:
             self.wait_lag_below(max_lag, timeout=timeout)
         targets = addressed_workers(weights, worker_ids)
-        handle = self._begin(weights, worker_ids, timeout)
+        # As in the async send(), a timeout of 0 is for the wait for the lag only.
+        limit = None if max_lag is not None and timeout == 0 else timeout
+        handle = self._begin(weights, worker_ids, limit)
         if handle.done() and not has_failed(handle):  # The next call raises a failure.
             return self._call(_result(handle))
         waiting = frozenset(self.worker_versions if targets is None else targets)

@@ -288,6 +288,34 @@ def fill(model: nn.Module, value: float) -> None:
             each.fill_(value)
 
 
+async def test_a_call_by_hand_ends_in_a_stream_of_updates(device: Deferred) -> None:
+    wait = device.synchronize
+
+    def synchronize(on: torch.device) -> None:
+        time.sleep(0.03)
+        wait(on)
+
+    sender = aiosync.TCPWeightSyncScheme(apply="manual")
+    sender.init_on_sender(model_id="policy", model=net(1.0, 100), num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver(model_id="policy", model=net(0.0, 100))
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        device.synchronize = synchronize  # type: ignore[method-assign]
+
+        async def stream() -> None:
+            while True:
+                handles.append(sender.send_nowait())
+                await asyncio.sleep(0.005)
+
+        handles: list[Any] = []
+        streaming = asyncio.create_task(stream())
+        with pytest.raises(aiosync.RecvTimeout):
+            await asyncio.wait_for(receiver.wait_for_version(10**6, timeout=0.1), 10)
+        streaming.cancel()
+    await asyncio.gather(*handles, return_exceptions=True)
+
+
 class Odd(BaseException):
     """An error that is no Exception."""
 

@@ -517,3 +517,33 @@ async def test_what_waited_for_a_read_is_applied_although_the_link_was_replaced(
         await until(lambda: worker.version == 2)
         with contextlib.suppress(aiosync.AiosyncError):
             await handle
+
+
+@pytest.mark.asyncio
+async def test_a_hook_that_outlives_its_link_is_called_once() -> None:
+    """The next link names the version again, as the trainer has no answer yet."""
+    calls, started, goes_on = list[int](), asyncio.Event(), asyncio.Event()
+
+    async def applied(epoch: int, version: int) -> None:
+        calls.append(version)
+        if version == 2:
+            started.set()
+            await goes_on.wait()
+
+    sender = aiosync.DistributedWeightSyncScheme()
+    sender.init_on_sender(model_id="policy", model=nn.Linear(4, 2), num_workers=1)
+    worker = copy.copy(sender)
+    hooks = aiosync.SchemeHooks(applied=applied)
+    worker.init_on_receiver(model_id="policy", model=nn.Linear(4, 2), hooks=hooks)
+    async with sender, worker:
+        await asyncio.gather(sender.connect(), worker.connect())
+        handle = sender.send_nowait()
+        await asyncio.wait_for(started.wait(), PATIENCE)
+        sender.sender_transports[0].abort()
+        await until(lambda: worker.reconnects == 1 and bool(sender.worker_versions))
+        await asyncio.sleep(0.2)
+        goes_on.set()
+        assert (await sender.send()).acked == {0}
+        assert calls.count(2) == 1
+        with contextlib.suppress(aiosync.AiosyncError):
+            await handle

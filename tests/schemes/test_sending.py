@@ -503,3 +503,20 @@ async def test_parts_of_other_sizes_come_again_to_another_model(make: Any) -> No
             with worker.reading():
                 assert all((each == 1).all() for each in other.values())
         assert (await scheme.send({"b": model["b"]})).acked == {0}
+
+
+async def test_a_quorum_that_naming_alone_meets_ends_the_send() -> None:
+    scheme = aiosync.SharedMemWeightSyncScheme(require=1, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=models.linear(), num_workers=2)
+    targets = [models.linear(), models.linear()]
+    first, second = (copy.copy(scheme) for _ in targets)
+    second.apply = "manual"
+    for worker, target in zip((first, second), targets, strict=True):
+        worker.init_on_receiver(model_id="policy", model=target)
+    async with scheme, first, second:
+        await asyncio.gather(scheme.connect(), first.connect(), second.connect())
+        for _ in range(5):
+            await scheme.send(worker_ids=first.worker_idx)
+            targets[0](torch.ones(4))
+        report = await asyncio.wait_for(scheme.send(), PATIENCE / 4)
+        assert (report.acked, report.waiting) == ({first.worker_idx}, {second.worker_idx})

@@ -308,3 +308,16 @@ def test_sends_in_the_steps_of_two_threads_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.join(tools.PATIENCE)
     assert versions == [2, 2]
+
+
+@pytest.mark.parametrize("make", [tools.SHM, tools.PIPE])
+def test_a_timeout_of_zero_is_for_the_lag_alone(make: Any) -> None:
+    source, target = tools.filled(1.0), tools.filled(0.0)
+    with tools.pair(make, source, target, sync=False, guard="reading") as (sender, receiver):
+        for value in (2.0, 3.0, 4.0, 5.0):
+            tools.fill(source, value)
+            sender.send(max_lag=5, timeout=0)
+            time.sleep(0.05)
+        receiver.wait_for_version(sender.version, timeout=tools.PATIENCE)
+        assert sender.version == 5
+        assert not sender.wait_async().failed

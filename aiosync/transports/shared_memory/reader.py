@@ -384,6 +384,8 @@ class SlotReader:
                 # The peer announces all segments again if this side may have closed some.
                 if known.segment_id != message.segment_id:
                     raise RemoteProtocolError("the peer announced two segments by one number")
+                # Now it is the newest one, which stays open.
+                self.segments[known.segment_id & 255] = self.segments.pop(known.segment_id & 255)
             else:
                 self.segments[message.segment_id & 255] = _SegmentView(fd, message)
                 fd = -1
