@@ -314,6 +314,7 @@ def restarted() -> None:
         while time.monotonic() < deadline:
             number += 1.0
             updater(policy_of(number))
+        raise AssertionError("no update told of the actor's end")
     except aiosync.PartialSyncError as error:
         assert set(error.failed) == {1}
     while True:
