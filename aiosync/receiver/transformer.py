@@ -90,7 +90,7 @@ class Transformer:
         except Exception as exc:  # noqa: BLE001 - the trainer gets it in the NACK
             self._done(staged, exc)
             return
-        except BaseException:
+        except BaseException:  # raised again once the slot is given back
             # The receiver has ended. Device memory cannot be kept from the trainer's next version,
             # so that its slot stays locked until it is given back here, or by the thread.
             if staged.slot is not None and self._reading is not staged:
