@@ -287,7 +287,7 @@ def test_a_send_in_a_step_beside_another_threads_send_waits_for_no_timeout() -> 
 
 @pytest.mark.slow
 def test_sends_in_the_steps_of_two_threads_do_not_wait_for_each_other() -> None:
-    meet, versions = threading.Barrier(2), list[int]()
+    meet, versions = threading.Barrier(2, timeout=tools.PATIENCE / 2), list[int]()
 
     async def train() -> None:
         model = nn.Linear(4, 2)
@@ -301,6 +301,7 @@ def test_sends_in_the_steps_of_two_threads_do_not_wait_for_each_other() -> None:
                 lambda *_: (meet.wait(), handles.append(scheme.send_nowait())) and None
             )
             model(torch.ones(4)).sum().backward()
+            meet.wait()  # A connect() waits for the steps of other threads, as a send() does.
             optimizer.step()
             versions.append((await handles[0]).version)
 
