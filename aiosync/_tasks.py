@@ -30,6 +30,7 @@ __all__ = [
     "WorkerThread",
     "call_soon",
     "current_task",
+    "in_own_thread",
     "in_pool_thread",
     "run_on_loop",
     "running_loop",
@@ -386,6 +387,21 @@ class WorkerThread:
             self._jobs.put(None)
             if not self._working:
                 self._thread.join(patience)
+
+
+async def in_own_thread(call: Callable[[], _T], name: str) -> _T:
+    """Make a call that may never return in a daemon thread of its own, and wait for it.
+
+    A thread of a pool would keep the process from ending then.
+
+    Cancellation:
+        At once; the call goes on in its thread, and its result is dropped.
+    """
+    thread = WorkerThread(name)
+    try:
+        return await thread.run(call, patience=0.0)
+    finally:
+        thread.close(patience=1.0)
 
 
 def _tell(ended: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:

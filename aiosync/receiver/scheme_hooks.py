@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from aiosync._tasks import WorkerThread
+from aiosync._tasks import in_own_thread
 from aiosync.errors import AiosyncError, ConfigError
 
 __all__ = ["AfterApply", "SchemeHooks", "in_thread", "run_hook"]
@@ -106,15 +106,8 @@ def _call_plain(hook: Callable[[int, int], object], epoch: int, version: int) ->
 
 
 async def in_thread(call: Callable[[], object]) -> None:
-    """Run a call that may block in a thread of its own; wait for it, and for its awaitable result.
-
-    A thread of a pool would keep the process from ending if the call never returns.
-    """
-    thread = WorkerThread("aiosync-cascade")
-    try:
-        result = await thread.run(call, patience=0.0)
-    finally:
-        thread.close(patience=1.0)
+    """Run a call that may block in a thread of its own; await its result if that is awaitable."""
+    result = await in_own_thread(call, "aiosync-cascade")
     # An `async def` below a decorator looks like a plain function, and gives a coroutine.
     if inspect.isawaitable(result):
         await result

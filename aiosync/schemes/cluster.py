@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar
 
-from aiosync._tasks import in_pool_thread
+from aiosync._tasks import in_own_thread
 from aiosync.errors import AiosyncError, AuthError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Left
 from aiosync.rendezvous.same_host import SameHost, dial_here
@@ -293,7 +293,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
         return self._linked(scheme, link, listened=False)
 
     async def ask(self, call: Callable[..., _T], *args: object) -> _T:
-        """Make a blocking call to the cluster in a thread, see :func:`in_pool_thread`.
+        """Make a blocking call to the cluster in a thread, see :func:`in_own_thread`.
 
         Raises:
             TimeoutError: An earlier call was given up, and its thread still hangs.
@@ -309,7 +309,7 @@ class ClusterFabric(StreamFabric[_Scheme]):
             finally:
                 self._is_asked = False
 
-        return await in_pool_thread(asking)
+        return await in_own_thread(asking, "aiosync-cluster")
 
     async def _look_up(self, most: float, rest: float | None) -> None:
         """Look for the trainer's address and use it; or the known one, if there is no answer.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, ClassVar, Literal
 
-from aiosync._tasks import in_pool_thread
+from aiosync._tasks import in_own_thread
 from aiosync.errors import ConnectError
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
 from aiosync.schemes.options import DistributedOptions
@@ -185,7 +186,8 @@ class _StoreFabric(ClusterFabric[DistributedWeightSyncScheme]):
         try:
             token = self.credentials.token_bytes or b""
             value = str(address).encode() + _SEPARATOR + token.hex().encode()
-            await in_pool_thread(self._store.set, self._key, value)
+            announce = functools.partial(self._store.set, self._key, value)
+            await in_own_thread(announce, "aiosync-cluster")
         except RuntimeError as exc:
             # torch raises this.
             raise ConnectError(f"the store did not accept the trainer's address: {exc}") from exc

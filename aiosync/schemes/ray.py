@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import importlib
 import secrets
 import threading
@@ -16,7 +17,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
 from aiosync._repr import text_of
-from aiosync._tasks import in_pool_thread
+from aiosync._tasks import in_own_thread
 from aiosync.errors import AiosyncError, ConfigError, ConnectError, ConnectTimeout
 from aiosync.rendezvous.dialer import Backoff
 from aiosync.schemes.cluster import INLINE_NBYTES, ClusterFabric, ClusterScheme
@@ -338,9 +339,10 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
     async def publish(self, address: Address) -> None:
         """Put the sender's address into the cluster's key-value store."""
         self._published, key = str(address).encode(), self.key.encode()
-        put = _store()._internal_kv_put
+        put = functools.partial(_store()._internal_kv_put, namespace=_NAMESPACE)
         try:
-            await in_pool_thread(put, key, self._published, True, namespace=_NAMESPACE)
+            announce = functools.partial(put, key, self._published, True)
+            await in_own_thread(announce, "aiosync-cluster")
         except Exception as exc:  # Ray's, of any type; connect() and send() raise it
             raise ConnectError(
                 f"the trainer could not be registered in the Ray cluster: "
@@ -362,10 +364,10 @@ class _RayFabric(ClusterFabric[RayWeightSyncScheme]):
         try:
             # Without a cluster, a call of Ray's would connect this process to one.
             if published is not None and load_ray().is_initialized():
-                withdrawing = in_pool_thread(_forget, self.key.encode(), published)
+                forget = functools.partial(_forget, self.key.encode(), published)
                 # After a timeout the entry stays, and workers find no trainer there.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(withdrawing, _CLOSE_SECONDS)
+                    await asyncio.wait_for(in_own_thread(forget, "aiosync-cluster"), _CLOSE_SECONDS)
         finally:
             if remote is not None:
                 await remote.stop(self.model_id)
