@@ -526,11 +526,12 @@ class WeightSender:
                 send.resolve(idx, Outcome(send.version, error=error))
 
     def _wait_for(self, send: Send, timeout: float | None) -> None:
-        """End a send that waits for no worker; else see to it that it ends in time."""
+        """End a send that may end already; else see to it that it ends in time."""
         if timeout is not None:
             send.timeout = timeout
         if send.may_end:
             self._settle(send)
+        if self._sends.get(send.version) is not send:
             return
         send.check_at = min(time.perf_counter() + FIRST_SECONDS, send.started + send.timeout)
         self._set_timer(send.check_at)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import aiosync
 import aiosync.sync
@@ -126,6 +127,34 @@ async def test_it_dies_while_the_send_begins(make: Any) -> None:
         with pytest.raises(aiosync.PartialSyncError) as caught:
             await scheme.send_nowait()
         assert (caught.value.acked, caught.value.failed.keys()) == (set(), {1})
+
+
+async def _hang(epoch: int, version: int) -> None:
+    if version > 1:
+        await asyncio.Event().wait()
+
+
+async def _compute(state: harness.State) -> None:
+    state.model(torch.zeros(1, 4))
+
+
+async def test_the_quorum_dies_unnoticed_and_the_others_never_answer() -> None:
+    trainer = Trainer()
+    scheme = aiosync.SharedMemWeightSyncScheme(require=1)
+    scheme.init_on_sender("policy", context=trainer, num_workers=2)
+    init = [{}, {"hooks": aiosync.SchemeHooks(applied=_hang)}]
+    async with harness.workers(scheme, models.linear, 2, init=init) as crew:
+        for _ in range(5):
+            # The worker takes versions by itself from the second one on.
+            await scheme.send(worker_ids=0)
+            await crew[0].call(_compute)
+        # No send waits any more, so that no timer of an earlier one ends this one.
+        await asyncio.sleep(6)
+        trainer.before = crew[0].kill
+        with pytest.raises(aiosync.PartialSyncError) as caught:
+            await asyncio.wait_for(scheme.send_nowait(timeout=1), harness.PATIENCE / 2)
+        assert (caught.value.acked, caught.value.failed.keys()) == (set(), {0, 1})
+        assert isinstance(caught.value.failed[1], aiosync.AckTimeout)
 
 
 @pytest.mark.parametrize(
