@@ -537,7 +537,9 @@ class Applier:
 
     def keep_memory(self) -> None:
         """Replace the link's memory below the model by memory of this process, as the link ends."""
-        self._updates.keep(self.model.current)
+        # A copied update was given back, and an update that is read now may be in its slot.
+        if not self.model.copy:
+            self._updates.keep(self.model.current)
         self._updates.keep(self._taking)
 
     def end(self) -> Staged | None:
