@@ -233,7 +233,7 @@ def test_nothing_is_left_behind_when_it_is_interrupted() -> None:
             raise KeyboardInterrupt
 
     results = Results(machine(), plan.name)
-    with assert_no_leaks(), pytest.raises(KeyboardInterrupt):
+    with assert_no_leaks(grace=5.0), pytest.raises(KeyboardInterrupt):
         run(plan, results, interrupt)
     assert {each.case for each in results.timings} == {CASE}
 

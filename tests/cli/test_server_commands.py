@@ -568,7 +568,7 @@ def test_a_second_signal_ends_a_server_at_once(
     args = ("--listen", unix, "--store", str(folder / "stuck-store"))
     with serving(folder / "stuck-log", *args, program=program) as server:
         # The trainer gets an error, since the version is not on disk.
-        status, text = refused(capsys, "push", weights[0], server.url, "--timeout", "1")
+        status, text = refused(capsys, "push", weights[0], server.url, "--timeout", "5")
         assert (status, "AckTimeout" in text) == (1, True)
         server.send_signal(signal.SIGINT)
         # The server ends, but waits for the disk.

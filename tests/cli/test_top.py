@@ -439,7 +439,7 @@ async def test_a_reader_that_takes_nothing_for_ten_seconds_is_let_go() -> None:
     async with asyncio.timeout(PATIENCE), serve_page("127.0.0.1:0", "it", ask, 0.01) as url:
         async with requested(url, "/events") as (_, reader):
             # The server waits meanwhile with the second or third event.
-            await asyncio.sleep(13)
+            await asyncio.sleep(16)
             with contextlib.suppress(ConnectionError):
                 while await reader.read(2**20):
                     pass

@@ -294,7 +294,7 @@ class Check:
         self, make: SchemeFactory, hooks: Hooks | None = None, leaks: tuple[str, ...] = LEAKS
     ) -> None:
         """Run the check; raise if its statement does not hold, it hangs, or it leaves resources."""
-        async with assert_no_leaks(kinds=leaks), asyncio.timeout(PATIENCE + 5):
+        async with assert_no_leaks(kinds=leaks, grace=5.0), asyncio.timeout(PATIENCE + 5):
             await self.body(Bench(make, hooks or Hooks()))
 
 

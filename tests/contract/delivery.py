@@ -65,10 +65,12 @@ async def check_looks_without_a_read(bench: Bench) -> None:
         for number in range(22, 27):
             await looker.compute()
             assert (await crew.send(float(number))).acked == {0, 1}
-        # It no longer computes, which the trainer learns after some versions.
+        # It no longer computes, which the trainer learns after some versions, each taken late.
         for number in range(27, 47):
             await crew.send(float(number))
-            await asyncio.sleep(0.02)
+            async with asyncio.timeout(PATIENCE):
+                while await looker.look() != number:
+                    await asyncio.sleep(0.001)
         for number in range(47, 67):
             assert (await crew.send(float(number))).acked == {0, 1}
             assert await looker.look() == number

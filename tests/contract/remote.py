@@ -57,11 +57,13 @@ class Remote:
         return lambda *args: self._call(self._key, name, pickle.dumps(args))
 
     async def leave(self) -> None:
-        if not self._gone:
-            # The worker was never made.
-            with contextlib.suppress(KeyError):
-                await self._call(self._key, "leave", pickle.dumps(()))
-        await self._ended()
+        try:
+            if not self._gone:
+                # The worker was never made.
+                with contextlib.suppress(KeyError):
+                    await self._call(self._key, "leave", pickle.dumps(()))
+        finally:
+            await self._ended()
 
     async def die(self) -> None:
         if self._end is None:

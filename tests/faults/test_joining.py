@@ -104,11 +104,6 @@ async def test_a_timeout_names_those_that_ended() -> None:
             await scheme.connect(timeout=1.5, processes=[each.process for each in crew])
 
 
-def _is_up(state: harness.State) -> bool:
-    """Answer once the process has started."""
-    return state.model is not None
-
-
 @both
 async def test_a_supervisor_starts_another_one(make) -> None:
     """The new process may take a place in the list of processes, or be unknown to connect()."""
@@ -130,12 +125,12 @@ async def test_a_supervisor_starts_another_one(make) -> None:
     scheme = make()
     scheme.init_on_sender(model=models.linear(1.0), num_workers=2)
     async with harness.workers(scheme, models.linear, 3, connect=False) as crew:
-        assert await crew[2].call(_is_up)  # it has half a second to join, and not to start
-        crew[0].kill()
         connecting = asyncio.ensure_future(
             scheme.connect(timeout=harness.PATIENCE, processes=[each.pid for each in crew[:2]])
         )
+        # It would have half a second to join after the end of the first one.
         assert await crew[2].call(harness.join, 0) == 1
+        crew[0].kill()
         await asyncio.wait([connecting], timeout=1.5)
         assert not connecting.done()
         assert await crew[1].call(harness.join, 1) == 1

@@ -50,7 +50,7 @@ async def relayed(plan: PlanSource = None) -> AsyncIterator[Pair]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        async with assert_no_leaks(), FaultProxy(url) as proxy:
+        async with assert_no_leaks(grace=5.0), FaultProxy(url) as proxy:
             proxy.plan = plan
             with await dial(proxy.url) as dialer:
                 server, _ = await asyncio.get_running_loop().sock_accept(listener)

@@ -52,7 +52,7 @@ from tests.support.waiting import resident_nbytes
 
 TOKEN = "the-token-that-nobody-guesses"
 OTHER = "another-token-of-somebody-else"
-SOON = 0.3
+SOON = 1.0
 """Seconds of ``handshake_timeout``."""
 
 GROWTH = 48 * 2**20

@@ -249,7 +249,7 @@ def train_until_killed(url: str, ready: Any) -> None:
 async def test_a_trainer_that_is_killed_in_a_pause() -> None:
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    async with serving(max_pause=1.0) as (url, _):
+    async with serving(max_pause=5.0) as (url, _):
         process = context.Process(target=train_until_killed, args=(url, theirs), daemon=True)
         process.start()
         try:

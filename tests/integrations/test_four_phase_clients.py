@@ -169,7 +169,7 @@ async def test_open_instruct_hears_of_a_refused_update(how: str) -> None:
             trainer.update(3.0)
             assert [ask(url) for url in urls] == [answer_of(3)] * 2
 
-    async with two_servers(max_pause=1.0, **refusing.options) as urls:
+    async with two_servers(max_pause=5.0, **refusing.options) as urls:
         await asyncio.to_thread(train, urls)
 
 

@@ -127,7 +127,7 @@ class BrokenFactory(workers.Factory):
 )
 def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int]) -> None:
     """The error is the worker's own and comes soon, instead of one about a missing worker."""
-    scheme = SHM(timeout=4.0)
+    scheme = SHM(timeout=workers.PATIENCE)
     factories = [BrokenFactory() if idx in broken else workers.Factory(1.0) for idx in range(2)]
     options: dict[str, Any] = {"policy_factory": factories}
     envs: list[Any] = [worlds.World] * 2
@@ -145,7 +145,7 @@ def test_the_constructor_raises_what_a_worker_raised(what: str, broken: list[int
                 cat_results="stack",
                 **options,
             )
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < workers.PATIENCE / 2
     finally:
         scheme.shutdown()
 

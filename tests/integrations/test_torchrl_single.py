@@ -163,7 +163,8 @@ def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
     module = Blocked()
     policy = TensorDictModule(module, in_keys=["observation"], out_keys=["action"])
     other = {"module.value": torch.ones(worlds.WIDTH)}
-    with alone(policy, SHM(timeout=0.2), replay_buffer=make_buffer()) as collector:
+    scheme = SHM(timeout=0.2)
+    with alone(policy, scheme, replay_buffer=make_buffer()) as collector:
         module.gate = {"inside": threading.Event(), "go": threading.Event()}
         collector.start()
         try:
@@ -173,6 +174,7 @@ def test_a_forward_that_does_not_end_is_an_error_that_says_what_to_do() -> None:
             assert not module.value.any()
         finally:
             module.gate["go"].set()
+        scheme.timeout = workers.PATIENCE
         collector.update_policy_weights_(other)
         assert module.value.all()
 

@@ -39,7 +39,7 @@ class Collector:
         if value < 0:
             raise ValueError("negative weights")
         if value > _SLOW:
-            time.sleep(2.0)
+            time.sleep(8.0)
         self.seen.append((model_id, value))
 
     def _update_weights_tensordict(self, params: Any) -> None:
@@ -60,7 +60,7 @@ def check_timeout(sender: Any) -> None:
     started = time.monotonic()
     error = expect(aiosync.PartialSyncError, sender.send, td(_SLOW))
     assert "AckTimeout" in str(error), error
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 8.0
 
 
 def td(value: float) -> TensorDict:

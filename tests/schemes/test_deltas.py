@@ -488,12 +488,14 @@ def test_the_blocking_api_does_the_same(updates: int, seed: int) -> None:
             target=deltas.blocking_worker, args=(sender.address, theirs), daemon=True
         )
         process.start()
+        theirs.close()
         try:
             sender.connect(timeout=PATIENCE)
             for _ in range(updates):
                 deltas.change(model, rng)
                 report = sender.send()
                 ours.send(True)
+                assert ours.poll(PATIENCE), "the worker said nothing"
                 assert ours.recv() == (report.version, deltas.digests(model))
             assert sender.stats().wire_nbytes < updates * SIZE
             ours.send(False)

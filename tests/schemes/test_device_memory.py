@@ -544,7 +544,7 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_transform(device: Deferre
         with pytest.raises(aiosync.PartialSyncError):
             await sending
         await worker.call(go_on)
-        await asyncio.sleep(0.2)
+        await until_worker(worker, has_nothing)
         await sender.send()
         before = device.num_transfers
         for _ in range(3):

@@ -258,6 +258,35 @@ async def test_a_frozen_store_costs_no_more_than_the_deadline() -> None:
     assert store.asked == 1
 
 
+FROZEN = """
+import asyncio, threading, torch, torch.distributed as dist
+import aiosync
+
+class Frozen(dist.Store):
+    def check(self, keys):
+        threading.Event().wait()
+
+async def main():
+    async with aiosync.DistributedWeightSyncScheme(store=Frozen()) as worker:
+        worker.init_on_receiver(model=torch.nn.Linear(1, 1))
+        try:
+            await worker.connect(timeout=0.5)
+        except aiosync.ConnectTimeout:
+            print("too late")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_frozen_store_does_not_keep_the_process_from_ending() -> None:
+    """The call that was given up still waits in its thread."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert ended.stdout == "too late\n"
+
+
 @pytest.mark.asyncio
 @pytest.mark.slow
 async def test_a_worker_finds_its_trainer_again_while_the_store_is_frozen() -> None:
@@ -266,7 +295,7 @@ async def test_a_worker_finds_its_trainer_again_while_the_store_is_frozen() -> N
     store.answers.set()
     scheme, source = sending(num_workers=1, store=store)
     receiver = aiosync.DistributedWeightSyncScheme(
-        store=store, timeout=PATIENCE, reconnect=2.0, handshake_timeout=0.2
+        store=store, timeout=PATIENCE, reconnect=5.0, handshake_timeout=0.5
     )
     receiver.init_on_receiver(model_id="policy", model=models.medium())
     async with scheme, receiver:
@@ -283,7 +312,7 @@ async def test_a_worker_finds_its_trainer_again_while_the_store_is_frozen() -> N
                     assert (await scheme.send()).acked == {0}
                     assert models.holds(receiver, value)
                 await scheme.aclose()
-                with pytest.raises(aiosync.PeerClosed, match="not restored within 2 s"):
+                with pytest.raises(aiosync.PeerClosed, match="not restored within 5 s"):
                     await receiver.wait_for_version(99)
             # At most one thread hangs.
             assert store.asked == asked + 1

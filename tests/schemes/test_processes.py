@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -56,8 +57,11 @@ WORKERS = 2
 
 def _forwards(scheme: Any, model: Any) -> int:
     """Check that forwards neither mix versions nor go back; return the number of versions seen."""
-    newest, num_versions = 0.0, 0
-    for number in range(FORWARDS // WORKERS):
+    newest, num_versions, late = 0.0, 0, time.monotonic() + harness.PATIENCE / 2
+    for number in itertools.count():
+        # On a busy machine hardly anything may be sent during the first forwards.
+        if number >= FORWARDS // WORKERS and (num_versions > 20 or time.monotonic() > late):
+            break
         if number % 4:
             first, last = model()
         else:
@@ -119,10 +123,17 @@ async def _count_wake_ups() -> None:
             await scheme.send()
         # The last acknowledgements and releases happen now.
         await asyncio.sleep(0.5)
-        before = {name: wake_ups(worker.pid) for name, worker in crew.items()}
-        await asyncio.sleep(IDLE_SECONDS)
-        for name, worker in crew.items():
-            after = wake_ups(worker.pid)
-            assert after.keys() == before[name].keys(), name
-            woken = {thread: after[thread] - count for thread, count in before[name].items()}
-            assert sum(woken.values()) <= 1, f"{name}: {woken}"
+        # They may come late on a busy machine. A worker that polls is busy whenever one looks.
+        for _ in range(5):
+            before = {name: wake_ups(worker.pid) for name, worker in crew.items()}
+            await asyncio.sleep(IDLE_SECONDS)
+            after = {name: wake_ups(worker.pid) for name, worker in crew.items()}
+            busy = {
+                name: (before[name], after[name])
+                for name in crew
+                if before[name].keys() != after[name].keys()
+                or sum(after[name].values()) - sum(before[name].values()) > 1
+            }
+            if not busy:
+                break
+        assert not busy

@@ -106,7 +106,7 @@ async def test_whoever_seldom_computes_follows_soon_and_is_seldom_woken() -> Non
         ended = time.monotonic()
         await harness.until(lambda: scheme.worker_versions == {0: scheme.version})
         # On a quiet machine this takes 0.02 s.
-        assert time.monotonic() - ended < harness.PATIENCE / 10
+        assert time.monotonic() - ended < harness.PATIENCE / 2
         # A worker is woken once in 5 ms; on a busy machine a burst of sends may take long.
         assert woken < 50 + seconds / 0.005
         assert await worker.call(_looked_at) == {999.0}
@@ -120,13 +120,15 @@ async def test_a_worker_follows_soon_whatever_another_one_does() -> None:
         # A worker promises to take versions in its reads only after a read.
         await crew[0].call(harness.version)
         crew[0].stop()
-        begun = time.monotonic()
+        took = list[float]()
         for value in range(100):
             models.fill(source, float(value))
+            begun = time.monotonic()
             await scheme.send()
             await harness.until(lambda: scheme.worker_versions[1] == scheme.version)
-        # It takes 1 s on a quiet machine, and 10 s if a worker is rung as seldom as the other one.
-        assert time.monotonic() - begun < harness.PATIENCE / 6
+            took.append(time.monotonic() - begun)
+        # 0.01 s on a quiet machine, and 0.1 s if a worker is rung as seldom as the other one.
+        assert sorted(took)[50] < harness.PATIENCE / 600
         crew[0].cont()
 
 

@@ -251,7 +251,7 @@ async def test_a_send_behind_one_that_waits_for_an_optimizer_keeps_its_deadline(
         started = time.monotonic()
         with pytest.raises(aiosync.SyncTimeout, match=r"0\.3 s"):
             await sender.send(timeout=0.3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 8
         go.set()
         await stepping
         assert (await first).acked == {0}
@@ -289,7 +289,7 @@ async def test_an_open_step_of_an_optimizer_outlasts_no_call(call: str) -> None:
                 await first.aclose()
                 with pytest.raises(aiosync.TransportClosed, match="was closed"):
                     await sending
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 8
         finally:
             go.set()
             await stepping
@@ -401,7 +401,7 @@ async def test_a_close_that_is_cancelled_behind_a_copy_is_cancelled() -> None:
     scheme.init_on_sender(model=nn.Linear(8192, 8192), num_workers=None)
     await scheme.connect()
     sending = asyncio.ensure_future(scheme.send())
-    await asyncio.sleep(0.01)  # the thread copies 256 MiB by now
+    await asyncio.sleep(0)  # a thread has begun to copy 256 MiB
     closing = asyncio.ensure_future(scheme.aclose())
     await asyncio.sleep(0)
     assert not closing.done()

@@ -670,8 +670,12 @@ async def test_parts_that_cannot_be_put_together_are_told_to_who_asks(
         await source.connect()
         await source.send({"a": value})
         await source.send({"b": value})
-        with pytest.raises(RecvTimeout, match="at most .* are allowed"):
-            await WeightClient(source.address).pull(timeout=1)
+        for seconds in (1, 10):  # a busy machine needs more for the refusal
+            with pytest.raises(RecvTimeout) as late:
+                await WeightClient(source.address).pull(timeout=seconds)
+            if "are allowed" in str(late.value):
+                break
+        assert re.search("at most .* are allowed", str(late.value))
         options = {"strict": False, "subscribe": False, "dial": "receiver"}
         async with worker(source.address, initial=False, **options) as asking:
             caplog.set_level(logging.INFO, "aiosync")

@@ -257,7 +257,7 @@ async def test_a_worker_that_no_relay_admits_is_admitted_by_the_root() -> None:
         last = await stack.enter_async_context(worker(root, timeout=5.0))
         assert holds(last, 1.0)
         assert links(root) == 3
-        assert asyncio.get_running_loop().time() - began < 1.0
+        assert asyncio.get_running_loop().time() - began < 3.5
 
 
 @pytest.mark.slow
@@ -393,9 +393,11 @@ async def test_workers_of_a_relay_that_is_killed_go_on_at_another_one() -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=run_relay, args=(root.url, theirs), daemon=True)
         process.start()
+        theirs.close()
         stack.callback(process.join)
         stack.callback(process.kill)
-        await asyncio.to_thread(ours.recv)
+        assert await asyncio.to_thread(ours.poll, 60), "the relay did not start"
+        ours.recv()
         await joined(root, 1)
         other = await stack.enter_async_context(relay(root))
         await joined(root, 2)

@@ -255,7 +255,7 @@ def test_a_busy_accelerator_delays_a_send_and_no_other_call(make: Any) -> None:
         with tools.threads(sender.send):
             assert began.wait(tools.PATIENCE)
             polling = tools.in_thread(lambda: receiver.receive(timeout=0))
-            polling.join(5)
+            polling.join(tools.PATIENCE / 2)
             is_stuck = polling.is_alive()
             idle.set()
         assert not is_stuck

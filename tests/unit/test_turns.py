@@ -16,7 +16,7 @@ from aiosync.receiver.turns import Turns
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
-PATIENCE = 5.0
+PATIENCE = 20.0
 
 
 class Updates:
@@ -77,6 +77,9 @@ async def test_a_refused_version_that_its_word_still_names_is_not_tried_again() 
     updates.turns.submit()
     updates.wait_for_thread()
     updates.turns.submit()
+    async with asyncio.timeout(PATIENCE):
+        while len(updates.tries) < 2:
+            await asyncio.sleep(0.001)
     await asyncio.sleep(0.2)
     assert updates.guard.has_news
     assert len(updates.tries) == 2
