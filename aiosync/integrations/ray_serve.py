@@ -134,22 +134,21 @@ class WeightsMixin:
             min_version=min_version,
         )
         await feed.start()
+        limit = math.inf if timeout is None else timeout
         try:
-            limit = math.inf if timeout is None else timeout
             async with feed.request(timeout=limit) as version:
                 pass
-        except AdmissionTimeout as exc:
+        except BaseException as exc:  # a cancellation ends the feed and is raised again
             status = feed.status
             await feed.aclose()
+            if not isinstance(exc, AdmissionTimeout):
+                raise
             where = f" from {source.address}" if isinstance(source, TCPWeightSyncScheme) else ""
             raise RecvTimeout(
                 f"{_replica_name()} has no version of the weights{where} to start with after "
                 f"{limit:g} s: it has version {status.version} and needs {status.waits_for}; "
                 f"{status.reason or 'the source has nothing newer'}"
             ) from exc
-        except BaseException:  # a cancellation ends the feed and is raised again
-            await feed.aclose()
-            raise
         self._weight_feed = feed
         self._max_staleness = max_staleness
         self._close_with_the_replica()

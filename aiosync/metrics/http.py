@@ -192,9 +192,8 @@ def _parse(request: bytes) -> tuple[str, str, str, list[str]] | None:
         return None
     # The host of an absolute URL counts instead of the Host field.
     hosts = [target[1]] if target[1] else _named_hosts(fields)
-    if len(hosts) > 1:
-        return None
-    return words[0], target[2] or "/", _host_of(hosts[0]) if hosts else "", fields
+    host = "".join(map(_host_of, hosts))
+    return (words[0], target[2] or "/", host, fields) if len(hosts) < 2 else None
 
 
 def _named_hosts(fields: Iterable[str]) -> list[str]:

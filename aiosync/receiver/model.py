@@ -174,22 +174,26 @@ class WorkerModel:
         """
         model = self.resolve()
         if model is not self._target_of and (model is not None or self._dropped) and not closed:
-            try:
-                self._adopt(model, waiting)
-            except ApplyError as exc:
-                # The context has a model of another shape, or the old model was changed after the
-                # check, as a read went on.
-                self._let_go()
-                self._use(model)
-                why = text_of(exc.__cause__ or exc)
-                text = f"the worker's new model has version 0 until the next update: {why}"
-                log(logging.WARNING, "refused", text, model=None, version=exc.version)
+            self._adopt_late(model, waiting)
         elif not closed:
             self._guard.follow_parts()
             if self._lacks_weights:
                 with self._choosing:
                     self._show_version(model)
         return model is not None and self.target is not None
+
+    def _adopt_late(self, model: Any, waiting: Staged | None) -> None:
+        """Adopt a model; if the weights do not fit, guard it without any."""
+        try:
+            self._adopt(model, waiting)
+        except ApplyError as exc:
+            # The context has a model of another shape, or the old model was changed after the
+            # check, as a read went on.
+            self._let_go()
+            self._use(model)
+            why = text_of(exc.__cause__ or exc)
+            text = f"the worker's new model has version 0 until the next update: {why}"
+            log(logging.WARNING, "refused", text, model=None, version=exc.version)
 
     def replace(self, model: Any, chosen: Callable[[], object], waiting: Staged | None) -> None:
         """Guard another model from now on, and give it the weights of the old one. On the loop.

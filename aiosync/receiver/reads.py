@@ -339,12 +339,8 @@ class Methods:
             names, wrapper = _automatic_names(compiled), _Automatic
         for name in names:
             owner = _owner(model, name)
-            try:
-                kind = type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
-            except Exception as exc:  # of the user's metaclass or registry
-                # The module can have no class of its own: an error only if the user named methods.
-                if self._names is not None:
-                    raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
+            kind = self._class_for(owner, name)
+            if kind is None:
                 return
             self._wrapped.append((owner, kind))
             guards = vars(kind)[_GUARDS].setdefault(name, {})
@@ -356,6 +352,18 @@ class Methods:
                 f"a {type(model).__name__} {why}, so calls of its methods are reads: "
                 f"{', '.join(names)}; methods=[...] of init_on_receiver() chooses others, () none"
             )
+
+    def _class_for(self, owner: nn.Module, name: str) -> type | None:
+        """Return the class of its own of a module, made if need be; ``None`` if it can have none.
+
+        That is an error only if the user named the methods.
+        """
+        try:
+            return type(owner) if _GUARDS in vars(type(owner)) else _own_class(owner)
+        except Exception as exc:  # of the user's metaclass or registry
+            if self._names is not None:
+                raise ConfigError(f"{name!r} of a {type(owner).__name__}: {exc}") from exc
+            return None
 
     def _unwrap(self) -> None:
         """Stop entering this guard; give a module its class back if no guard is left."""

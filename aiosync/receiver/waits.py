@@ -138,15 +138,19 @@ class VersionWaits:
                     await applier.turns.wait_for_thread(unless=condition)
                 if not condition():
                     self._check()
-                    lost = self._outage.lost_link
-                    if lost is not None:
-                        late = type(late)(f"{late}; there is no link to a trainer: {lost}")
                     cut_off = self._outage.cut_off
-                    raise late from (exc if cut_off is None else cut_off[1])
+                    raise self._say_lost(late) from (exc if cut_off is None else cut_off[1])
             finally:
                 self._end_wait()
         finally:
             applier.askers -= applied
+
+    def _say_lost(self, late: SyncTimeout) -> SyncTimeout:
+        """Return the error of a wait that was too long, which says so if there is no link."""
+        lost = self._outage.lost_link
+        if lost is None:
+            return late
+        return type(late)(f"{late}; there is no link to a trainer: {lost}")
 
     def _set_bell(self) -> None:
         """Have the trainer tell of new versions at once, if it only names them in memory."""

@@ -93,16 +93,7 @@ async def admit(
     try:
         if not isinstance(message, Hello) or message.role != "receiver":
             raise RemoteProtocolError("expected the Hello of a receiver")
-        if message.model_id != model_id:
-            raise ConfigError(
-                f"this sender serves model {model_id!r}, the worker asked for "
-                f"{message.model_id!r}: pass the same model_id on both sides"
-            )
-        if not is_same_strategy(message.strategy, strategy):
-            raise ConfigError(
-                f"the sender's strategy is {strategy!r}, the worker's {message.strategy!r}: "
-                "construct both schemes with the same strategy"
-            )
+        _check_same(message, model_id, strategy)
         idx = _choose_idx(message, worker_idx, num_workers, indices, holder)
     except AiosyncError as exc:
         await transport.send(Refuse(type(exc).__name__, str(exc)), timeout=HANDSHAKE_SECONDS)
@@ -111,6 +102,20 @@ async def admit(
     welcome = Welcome(epoch, first, idx, num_workers, "" if first else note(), path())
     await transport.send(welcome, timeout=HANDSHAKE_SECONDS)
     return message, idx
+
+
+def _check_same(hello: Hello, model_id: str, strategy: str) -> None:
+    """Raise ConfigError if the worker asks for another model, or has another strategy."""
+    if hello.model_id != model_id:
+        raise ConfigError(
+            f"this sender serves model {model_id!r}, the worker asked for {hello.model_id!r}: "
+            "pass the same model_id on both sides"
+        )
+    if not is_same_strategy(hello.strategy, strategy):
+        raise ConfigError(
+            f"the sender's strategy is {strategy!r}, the worker's {hello.strategy!r}: construct "
+            "both schemes with the same strategy"
+        )
 
 
 def _choose_idx(

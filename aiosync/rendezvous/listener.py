@@ -449,27 +449,30 @@ class StreamListener(Listener):
         waiting.members[join.index] = stream
         if waiting.timer is not None:
             waiting.timer.cancel()
-        if len(waiting.members) < join.count:
-            loop = asyncio.get_running_loop()
-            give_up = functools.partial(self._give_up_join, key, waiting)
-            waiting.timer = loop.call_later(self._handshake_timeout, give_up)
-            stream.call_on_end(give_up)
-            # The dialer waits for this before it dials the next one, which could crowd this out.
-            stream.queue(encode_frame(join))
-            return None
-        del self._joining[key]
-        members = [waiting.members[index] for index in range(join.count)]
+        if len(waiting.members) == join.count:
+            del self._joining[key]
+            link = self._put_together([waiting.members[index] for index in range(join.count)])
+            link.queue(encode_frame(join))
+            return link
+        give_up = functools.partial(self._give_up_join, key, waiting)
+        loop = asyncio.get_running_loop()
+        waiting.timer = loop.call_later(self._handshake_timeout, give_up)
+        stream.call_on_end(give_up)
+        # The dialer waits for this before it dials the next one, which could crowd this out.
+        stream.queue(encode_frame(join))
+        return None
+
+    def _put_together(self, members: list[TCPTransport]) -> TCPTransport:
+        """Return one link of several connections, which share its rate; end them if that fails."""
         try:
             if self._limit_rate is not None:
                 for each in members:
-                    _limit(each.io.sock, self._limit_rate // join.count)
-            link = TCPTransport.join(members)
+                    _limit(each.io.sock, self._limit_rate // len(members))
+            return TCPTransport.join(members)
         except BaseException:  # raised again
             for each in members:
                 each.abort()
             raise
-        link.queue(encode_frame(join))
-        return link
 
     def _give_up_join(self, key: tuple[bytes, int], waiting: _JoiningLink) -> None:
         """Close the connections of a link that has not come together."""

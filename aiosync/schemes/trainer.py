@@ -141,15 +141,10 @@ class Trainer:
         if weights is None and sources.weights is not None and not mapped:
             return {None: flatteners[-1].prepare(sources.weights)}
         weights = sources.resolve(weights, given.context, given.model_id or "policy")
+        if weights is None and initial:
+            return {}
         if weights is None:
-            if initial:
-                return {}
-            lacks = given.lacks()
-            why = f" ({lacks})" if lacks else ""
-            raise ConfigError(
-                f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
-                "context= to init_on_sender()"
-            )
+            raise self._nothing_to_send()
         each = sources.plan(weights, scheme.per_worker_weights, scheme.strategy)
         if self.runtime.workers.deltas is not None and None not in each:
             raise ConfigError(
@@ -160,6 +155,15 @@ class Trainer:
             idx: flatteners[-1 if idx is None else idx].prepare(value)
             for idx, value in each.items()
         }
+
+    def _nothing_to_send(self) -> ConfigError:
+        """Return the error of a send without any weights."""
+        lacks = self._given.lacks()
+        why = f" ({lacks})" if lacks else ""
+        return ConfigError(
+            f"there is nothing to send{why}: pass weights to send(), or model=, weights= or "
+            "context= to init_on_sender()"
+        )
 
     def publish(
         self,

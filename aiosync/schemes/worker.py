@@ -235,14 +235,7 @@ class Worker:
         model, initial = self._given.target(), arguments.initial
         if initial:
             self._check_target(model)
-        try:
-            async with asyncio.timeout_at(ends) as limit:
-                await self.prepare(scheme, model)
-        except TimeoutError as exc:
-            if not limit.expired():
-                raise
-            hook = f"the prepare_model hook did not end within {timeout:g} s"
-            raise ConnectTimeout(f"model {self._given.model_id!r}: {hook}") from exc
+        await self._prepare_in_time(scheme, model, timeout)
         self.link = kept = self._kept_link(scheme, life, fabric)
         try:
             transport, welcome = await kept.connect(timeout, spent=clock() - began)
@@ -260,6 +253,19 @@ class Worker:
         life.log("joined", f"joined the trainer{none_yet}", receiver.version)
         if scheme.apply == "auto":
             self._warn_without_model()
+
+    async def _prepare_in_time(
+        self, scheme: SchemeState, model: Any, timeout: float | None
+    ) -> None:
+        """Await :meth:`prepare`; raise ConnectTimeout if that takes too long."""
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                await self.prepare(scheme, model)
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            hook = f"the prepare_model hook did not end within {timeout:g} s"
+            raise ConnectTimeout(f"model {self._given.model_id!r}: {hook}") from exc
 
     def _warn_without_model(self) -> None:
         """Warn if the context has no model: it may come late, or its name may be wrong."""

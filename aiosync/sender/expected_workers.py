@@ -179,17 +179,19 @@ class ExpectedWorkers:
                     missing.late.append(idx)
         return missing
 
+    def _waited_for(self, missing: Missing) -> list[int]:
+        """Return the absent workers that have neither left nor are coming at this moment."""
+        records, arriving = self._registry.records, self._registry.admission.arriving.values()
+        return [idx for idx in missing.absent if not (records[idx].has_left or idx in arriving)]
+
     def _add_ended(self, missing: Missing, watch: ProcessWatch) -> int:
         """Add workers to ``missing.failed`` if too few processes are left to become them.
 
         Returns:
             The number of expected workers that cannot come.
         """
-        registry, records, processes = self._registry, self._registry.records, watch.watch_new()
-        arriving = registry.admission.arriving.values()
-        waited = [
-            idx for idx in missing.absent if not records[idx].has_left and idx not in arriving
-        ]
+        records, processes = self._registry.records, watch.watch_new()
+        waited = self._waited_for(missing)
         joined = self._joined_pids(missing.absent)
         # A live process that is no worker may become one. If fewer processes were given than
         # workers are expected, the rest may come from elsewhere.

@@ -312,16 +312,16 @@ class WorkerRegistry:
                 self._note_refusal(link, error, outcome.version)
             if record is None or isinstance(error, WorkerLeft):
                 continue
-            if error is not None:
-                if self.links.get(link.idx) is link:
-                    record.fail(error, outcome.version, reported=counted)
-                elif link.idx not in self.links:
-                    # The worker went while this version was on its way.
-                    record.failed_version = outcome.version
-            elif record.error is not None and by is None:
-                # The worker has this version. Its error was that it lacks an older one.
-                if outcome.version > record.failed_version:
-                    record.recover()
+            if error is None:
+                # A worker that has this version may have an error: that it lacks an older one.
+                if record.error is not None and by is None:
+                    if outcome.version > record.failed_version:
+                        record.recover()
+            elif self.links.get(link.idx) is link:
+                record.fail(error, outcome.version, reported=counted)
+            elif link.idx not in self.links:
+                # The worker went while this version was on its way.
+                record.failed_version = outcome.version
         self.changed.notify()
 
     # -- leaving -------------------------------------------------------------------------------

@@ -495,25 +495,16 @@ class SnapshotCopier:
             return self._borrow(prepared, source, steady)
         snapshot = await self._acquire(prepared)
         try:
-            if source is not None:
-                STEPS.copies.add(snapshot)
-                # If another thread's step is open, wait for its end and copy all before links send:
-                # links that follow the copy would have to be told if the step does not end.
-                if STEPS.wait() is not False:
-                    STEPS.end(snapshot)
-                    source = None
+            if source is not None and _may_copy_ahead(snapshot):
+                self._copy_ahead(snapshot, source)
             # A small copy waits in the thread, like a large one, if an optimizer's step is open.
-            if not large and self._copy(prepared, snapshot):
-                pass
-            elif source is None:
+            elif large or not self._copy(prepared, snapshot):
                 flat = snapshot.buffer
                 snapshot.filling = steady(
                     self._start, lambda: prepared.copy_into(flat, pool=self._pool)
                 )
                 await asyncio.shield(snapshot.filling)
                 snapshot.filling = None
-            else:
-                self._copy_ahead(snapshot, source)
         except BaseException:  # The error goes on to the caller of send().
             STEPS.end(snapshot)
             snapshot.release()
@@ -644,6 +635,19 @@ class SnapshotCopier:
         self._idle.clear()
         if self.arena is not None:
             self.arena.close()
+
+
+def _may_copy_ahead(snapshot: Snapshot) -> bool:
+    """Register a copy that links follow; return False if it has to end before they send.
+
+    It does beside an open step of another thread: links that follow the copy would have to be told
+    if the step does not end.
+    """
+    STEPS.copies.add(snapshot)
+    if STEPS.wait() is False:
+        return True
+    STEPS.end(snapshot)
+    return False
 
 
 def _copy_in_order(source: LiveBytes, snapshot: Snapshot, progress: Progress) -> None:

@@ -166,12 +166,11 @@ class UpdateChunks:
                 continue
             payload: _Payload = views
             sent, codec, base = stop - start, "dense", None
-            if delta is not None:
-                encoded = yield from _encoded_chunk(delta, index)
-                # A worker refuses a delta that is no smaller than its result.
-                if encoded is not None and len(encoded) < stop - start:
-                    payload, sent = [encoded], len(encoded)
-                    codec, base = "delta", (delta.base.version, stop - start)
+            encoded = None if delta is None else (yield from _encoded_chunk(delta, index))
+            # A worker refuses a delta that is no smaller than its result.
+            if delta is not None and encoded is not None and len(encoded) < stop - start:
+                payload, sent = [encoded], len(encoded)
+                codec, base = "delta", (delta.base.version, stop - start)
             yield (
                 Update(
                     epoch,

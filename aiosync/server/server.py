@@ -129,23 +129,21 @@ class WeightServer:
             # The store has the same limits, so that every version that a peer may push can be
             # loaded again.
             self._store = WeightStore(store, limits=limits or DEFAULT_LIMITS)
-        self._upstream = None
         self._fanout = None if fanout is None else as_count("fanout", fanout, 1)
         self._advertise = None if advertise is None else check_advertised(advertise)
         if upstream is None and (upstream_token, upstream_tls, advertise) != (None, None, None):
             raise ConfigError("upstream_token=, upstream_tls= and advertise= need an upstream=")
-        if upstream is not None:
-            if not model_ids:
-                raise ConfigError(
-                    "a server with an upstream= follows named models: pass model_ids="
-                )
-            self._upstream = Upstream(
+        if upstream is not None and not model_ids:
+            raise ConfigError("a server with an upstream= follows named models: pass model_ids=")
+        self._upstream = (
+            None
+            if upstream is None
+            else Upstream(
                 upstream, token=upstream_token, tls=upstream_tls, limits=limits, streams=streams
             )
-            if any(map(self._upstream.leads_to, filter(None, (url, advertise)))):
-                raise ConfigError(
-                    f"the server at {url} would follow itself: give another upstream="
-                )
+        )
+        if self._upstream is not None:
+            _refuse_own(self._upstream, url, advertise)
         self._failed: Counter[str] = Counter()  # links that ended with an error, by its name
         self._listener = StreamListener(
             url,
@@ -311,15 +309,8 @@ class WeightServer:
             ConnectError: Another trainer pushes the model.
         """
         model_id = hello.model_id
-        if pushes and self._upstream is not None:
-            raise ConfigError(
-                f"this server follows {self._upstream.where}, so that nobody pushes to it: push "
-                "there"
-            )
-        if pushes and link.channel.read_only:
-            text = f"the token of {link.channel.name} may pull and subscribe, not push {model_id!r}"
-            log(logging.WARNING, "refused", text, model=model_id)
-            raise AuthError(f"{text}: give trainers the token=, and the pull_token= to workers")
+        if pushes:
+            self._check_may_push(model_id, link)
         if self._model_ids is not None and model_id not in self._model_ids:
             known = ", ".join(sorted(self._model_ids))
             raise ConfigError(f"this server does not serve model {model_id!r}; it serves: {known}")
@@ -333,6 +324,18 @@ class WeightServer:
         if pushes:
             model.check_trainer(hello)
         return model
+
+    def _check_may_push(self, model_id: str, link: TCPTransport) -> None:
+        """Raise if this server follows another one, or the token of the peer is for workers."""
+        if self._upstream is not None:
+            raise ConfigError(
+                f"this server follows {self._upstream.where}, so that nobody pushes to it: push "
+                "there"
+            )
+        if link.channel.read_only:
+            text = f"the token of {link.channel.name} may pull and subscribe, not push {model_id!r}"
+            log(logging.WARNING, "refused", text, model=model_id)
+            raise AuthError(f"{text}: give trainers the token=, and the pull_token= to workers")
 
     def _check_room(self) -> None:
         """Raise ConfigError if there is no room for another model.
@@ -387,6 +390,14 @@ class WeightServer:
             "models": [model.describe() for _, model in sorted(self._models.items())],
             "stats": stats_values(self.stats().values()),
         }
+
+
+def _refuse_own(upstream: Upstream, *addresses: str | None) -> None:
+    """Raise ConfigError if an upstream is one of the server's own addresses."""
+    if any(map(upstream.leads_to, filter(None, addresses))):
+        raise ConfigError(
+            f"the server at {addresses[0]} would follow itself: give another upstream="
+        )
 
 
 def count_refusals(server: WeightServer) -> dict[str, int]:

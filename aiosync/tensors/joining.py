@@ -65,24 +65,26 @@ def check_joined(parts: Sequence[Part], limits: Limits) -> None:
     Raises:
         AiosyncError: Together they are beyond the limits.
     """
-    if len(parts) == 1:
-        return
-    names = sum(len(each.layout.index) for each in parts)
-    manifests = sum(len(each.layout.manifest.encode()) for each in parts)
-    if (
-        names <= limits.max_tensors
-        and sum(each.layout.nbytes for each in parts) <= limits.max_payload_nbytes
-        # Numbers may take more bytes in the manifest of the whole than in those of the parts.
-        and manifests + _MORE_NBYTES * (names + 1) <= limits.max_header_nbytes
-        and sum(bool(each.values) for each in parts) < 2
-    ):
-        # Even without any name in common they are small enough, as nearly always.
+    if len(parts) == 1 or _fit_without_overlap(parts, limits):
         return
     sources, values = _newest(parts)
     tensors = {id(source): source for source in sources.values()}
     manifest = _joined_manifest(tensors, _names_by_source(sources), limits)
     for message in (ManifestMessage(manifest), Update(1, 1, manifest.digest, values=values)):
         encode_header(message, limits=limits)
+
+
+def _fit_without_overlap(parts: Sequence[Part], limits: Limits) -> bool:
+    """Return True, as nearly always, if the parts fit even if they have no name in common."""
+    names = sum(len(each.layout.index) for each in parts)
+    manifests = sum(len(each.layout.manifest.encode()) for each in parts)
+    return (
+        names <= limits.max_tensors
+        and sum(each.layout.nbytes for each in parts) <= limits.max_payload_nbytes
+        # Numbers may take more bytes in the manifest of the whole than in those of the parts.
+        and manifests + _MORE_NBYTES * (names + 1) <= limits.max_header_nbytes
+        and sum(bool(each.values) for each in parts) < 2
+    )
 
 
 def _newest(parts: Sequence[Part]) -> tuple[dict[str, _Source], dict[str, Any]]:

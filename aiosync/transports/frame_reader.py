@@ -198,12 +198,11 @@ class FrameReader:
         if link is None:
             return 0
         try:
-            buffer = decoder.get_buffer()
-            # An event waits for recv(), and 64 KiB behind it were read.
+            buffer = decoder.get_buffer()[: min(most, _READ_NBYTES)]
+            # Without room, an event waits for recv(), and 64 KiB behind it were read.
             if not buffer:
                 self._pause()
                 return 0
-            buffer = buffer[: min(most, _READ_NBYTES)]
             nbytes = io.readv([buffer])
         except BlockingIOError:
             if self._last_error is None:
@@ -222,20 +221,36 @@ class FrameReader:
             error.__cause__ = exc
             link.fail(error)
             return 0
-        if nbytes:
-            decoder.buffer_updated(nbytes)
-            if self.landed is not None:
-                self.landed()
-        else:
-            # This is the end of the stream; messages that were read before still count.
-            self._gone = self._last_error or PeerClosed(f"{link.name} closed the link")
-            self._pause()
-        self._pull()
+        self._take(nbytes, link)
         if self._next_step_due and decoder.is_busy:
             self._pause()
             return 0
         more = nbytes == len(buffer) or self._reads_out
         return nbytes if more and self.event is None and self._link is not None else 0
+
+    def _take(self, nbytes: int, link: _Link) -> None:
+        """Handle bytes that were read, or the end of the stream if they are none."""
+        if nbytes:
+            self.decoder.buffer_updated(nbytes)
+            if self.landed is not None:
+                self.landed()
+        else:
+            # Messages that were read before still count.
+            self._gone = self._last_error or PeerClosed(f"{link.name} closed the link")
+            self._pause()
+        self._pull()
+
+    def _deliver(self, link: _Link, event: FrameStart | FrameEnd) -> bool:
+        """Hand an event over at once; return False if it has to wait for ``recv()``."""
+        if isinstance(event, FrameEnd):
+            return False
+        if not event.payload_nbytes:
+            return link.deliver(Received(event.message, ext=event.ext))
+        deliver = self.deliver_whole
+        if deliver is None or not self.decoder.has_ahead(event.payload_nbytes):
+            return False
+        deliver(event)
+        return True
 
     def _pull(self, event: FrameStart | FrameEnd | None = None) -> None:
         """Take events from the decoder until one has to wait for ``recv()``, or none is left.
@@ -258,15 +273,7 @@ class FrameReader:
                     if self._gone is not None:
                         self.lose(self._gone, cut=self.decoder.mid_frame)
                     return
-                if isinstance(event, FrameEnd):
-                    self.event = event
-                elif event.payload_nbytes:
-                    deliver, nbytes = self.deliver_whole, event.payload_nbytes
-                    if deliver is None or not self.decoder.has_ahead(nbytes):
-                        self.event = event
-                    else:
-                        deliver(event)
-                elif not link.deliver(Received(event.message, ext=event.ext)):
+                if not self._deliver(link, event):
                     self.event = event
                 event = None
         except (ProtocolError, TransportError) as exc:

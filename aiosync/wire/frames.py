@@ -256,8 +256,14 @@ class FrameDecoder:
         header = self._buffer[start + PREFIX_NBYTES : stop]
         if zlib.crc32(header) != crc:
             raise RemoteProtocolError("the CRC-32 of a header is wrong")
+        return self._begin_frame(header, payload_nbytes)
+
+    def _begin_frame(self, header: memoryview, payload_nbytes: int) -> FrameStart | None:
+        """Decode a header; return its event, or ``None`` if its manifest takes more steps."""
         try:
-            message, ext = decode_header(header, limits=limits, manifest=Manifest.decode_in_steps)
+            message, ext = decode_header(
+                header, limits=self.limits, manifest=Manifest.decode_in_steps
+            )
         except ProtocolError as exc:
             # Tracebacks of the causes would keep views of the buffer alive.
             exc.__cause__ = exc.__context__ = None
@@ -282,7 +288,7 @@ class FrameDecoder:
             self.needs_buffers = event.payload_nbytes > 0
             return event
         except ProtocolError as exc:
-            # The causes are dropped as in next_event(): their tracebacks keep memory alive.
+            # The causes are dropped as in _begin_frame(): their tracebacks keep memory alive.
             exc.__cause__ = exc.__context__ = None
             raise
         return None

@@ -243,29 +243,11 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
     leaves: list[LeafSpec] = []
     names: list[str] = []
     end = 0
-    for name, dtype, shape, kind, aliases in entries:
-        where = f"leaf {_show(name)}"
-        itemsize = DTYPE_NBYTES.get(dtype) if type(dtype) is str else None
-        if itemsize is None:
-            raise InvalidData(f"{where} has the unknown dtype {_show(dtype)}")
-        if kind not in get_args(LeafKind):
-            raise InvalidData(f"{where} has the unknown kind {_show(kind)}")
-        try:
-            dims = tuple(int(size) for size in shape)
-            aliases = tuple(aliases)
-        except (TypeError, ValueError, OverflowError) as exc:
-            raise InvalidData(f"{where} has a shape or aliases that are none") from exc
-        if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
-            raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")
-        # Sizes of 0 count as 1 here, because the strides of an empty tensor must not overflow.
-        if itemsize * math.prod(size or 1 for size in dims) > _INT_MAX:
-            raise InvalidData(f"{where} is larger than 2**63 - 1 bytes")
-        if len(aliases) > MAX_ALIASES:
-            raise InvalidData(f"{where} has more than {MAX_ALIASES} aliases")
-        offset, nbytes = _round_up(end), itemsize * math.prod(dims)
-        leaves.append(LeafSpec(name, dtype, dims, offset, nbytes, kind, aliases))
-        names += (name, *aliases)
-        end = offset + nbytes
+    for entry in entries:
+        leaf = _check_leaf(entry, _round_up(end), limits)
+        leaves.append(leaf)
+        names += (leaf.name, *leaf.aliases)
+        end = leaf.offset + leaf.nbytes
         if not len(leaves) % _STEP:
             yield
     if len(leaves) > limits.max_tensors or len(names) > 2 * limits.max_tensors:
@@ -279,6 +261,30 @@ def _lay_out(entries: Iterable[Any], limits: Limits) -> _Steps[Manifest]:
         )
     yield from _check_names(names, limits)
     return (yield from Manifest._in_steps(tuple(leaves), _round_up(end)))
+
+
+def _check_leaf(entry: Any, offset: int, limits: Limits) -> LeafSpec:
+    """Check all of an entry but its names; return its leaf, which begins at ``offset``."""
+    name, dtype, shape, kind, aliases = entry
+    where = f"leaf {_show(name)}"
+    itemsize = DTYPE_NBYTES.get(dtype) if type(dtype) is str else None
+    if itemsize is None:
+        raise InvalidData(f"{where} has the unknown dtype {_show(dtype)}")
+    if kind not in get_args(LeafKind):
+        raise InvalidData(f"{where} has the unknown kind {_show(kind)}")
+    try:
+        dims = tuple(int(size) for size in shape)
+        aliases = tuple(aliases)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise InvalidData(f"{where} has a shape or aliases that are none") from exc
+    if len(dims) > limits.max_ndim or min(dims, default=0) < 0:
+        raise InvalidData(f"{where} has no shape of at most {limits.max_ndim} sizes >= 0")
+    # Sizes of 0 count as 1 here, because the strides of an empty tensor must not overflow.
+    if itemsize * math.prod(size or 1 for size in dims) > _INT_MAX:
+        raise InvalidData(f"{where} is larger than 2**63 - 1 bytes")
+    if len(aliases) > MAX_ALIASES:
+        raise InvalidData(f"{where} has more than {MAX_ALIASES} aliases")
+    return LeafSpec(name, dtype, dims, offset, itemsize * math.prod(dims), kind, aliases)
 
 
 def _check_names(names: list[str], limits: Limits) -> _Steps[None]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -279,8 +279,7 @@ class CollectorOwner(TorchRLOwner):
         except PartialSyncError as exc:
             # Without sync it may be the error of a send before, and then this one sent nothing.
             if keep is not None and scheme.version > before:
-                each: Any = weights if is_per_worker(weights) else dict.fromkeys(exc.acked, weights)
-                if got := {idx: each[idx] for idx in exc.acked if idx in each}:
+                if got := _weights_of(exc.acked, weights):
                     keep(got, None)
             raise
         finally:
@@ -632,6 +631,13 @@ def collects_itself(scheme: WeightSyncScheme, collector: Any) -> bool:
     return isinstance(collector, torchrl.Collector) and not isinstance(scheme, NoWeightSyncScheme)
 
 
+def _weights_of(workers: Iterable[int], weights: Any) -> dict[int, Any]:
+    """Return what each of the workers was sent, by index."""
+    if is_per_worker(weights):
+        return {idx: weights[idx] for idx in workers if idx in weights}
+    return dict.fromkeys(workers, weights)
+
+
 def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, Any]) -> None:
     """Apply the weights to be sent to the collector's own policy, all of them or none.
 
@@ -746,18 +752,19 @@ class ServerOwner(TorchRLOwner):
         self._known = (inbox.epoch or 0, inbox.version)
         return inbox.version - version if self._known[0] == epoch else 1
 
+    def _has_no_news(self, scheme: WeightSyncScheme) -> bool:
+        """Return True if there is neither an update to apply nor an error to warn of."""
+        receiver = life_of(core_of(scheme)).receiver
+        if receiver is None or receiver.applier.has_staged:
+            return False
+        return receiver.error is None or self._ended
+
     def _receive(self, call: _Call) -> Any:
         """Apply the staged update and return it; ``None`` without one, or after a warning."""
         scheme, server = call.scheme, call.owned
-        receiver = life_of(core_of(scheme)).receiver
-        if (
-            call.given.get("timeout") == 0
-            and receiver is not None
-            and not receiver.applier.has_staged
-            and (receiver.error is None or self._ended)
-        ):
-            # The server asks before every batch, so return without a call to the other thread if
-            # there is nothing to apply.
+        # The server asks before every batch, so return without a call to the other thread if there
+        # is nothing to apply.
+        if call.given.get("timeout") == 0 and self._has_no_news(scheme):
             return None
         try:
             update = call.proceed()

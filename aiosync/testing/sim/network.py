@@ -160,27 +160,32 @@ class _Direction:
             return
         if self.is_lost or not self._queue:
             return
-        item = self._queue.popleft()
-        target, network = self._target, self._network
+        item, target = self._queue.popleft(), self._target
         if isinstance(item, bytes):
-            if len(item) > 1 and network.random.random() < network.weather.fragments:
-                at = network.random.randrange(1, len(item))
-                self._queue.appendleft(item[at:])
-                network.loop.at(network.loop.now, self._arrive)
-                item = item[:at]
-            self.in_flight -= len(item)
+            data = self._cut(item)
+            self.in_flight -= len(data)
             if target.fd < 0:
                 # The kernel of a process that has closed the connection resets it.
                 if self._source.fd >= 0:
                     self._source.inward.end(_reset())
                 return
             if not target.is_ended:
-                target.inbox += item
+                target.inbox += data
         elif item is None:
             target.is_ended = True
         else:
             target.fail(item)
         target.touch()
+
+    def _cut(self, data: bytes) -> bytes:
+        """Return the bytes, or by chance the first of them; the rest then arrives next."""
+        network = self._network
+        if len(data) < 2 or network.random.random() >= network.weather.fragments:
+            return data
+        at = network.random.randrange(1, len(data))
+        self._queue.appendleft(data[at:])
+        network.loop.at(network.loop.now, self._arrive)
+        return data[:at]
 
 
 def _reset() -> OSError:

@@ -364,37 +364,43 @@ class SlotReader:
         """
         if not self._descriptors:
             raise RemoteProtocolError("the peer announced shared memory without its descriptor")
-        fd = self._descriptors.popleft()
+        fd, is_kept = self._descriptors.popleft(), False
         try:
-            # The descriptor is closed below, as no slot is read any more.
-            if self._closed:
-                return
-            if isinstance(message, PageMessage):
-                if self.words is not None:
-                    raise RemoteProtocolError("the peer announced a second page")
-                self.words = map_page(fd)
-            elif isinstance(message, DeviceSlot):
-                of = self.segments.get(message.segment_id & 255)
-                if of is None or of.segment_id != message.segment_id:
-                    raise RemoteProtocolError("the peer announced device memory for no slot")
-                if message.index not in of.blocks:
-                    of.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
-                    fd = -1
-            elif (known := self.segments.get(message.segment_id & 255)) is not None:
-                # The peer announces all segments again if this side may have closed some.
-                if known.segment_id != message.segment_id:
-                    raise RemoteProtocolError("the peer announced two segments by one number")
-                # Now it is the newest one, which stays open.
-                self.segments[known.segment_id & 255] = self.segments.pop(known.segment_id & 255)
-            else:
-                self.segments[message.segment_id & 255] = _SegmentView(fd, message)
-                fd = -1
+            if not self._closed:
+                is_kept = self._take_over(fd, message)
         except (OSError, ValueError) as exc:
             raise TransportBroken(f"shared memory cannot be mapped here: {exc}") from exc
         finally:
-            if fd >= 0:
+            if not is_kept:
                 os.close(fd)
         self._drop_old_segments()
+
+    def _take_over(self, fd: int, message: Segment | DeviceSlot | PageMessage) -> bool:
+        """Open the memory of a descriptor; return True if the descriptor has to stay open."""
+        if isinstance(message, PageMessage):
+            if self.words is not None:
+                raise RemoteProtocolError("the peer announced a second page")
+            self.words = map_page(fd)
+            return False
+        key = message.segment_id & 255
+        known = self.segments.get(key)
+        is_same = known is not None and known.segment_id == message.segment_id
+        if isinstance(message, DeviceSlot):
+            if known is None or not is_same:
+                raise RemoteProtocolError("the peer announced device memory for no slot")
+            if message.index in known.blocks:
+                return False
+            known.blocks[message.index] = SharedBlock(fd, message, file_of(fd))
+        elif known is None:
+            self.segments[key] = _SegmentView(fd, message)
+        elif is_same:
+            # The peer announces all segments again if this side may have closed some. Now it is
+            # the newest one, which stays open.
+            self.segments[key] = self.segments.pop(key)
+            return False
+        else:
+            raise RemoteProtocolError("the peer announced two segments by one number")
+        return True
 
     def _drop_old_segments(self) -> None:
         """Close older segments in which no slot is locked; raise if too many segments are left."""
