@@ -345,7 +345,7 @@ MUTANTS = [
     Mutant(
         "a worker of another model is let in",
         "rendezvous/handshake.py",
-        "if message.model_id != model_id:",
+        "if hello.model_id != model_id:",
         "if False:",
         contract("other_model"),
     ),
