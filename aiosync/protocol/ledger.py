@@ -152,12 +152,22 @@ class Ledger:
         """The least version to ask the trainer for; ``None`` if no call wants one."""
         return min(self._wanted, default=None)
 
+    @property
+    def _may_ask_again(self) -> bool:
+        """True if the model has let the newest version go, and the trainer waits for no answer."""
+        last = self._reported
+        # The async hook of that version has to end first.
+        is_owed = last[:2] == self.inbox.taken and last.status is AckStatus.RECEIVED
+        return self.inbox.has_let_go and not is_owed
+
+    @property
+    def lacks_newest(self) -> bool:
+        """True if the newest version has to come again, and the trainer was not asked for it."""
+        return self._may_ask_again and not self._asks_again
+
     def ask_again(self) -> bool:
         """Return True if the model has let the newest version go, so that it has to come again."""
-        last = self._reported
-        # The async hook of that version has to end first: the trainer waits for its answer.
-        is_owed = last[:2] == self.inbox.taken and last.status is AckStatus.RECEIVED
-        self._asks_again = self.inbox.has_let_go and not is_owed
+        self._asks_again = self._may_ask_again
         return self._asks_again
 
     def _reopen(self) -> None:

@@ -159,6 +159,10 @@ class Applier:
         begun = taking.version if taking is not None and taking.slot is not None else 0
         return self._ledger.owe(version, begun)
 
+    def report(self) -> None:
+        """Have what other threads applied reported now. On the loop."""
+        self._report(False)
+
     def apply_soon(self) -> None:
         """Apply the waiting or the named update if that is automatic or asked for. On the loop."""
         slots = self._updates.slots

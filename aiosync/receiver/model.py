@@ -107,6 +107,11 @@ class WorkerModel:
         )
 
     @property
+    def lets_go(self) -> bool:
+        """True if the version goes with the model before, once reads of that one have ended."""
+        return self._dropped
+
+    @property
     def may_follow(self) -> bool:
         """True if a forward that begins may take each named update by itself."""
         current = self.current

@@ -32,7 +32,7 @@ class Turns:
         model: The model, which says if applying waits for an accelerator.
         inbox: Has the version of the model.
         take: Applies the noted updates, under the guard; keeps no object alive.
-        ended: Called after each try, on the loop: with True if a thread has applied a version.
+        ended: Called after each try, on the loop: with True if the version changed since the last.
 
     Attributes:
         take: As given.
@@ -59,6 +59,8 @@ class Turns:
         self._threads: ThreadPoolExecutor | None = None
         self._in_thread: Future[bool] | None = None
         self._thread_ended = Notifier()
+        # Epoch and version at the end of the last try.
+        self._told: tuple[int | None, int] = (None, 0)
         # Identifier of the thread while it applies, else 0.
         self._thread = 0
 
@@ -75,17 +77,14 @@ class Turns:
         except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
             done = False
-        self._end_turn(done, pause, changed=False)
+        self._end_turn(done, pause)
 
     def _apply_in_thread(self, pause: float) -> None:
         """Begin to apply the noted updates in the thread, which is started if need be."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "aiosync-apply")
-        had = self._inbox.epoch, self._inbox.version
         self._in_thread = self._threads.submit(self._apply_offered)
-        self._in_thread.add_done_callback(
-            lambda _: call_soon(self._loop, self._end_thread, pause, had)
-        )
+        self._in_thread.add_done_callback(lambda _: call_soon(self._loop, self._end_thread, pause))
 
     async def wait_for_thread(self, unless: Callable[[], bool]) -> None:
         """Wait for the end of the thread's try that is under way, or ``unless()``. On the loop."""
@@ -108,7 +107,7 @@ class Turns:
         """True on the thread that applies; ``ended`` is called once the guard is free again."""
         return self._thread == threading.get_ident()
 
-    def _end_thread(self, pause: float, had: tuple[int, int]) -> None:
+    def _end_thread(self, pause: float) -> None:
         """Take over the thread's result: applied, or left to an open read."""
         ended, self._in_thread = self._in_thread, None
         assert ended is not None
@@ -119,17 +118,17 @@ class Turns:
         except BaseException as exc:  # noqa: BLE001 - raised here, or by the loop
             self.interrupt_loop(exc)
         finally:
-            changed = (self._inbox.epoch, self._inbox.version) != had
-            self._end_turn(done, pause, changed=changed)
+            self._end_turn(done, pause)
         if done and self._guard.has_offer and not self.has_ended:
             # This update was offered after the thread had looked for one for the last time.
-            self.submit()
+            self._apply_in_thread(pause)
 
-    def _end_turn(self, done: bool, pause: float, *, changed: bool) -> None:
+    def _end_turn(self, done: bool, pause: float) -> None:
         """Tell the owner that a try has ended; plan the next one unless this was ``done``."""
         if not done and self._timer is None and not self.has_ended:
             self._timer = self._loop.call_later(pause, self._try_again, pause)
-        self._ended(changed)
+        had, self._told = self._told, (self._inbox.epoch, self._inbox.version)
+        self._ended(self._told != had)
 
     def _try_again(self, pause: float) -> None:
         """Try again; if the reads go on, the next try comes after twice the pause."""

@@ -287,6 +287,8 @@ class VersionWaits:
             ApplyError: The model refused the version.
         """
         inbox, refused = self._ledger.inbox, self._ledger.refused
+        # The trainer sends nothing again while it waits for an answer about it.
+        self._applier.report()
         before = inbox.epoch, inbox.version, self._ledger.num_answers
         if least > inbox.version:
             self._check_not_inside("pull", None)
@@ -295,9 +297,15 @@ class VersionWaits:
 
         def arrived() -> bool:
             self.check_refused(beside=refused)
-            if self._applier.has_staged:
-                self._check_not_inside("pull", None)
             applier, coming = self._applier, self._ledger.coming
+            if applier.has_staged or applier.model.lets_go:
+                self._check_not_inside("pull", None)
+            if applier.model.lets_go:
+                return False
+            if self._ledger.lacks_newest and not applier.results:
+                # The model was let go meanwhile, or the answer about its version came late.
+                self._ledger.want(least)
+                self._fetch()
             if inbox.version < least or applier.has_staged or applier.lag or coming:
                 return False
             return (inbox.epoch, inbox.version, self._ledger.num_answers) != before

@@ -576,7 +576,8 @@ class WorkerLink:
             # The rest may never come, so that the link gives up the part.
             self.outbox.let_go = self.outbox.in_flight[-1]
             self._answered.notify()
-        if self._writing or not self.outbox.is_idle:
+        # A message that is being written comes before the one below.
+        if not self.outbox.is_idle:
             return
         self.outbox.forget()
         if self.publisher is not None:

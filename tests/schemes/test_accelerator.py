@@ -19,6 +19,7 @@ import aiosync
 from aiosync.serving import WeightFeed
 from tests.schemes._harness import until
 from tests.support.accelerator import Deferred, deferred
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.one_loop]
 
@@ -315,6 +316,31 @@ async def test_a_call_by_hand_ends_in_a_stream_of_updates(device: Deferred) -> N
             await asyncio.wait_for(receiver.wait_for_version(10**6, timeout=0.1), 10)
         streaming.cancel()
     await asyncio.gather(*handles, return_exceptions=True)
+
+
+def wait_for_thread(receiver: Any) -> None:
+    """Wait for the thread that applies version 2, without a turn of the loop."""
+    wait_until(lambda: receiver.version == 2)
+    # It has let reads in, too.
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_another_model_pulls_what_the_loop_has_not_heard_of(
+    name: str, device: Deferred
+) -> None:
+    async with pair(name, net(1.0, 100), net(0.0, 100)) as (sender, receiver):
+        device.skips, busy = 2, threading.Event()
+        device.is_busy = busy
+        sending = asyncio.create_task(sender.send())
+        await turns_while(sending, 0.1)
+        busy.set()
+        wait_for_thread(receiver)
+        receiver.model = None
+        receiver.model = other = net(0.0, 100)
+        assert await receiver.pull(timeout=20) == 2
+        assert values(receiver, other) == {1.0}
+        await sending
 
 
 class Odd(BaseException):

@@ -446,6 +446,32 @@ async def trainer(source: nn.Module, num_workers: int | None) -> AsyncIterator[A
         yield sender
 
 
+class Halves(nn.Module):
+    """A model whose second half comes in an update of its own, for which there is no room yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.zeros(size)) for size in (4, 4096))
+
+    def forward(self) -> torch.Tensor:
+        return self.first.sum() + self.last.sum()
+
+
+async def test_another_model_gets_parts_in_two_segments(device: Deferred) -> None:
+    sender = aiosync.SharedMemWeightSyncScheme(timeout=30, memory="device", strict=False)
+    sender.init_on_sender("policy", weights={"first": torch.ones(4)}, num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver("policy", model=Halves())
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(), receiver.connect())
+        await sender.send({"last": torch.ones(4096)})
+        for _ in range(3):
+            receiver.model = None
+            receiver.model = other = Halves()
+            assert await receiver.pull(timeout=20) == 2
+            assert values(other) == {1.0}
+
+
 @contextlib.asynccontextmanager
 async def process(uuid: bytes | None = None) -> AsyncIterator[Any]:
     worker = harness.start(None, None)

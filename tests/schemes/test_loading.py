@@ -388,6 +388,73 @@ async def test_a_version_that_is_no_longer_to_be_passed_on_is_overtaken(make: An
 
 @pytest.mark.asyncio
 @both
+@pytest.mark.parametrize("pulls", [1, 2])
+async def test_a_pull_goes_on_for_a_model_that_came_meanwhile(make: Any, pulls: int) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear(1.0)}) as (
+        _,
+        receiver,
+    ):
+        pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
+        # It has asked the trainer.
+        await asyncio.sleep(0)
+        receiver.model = None
+        receiver.model = models.linear()
+        if pulls == 2:
+            assert await receiver.pull(timeout=harness.PATIENCE) == 1
+        assert await pulling == 1
+        assert models.holds(receiver, 1.0)
+
+
+@pytest.mark.asyncio
+@both
+@pytest.mark.parametrize("seconds", [0, 0.1])
+async def test_a_pull_waits_for_the_read_that_keeps_the_old_model(
+    make: Any, seconds: float
+) -> None:
+    async with harness.here(make(), models.linear(), sender={"model": models.linear(1.0)}) as (
+        _,
+        receiver,
+    ):
+        with harness.read_elsewhere(receiver):
+            receiver.model = None
+            receiver.model = models.linear()
+            pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
+            await asyncio.sleep(seconds)
+            assert not pulling.done()
+        # The read has ended without a turn of the loop.
+        assert await pulling == 1
+        assert models.holds(receiver, 1.0)
+
+
+@pytest.mark.asyncio
+@both
+async def test_another_model_pulls_while_a_hook_runs_for_the_last_one(make: Any) -> None:
+    goes_on = asyncio.Event()
+
+    async def applied(_: int, version: int) -> None:
+        if version == 2:
+            await goes_on.wait()
+
+    init = {"hooks": aiosync.SchemeHooks(applied=applied)}
+    source = {"model": models.linear(1.0)}
+    async with harness.here(make(), models.linear(), sender=source, receiver=init) as (
+        sender,
+        receiver,
+    ):
+        handle = sender.send_nowait(models.linear(2.0))
+        await receiver.wait_for_version(2, timeout=harness.PATIENCE)
+        receiver.model = None
+        receiver.model = models.linear()
+        pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        assert await pulling == 2
+        assert models.holds(receiver, 2.0)
+        assert (await handle).acked == {0}
+
+
+@pytest.mark.asyncio
+@both
 @pytest.mark.parametrize("kind", ["plain", "slow"])
 async def test_a_model_that_is_refused_does_not_join(make: Any, kind: str) -> None:
     scheme = make(timeout=10.0)

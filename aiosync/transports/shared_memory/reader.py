@@ -555,7 +555,8 @@ class SlotReader:
     def leave_others(self) -> None:
         """Give back slots that an interrupt left locked: all but the one that the model holds."""
         held = self._held
-        for view in self.segments.values():
+        # The loop may announce a segment meanwhile.
+        for view in [*self.segments.values()]:
             kept = {held.index} if held is not None and held.view is view else set()
             for index in view.locked - kept:
                 view.unlock(index)
