@@ -53,7 +53,7 @@ def train():
             optimizer.zero_grad()
             (-log_prob * (reward - reward.mean())).mean().backward()
             optimizer.step()
-            scheme.send()  # returns when both workers have applied it
+            scheme.send()  # what both workers compute next uses it
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ async def train():
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.01)  # stands for an optimizer step
-            report = await scheme.send()  # returns when both workers have applied it
+            report = await scheme.send()  # what both workers compute next uses it
             print(
                 f"trainer: version {report.version} applied by {sorted(report.acked)}, "
                 f"{report.nbytes >> 10} KiB",

@@ -51,7 +51,7 @@ def train():
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"]).backward()
                 optimizer.step()  # no worker sees it
-            collector.update_policy_weights_()  # returns when both workers have applied it
+            collector.update_policy_weights_()  # what they compute next uses it
     finally:
         collector.shutdown()
 
