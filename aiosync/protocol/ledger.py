@@ -105,8 +105,8 @@ class Ledger:
         self.num_answers: int = 0
         self.coming: tuple[int, int] | None = None
         self._awaits_hook = awaits_hook
-        # True while the trainer is asked to send again what the model no longer has.
-        self._asks_again = False
+        # Epoch and version, let go by the model, that the trainer is asked to send again.
+        self._asked_of: tuple[int | None, int] | None = None
         # The last answer about the newest version.
         self._reported = Answer(0, 0, AckStatus.SKIPPED)
         # Least versions that have not come, also those of calls that waited in vain.
@@ -163,12 +163,12 @@ class Ledger:
     @property
     def lacks_newest(self) -> bool:
         """True if the newest version has to come again, and the trainer was not asked for it."""
-        return self._may_ask_again and not self._asks_again
+        return self._may_ask_again and self._asked_of != self.inbox.taken
 
     def ask_again(self) -> bool:
         """Return True if the model has let the newest version go, so that it has to come again."""
-        self._asks_again = self._may_ask_again
-        return self._asks_again
+        self._asked_of = self.inbox.taken if self._may_ask_again else None
+        return self._asked_of is not None
 
     def _reopen(self) -> None:
         """Treat what comes as new, if the model has let the newest version go."""
@@ -192,9 +192,10 @@ class Ledger:
         The announcement may overtake the update that a call wants.
         """
         inbox = self.inbox
-        if self._asks_again:
-            # Messages before this one may still be about what the model had.
-            self._asks_again = False
+        asked_of, self._asked_of = self._asked_of, None
+        # Messages before this one may still be about what the model had. If it has let another
+        # version go since it asked, this is not about that one.
+        if asked_of == inbox.taken:
             self._reopen()
         is_new = version and (epoch != inbox.newest_epoch or version > inbox.newest)
         self.coming = (epoch, version) if is_new else None
@@ -223,7 +224,7 @@ class Ledger:
 
         A version that the model has let go comes again over the next link.
         """
-        self.coming, self.owed, self._asks_again = None, 0, False
+        self.coming, self.owed, self._asked_of = None, 0, None
         self._reopen()
 
     # -- held and refused ----------------------------------------------------------------------

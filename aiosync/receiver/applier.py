@@ -91,7 +91,7 @@ class Applier:
         self.flipped = flipped
         # The guard holds no reference that keeps this object alive.
         take = weakly(self, Applier.apply)
-        self.turns: Turns = Turns(guard, model, ledger.inbox, take=take, ended=report)
+        self.turns: Turns = Turns(guard, model, ledger.inbox, take=take, ended=self._end_turn)
         self._guard = guard
         self._ledger = ledger
         self._promise = promise
@@ -158,6 +158,10 @@ class Applier:
         taking = self._taking
         begun = taking.version if taking is not None and taking.slot is not None else 0
         return self._ledger.owe(version, begun)
+
+    def _end_turn(self, changed: bool) -> None:
+        """Have what became of updates reported; pulls also wait for the reads of an old model."""
+        self._report(self.model.has_changed_lets_go() or changed)
 
     def report(self) -> None:
         """Have what other threads applied reported now. On the loop."""

@@ -91,7 +91,7 @@ class WorkerModel:
         # True once it was warned that compiled code has weights in it.
         self._warned = False
         # True if None was assigned during a read: the model is still to be let go.
-        self._dropped = False
+        self._dropped = self._was_dropped = False
         # True if a model was chosen during a read, and reads have version 0 until it gets weights.
         self._lacks_weights = False
 
@@ -110,6 +110,11 @@ class WorkerModel:
     def lets_go(self) -> bool:
         """True if the version goes with the model before, once reads of that one have ended."""
         return self._dropped
+
+    def has_changed_lets_go(self) -> bool:
+        """Return True if :attr:`lets_go` has changed since the last call."""
+        before, self._was_dropped = self._was_dropped, self._dropped
+        return before != self._dropped
 
     @property
     def may_follow(self) -> bool:
@@ -181,6 +186,10 @@ class WorkerModel:
         if model is not self._target_of and (model is not None or self._dropped) and not closed:
             self._adopt_late(model, waiting)
         elif not closed:
+            if self._dropped:
+                with self._choosing:
+                    # The context may have the old model again, without any assignment.
+                    self._dropped = self.resolve() is not self._target_of
             self._guard.follow_parts()
             if self._lacks_weights:
                 with self._choosing:

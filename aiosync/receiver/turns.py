@@ -119,7 +119,7 @@ class Turns:
             self.interrupt_loop(exc)
         finally:
             self._end_turn(done, pause)
-        if done and self._guard.has_offer and not self.has_ended:
+        if done and self._guard.has_offer and self._in_thread is None and not self.has_ended:
             # This update was offered after the thread had looked for one for the last time.
             self._apply_in_thread(pause)
 

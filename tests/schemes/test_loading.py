@@ -428,6 +428,27 @@ async def test_a_pull_waits_for_the_read_that_keeps_the_old_model(
 
 @pytest.mark.asyncio
 @both
+@pytest.mark.parametrize("value", [1.0, None])
+async def test_a_pull_ends_if_a_read_changes_no_version(make: Any, value: float | None) -> None:
+    """The old model is assigned again; or the trainer has no weights, so that versions stay 0."""
+    source = {} if value is None else {"model": models.linear(value)}
+    old = models.linear()
+    async with harness.here(make(), old, sender=source) as (_, receiver):
+        with harness.read_elsewhere(receiver):
+            receiver.model = None
+            if value is None:
+                receiver.model = models.linear()
+            pulling = asyncio.create_task(receiver.pull(timeout=harness.PATIENCE))
+            # The trainer has answered.
+            await asyncio.sleep(0.1)
+            if value is not None:
+                receiver.model = old
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(pulling, harness.PATIENCE / 2) == (0 if value is None else 1)
+
+
+@pytest.mark.asyncio
+@both
 async def test_another_model_pulls_while_a_hook_runs_for_the_last_one(make: Any) -> None:
     goes_on = asyncio.Event()
 

@@ -412,3 +412,21 @@ def test_only_a_version_that_a_word_names_is_owed() -> None:
         link = {"named": named, "by_word": True, "transforming": False}
         assert ledger.repeat(7, 1, StaleVersion("it came before"), **link).status is RECEIVED
         assert ledger.owed == int(named)
+
+
+def test_an_announcement_reopens_only_what_was_let_go_when_it_was_asked_for() -> None:
+    """The trainer, which sent version 2 meanwhile, does not send it again."""
+    ledger = Ledger(awaits_hook=lambda: False)
+    inbox = ledger.inbox
+    for version in (1, 2):
+        ledger.arrive(7, version)
+        inbox.applied(7, version)
+        ledger.report(7, version, APPLIED)
+        inbox.forget()
+        if version == 1:
+            assert ledger.ask_again()
+    assert not ledger.announce(7, 2)
+    # So it has to be asked for that version, too.
+    assert ledger.lacks_newest
+    assert ledger.ask_again()
+    assert ledger.announce(7, 2)
