@@ -247,7 +247,7 @@ MUTANTS = [
         "protocol/version_order.py",
         "if epoch == self.newest_epoch and version <= self.newest:",
         "if epoch == self.newest_epoch and version < self.newest:",
-        "tests/unit/test_outbox.py",
+        "tests/unit/test_ledger.py",
     ),
     Mutant(
         "versions of another trainer are compared",
