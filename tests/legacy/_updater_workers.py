@@ -101,6 +101,15 @@ def assert_lost(call: Any, pid: int) -> None:
     assert seconds < 5, seconds
 
 
+def assert_unreached(updater: Any, weights: Any, kind: type[Exception]) -> None:
+    """Check that an update reaches worker 0, and that its error names worker 1."""
+    error, _ = raised(updater, weights)
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert set(error.failed) == {1}, error
+    assert isinstance(error.failed[1], kind), error
+    assert error.acked == {0}, error
+
+
 # -- scenarios --------------------------------------------------------------------------------
 
 
@@ -251,12 +260,38 @@ def rpc() -> None:
     collector.jobs[1].kill()
 
 
-def ray() -> None:
-    import ray as cluster
+def refused_by_rpc() -> None:
+    from torch.distributed import rpc as calls
 
-    cluster.init(
-        address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20
+    options = calls.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    calls.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    collectors = [Actor(), Actor()]
+    collectors[1].policy = None
+    updater = legacy.RPCWeightUpdater(
+        collector_rrefs=[calls.RRef(each) for each in collectors], timeout=20.0
     )
+    for number in (1.0, 2.0):
+        # It is refused with each update, and keeps none from the other.
+        assert_unreached(updater, policy_of(number), aiosync.ApplyError)
+        assert collectors[0].value() == number
+    error, _ = raised(updater, policy_of(3.0), worker_ids=[1])
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert (set(error.acked), set(error.failed)) == (set(), {1})
+    # Worker 0 refuses these weights, and worker 1 its receiver.
+    error, _ = raised(updater, {"module": {"bias": torch.zeros(7)}})
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert "module.bias" in str(error.failed[0]), error
+    assert "has no weights" in str(error.failed[1]), error
+    assert_unreached(updater, policy_of(4.0), aiosync.ApplyError)
+    # From now on the worker accepts: the next update is for both.
+    collectors[1].policy = policy_of(0.0)
+    updater(policy_of(5.0))
+    assert [each.value() for each in collectors] == [5.0, 5.0]
+    updater.shutdown()
+
+
+def ray() -> None:
+    cluster = start_cluster()
     policy = policy_of(1.0)
     updater = legacy.RayWeightUpdater()
     collector = remote("RayCollector", policy, updater, remote_configs={"num_cpus": 1})
@@ -288,16 +323,66 @@ class Actor:
         with torch.no_grad():
             return float(self.policy(TensorDict({"observation": torch.ones(1)}, []))["action"])
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def end(self) -> None:
         os._exit(1)
 
 
-def restarted() -> None:
+def start_cluster() -> Any:
+    """Start Ray, and return its module."""
     import ray as cluster
 
     cluster.init(
         address="local", num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20
     )
+    return cluster
+
+
+def unreachable() -> None:
+    cluster = start_cluster()
+    actors = [cluster.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+    cluster.kill(actors[1])
+    updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=20.0)
+    for number in (1.0, 2.0):
+        assert_unreached(updater, policy_of(number), aiosync.PeerClosed)
+        assert cluster.get(actors[0].value.remote(), timeout=20) == number
+    # An update for the dead one alone reaches no other.
+    error, _ = raised(updater, policy_of(3.0), worker_ids=[1])
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert (set(error.acked), set(error.failed)) == (set(), {1})
+    assert cluster.get(actors[0].value.remote(), timeout=20) == 2.0
+    cluster.kill(actors[0])
+    error, _ = raised(legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=20.0))
+    assert isinstance(error, aiosync.PartialSyncError), error
+    assert (set(error.acked), set(error.failed)) == (set(), {0, 1})
+    updater.shutdown()
+    cluster.shutdown()
+
+
+def busy() -> None:
+    cluster = start_cluster()
+    actors = [cluster.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+    cluster.get([each.value.remote() for each in actors], timeout=30)
+    for actor, waits in zip(actors, (True, False), strict=True):
+        updater = legacy.RayWeightUpdater(policy_of(1.0), [actor], timeout=4.0)
+        actor.sleep.remote(6.0)
+        error, _ = raised(updater)
+        assert isinstance(error, aiosync.PartialSyncError), error
+        assert isinstance(error.failed[0], aiosync.AckTimeout), error
+        if waits:
+            # The actor has connected as soon as it gets to the updater's call.
+            cluster.get(actor.value.remote(), timeout=20)
+        for number in (2.0, 3.0):
+            updater(policy_of(number))
+            assert cluster.get(actor.value.remote(), timeout=20) == number
+        updater.shutdown()
+    cluster.shutdown()
+
+
+def restarted() -> None:
+    cluster = start_cluster()
     remote_class = cluster.remote(num_cpus=0, max_restarts=1)(Actor)
     actors = [remote_class.remote() for _ in range(2)]
     updater = legacy.RayWeightUpdater(policy_of(1.0), actors, timeout=20.0)

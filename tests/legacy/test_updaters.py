@@ -104,6 +104,19 @@ def test_an_actor_that_ray_restarts_gets_weights_again() -> None:
     run("restarted")
 
 
+@needs_torchrl
+def test_a_worker_that_refuses_its_receiver_keeps_no_weights_from_the_others() -> None:
+    run("refused_by_rpc")
+
+
+@needs_torchrl
+@needs_ray
+# A cluster has to start for each.
+@pytest.mark.parametrize("name", ["unreachable", "busy"])
+def test_an_actor_that_gets_no_receiver_keeps_no_weights_from_the_others(name: str) -> None:
+    run(name)
+
+
 # -- alone ------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,15 @@ import torch
 from torch.distributed import rpc
 
 from aiosync._log import log
-from aiosync.errors import AckTimeout, ApplyError, ConfigError, LocalProtocolError, PeerClosed
+from aiosync.errors import (
+    AckTimeout,
+    AiosyncError,
+    ApplyError,
+    ConfigError,
+    LocalProtocolError,
+    PartialSyncError,
+    PeerClosed,
+)
 from aiosync.legacy.remote import finish_ray_call, finish_rpc_call
 from aiosync.legacy.transports import Deliveries, Finish
 from aiosync.legacy.updaters.base import AtOnceWeightUpdater
@@ -116,21 +124,23 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
     def _get_server_weights(self) -> Any:
         return self.policy_weights
 
-    def _connect(self, indices: list[int]) -> WeightSyncScheme:
-        """Connect the receivers of these workers, as far as needed; return the sending scheme."""
+    def _connect(self, indices: list[int]) -> tuple[WeightSyncScheme, dict[int, AiosyncError]]:
+        """Connect the receivers of these workers, as far as needed.
+
+        Returns the sending scheme, and the error of each worker that could not be connected.
+        """
         scheme = self._scheme or self._open(self._scheme_class, reconnect=0.0)
-        missing = [idx for idx in indices if idx not in self._installed]
-        if not missing:
-            return scheme
-        # The copy has no role, so that each worker can make it a receiver.
-        workers, own = self._workers(), copy.copy(scheme)
+        # A call that was given up may have connected its worker later.
+        self._installed.update(scheme.sender_transports)
         connecting = Deliveries()
-        for idx in missing:
-            connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
-        connecting.finish_all(self.timeout)
-        self._installed |= connecting.acked
-        connecting.raise_failures()
-        return scheme
+        if missing := [idx for idx in indices if idx not in self._installed]:
+            # The copy has no role, so that each worker can make it a receiver.
+            workers, own = self._workers(), copy.copy(scheme)
+            for idx in missing:
+                connecting.begin(idx, functools.partial(self._call, workers[idx], own, idx))
+            connecting.finish_all(self.timeout)
+            self._installed |= connecting.acked
+        return scheme, connecting.failed
 
     def _sync_workers(self, weights: Any, worker_ids: list[Any]) -> None:
         """Connect these workers if need be, and send them the weights, or else the policy's."""
@@ -139,12 +149,24 @@ class _SchemeWeightUpdater(AtOnceWeightUpdater):
             weights = getattr(self.collector, "_fallback_policy", None)
             weights = self._known("policy", weights)
         indices = self._indices(worker_ids)
-        scheme = self._connect(indices)
+        scheme, unreached = self._connect(indices)
+        reached = [idx for idx in indices if idx not in unreached]
+        if not reached and unreached:
+            raise PartialSyncError(failed=unreached)
         # A send to all workers reports a dead worker only once, so do not list the indices of all.
         everybody = set(indices) == set(range(self._num_workers()))
-        chosen = None if everybody else indices
+        chosen = None if everybody else reached
         seconds = math.inf if self.timeout is None else self.timeout
-        self.last_report = scheme.send(weights, chosen, timeout=seconds)
+        try:
+            self.last_report = report = scheme.send(weights, chosen, timeout=seconds)
+        except PartialSyncError as exc:
+            if not unreached:
+                raise
+            failed = {**unreached, **exc.failed}
+            raise PartialSyncError(acked=exc.acked, failed=failed, version=exc.version) from exc
+        # A worker whose call was given up may have connected in time for the send to all.
+        if failed := {idx: unreached[idx] for idx in unreached.keys() - report.acked}:
+            raise PartialSyncError(acked=report.acked, failed=failed, version=report.version)
 
 
 class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
@@ -203,10 +225,10 @@ class MultiProcessedWeightUpdater(_SchemeWeightUpdater):
     def _num_workers(self) -> int:
         return int(self._known("num_workers"))
 
-    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+    def _connect(self, indices: list[int]) -> tuple[WeightSyncScheme, dict[int, AiosyncError]]:
         del indices  # the workers got their receivers when they started
         assert self._scheme is not None
-        return self._scheme
+        return self._scheme, {}
 
     def _get_server_weights(self) -> Any:
         return None if self.weights_getter is None else self.weights_getter()
@@ -350,30 +372,25 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         self.max_interval: int = max(0, max_interval)
         # Each worker is left out of max_interval updates before one goes to it: of how many so far.
         self._left_out: Counter[int] = Counter()
-        # Ray's references to the calls of lost actors, by index.
-        self._called_again: dict[int, Any] = {}
+        # Ray's references to the calls of :func:`receive` that have not ended, by index.
+        self._calls: dict[int, Any] = {}
 
-    def _connect(self, indices: list[int]) -> WeightSyncScheme:
+    def _connect(self, indices: list[int]) -> tuple[WeightSyncScheme, dict[int, AiosyncError]]:
         """Connect the receivers as far as needed; call the actors that have lost theirs again."""
-        scheme = super()._connect(indices)
+        scheme, unreached = super()._connect(indices)
         lost = self._installed.intersection(indices) - set(scheme.sender_transports)
         for idx in lost:
             if self._may_call_again(idx):
                 # It is not waited for: a restarted actor connects by itself, and a dead one does
                 # not keep the weights from the others.
-                again = self._workers()[idx].__ray_call__.remote(receive, copy.copy(scheme), idx)
-                self._called_again[idx] = again
-        return scheme
+                self._call(self._workers()[idx], copy.copy(scheme), idx)
+        return scheme, unreached
 
     def _may_call_again(self, idx: int) -> bool:
         """Return True if no call of a lost actor is under way; log how the last one failed."""
-        sent = self._called_again.pop(idx, None)
-        if sent is None:
-            return True
         try:
-            finish_ray_call(sent, 0.0)
+            self._finish_call(idx, 0.0)
         except AckTimeout:
-            self._called_again[idx] = sent
             return False
         except PeerClosed:
             pass  # The update that met its death has raised an error.
@@ -388,4 +405,18 @@ class RayWeightUpdater(_SchemeWeightUpdater):
         return skip
 
     def _call(self, worker: Any, scheme: WeightSyncScheme, idx: int) -> Finish:
-        return functools.partial(finish_ray_call, worker.__ray_call__.remote(receive, scheme, idx))
+        # A busy actor gets to the call of an earlier update later. If it were called once more, it
+        # would have two receivers with one index.
+        if idx not in self._calls:
+            self._calls[idx] = worker.__ray_call__.remote(receive, scheme, idx)
+        return functools.partial(self._finish_call, idx)
+
+    def _finish_call(self, idx: int, timeout: float | None) -> None:
+        """Wait for the end of a call that is under way, if there is one; then forget it."""
+        if idx in self._calls:
+            try:
+                finish_ray_call(self._calls[idx], timeout)
+            except (PeerClosed, ApplyError):
+                del self._calls[idx]
+                raise
+            del self._calls[idx]
