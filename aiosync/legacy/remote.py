@@ -25,6 +25,8 @@ __all__ = [
     "finish_rpc_call",
 ]
 
+_RPC_TIMEOUT = "RPCErr:1:"  # how the text of a timeout of torch's RPC begins
+
 
 class RayTransport(Answered):
     """Transport to a Ray actor that has ``update_policy_weights_(weights)``.
@@ -190,7 +192,8 @@ def finish_rpc_call(sent: Any, timeout: float | None = None) -> None:
     try:
         sent.wait()
     except Exception as exc:  # RPC raises the worker's error, of any type; the caller gets it
-        if isinstance(exc, RuntimeError) and "timeout" in str(exc):
+        # Only RPC's own error begins so: the text of a remote error has the error's source lines.
+        if isinstance(exc, RuntimeError) and str(exc).startswith(_RPC_TIMEOUT):
             raise AckTimeout(f"the RPC worker did not answer in time: {exc}") from exc
         raise ApplyError(f"the RPC worker failed: {exc}", remote_type=type(exc).__name__) from exc
 

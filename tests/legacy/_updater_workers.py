@@ -25,6 +25,7 @@ from torchrl.envs import EnvBase
 
 import aiosync
 import aiosync.legacy.updaters as legacy
+from aiosync.legacy import RPCTransport
 from tests.support.waiting import free_port
 from tests.sync._tools import portal_threads
 
@@ -260,11 +261,34 @@ def rpc() -> None:
     collector.jobs[1].kill()
 
 
-def refused_by_rpc() -> None:
+def start_rpc() -> None:
+    """Make this process the only one of RPC."""
     from torch.distributed import rpc as calls
 
     options = calls.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
     calls.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def told_by_rpc() -> None:
+    from torch.distributed import rpc as calls
+
+    start_rpc()
+    collector = Actor()
+    info, reference = calls.get_worker_info(), calls.RRef(collector)
+    transport = RPCTransport(info, reference, Actor, timeout=2.0)
+    collector.fail(RuntimeError("an environment met its timeout"))
+    error, _ = raised(transport.send_weights, "policy", {})
+    assert isinstance(error, aiosync.ApplyError), error
+    assert "met its timeout" in str(error)
+    collector.fail(None, after=4.0)
+    error, _ = raised(transport.send_weights, "policy", {})
+    assert isinstance(error, aiosync.AckTimeout), error
+
+
+def refused_by_rpc() -> None:
+    from torch.distributed import rpc as calls
+
+    start_rpc()
     collectors = [Actor(), Actor()]
     collectors[1].policy = None
     updater = legacy.RPCWeightUpdater(
@@ -322,6 +346,15 @@ class Actor:
     def value(self) -> float:
         with torch.no_grad():
             return float(self.policy(TensorDict({"observation": torch.ones(1)}, []))["action"])
+
+    def fail(self, error: Any, after: float = 0.0) -> None:
+        """Let calls with weights raise an error or class of errors, or take some seconds."""
+        self.error, self.seconds = error, after
+
+    def update_policy_weights_(self, weights: Any) -> None:
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
