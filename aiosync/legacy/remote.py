@@ -15,7 +15,7 @@ from aiosync.legacy.transports import Answered, Finish
 from aiosync.protocol import finite_or_none
 from aiosync.strategy import WeightStrategy
 from aiosync.tensors.values import is_tensordict
-from aiosync.transports.ray import need_cluster
+from aiosync.transports.ray import error_of_cluster, need_cluster
 
 __all__ = [
     "RPCTransport",
@@ -93,11 +93,12 @@ def finish_ray_call(sent: Any, timeout: float | None) -> None:
     ray = need_cluster()
     try:
         ray.get(sent, timeout=finite_or_none(timeout))
-    except ray.exceptions.GetTimeoutError as exc:
-        raise AckTimeout(f"the actor did not answer within {timeout:g} s") from exc
-    except ray.exceptions.RayActorError as exc:
-        raise PeerClosed(f"the actor is gone: {exc}") from exc
     except ray.exceptions.RayError as exc:
+        failure = error_of_cluster(exc)
+        if isinstance(failure, ray.exceptions.GetTimeoutError):
+            raise AckTimeout(f"the actor did not answer within {timeout:g} s") from exc
+        if isinstance(failure, ray.exceptions.RayActorError):
+            raise PeerClosed(f"the actor is gone: {exc}") from exc
         cause = getattr(exc, "cause", None) or exc
         raise ApplyError(f"the actor failed: {cause}", remote_type=type(cause).__name__) from exc
 

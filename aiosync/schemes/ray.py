@@ -34,6 +34,7 @@ from aiosync.transports.ray import (
     RayActorTransport,
     RayObjects,
     RayTransport,
+    error_of_cluster,
     landed,
     load_ray,
     need_cluster,
@@ -528,9 +529,9 @@ class RayModuleTransformSender:
         called = self.actor.__ray_call__.remote(function, *args)
         try:
             return await landed(called)
-        except self._ray.exceptions.RayActorError as exc:
-            raise ConnectError(f"{self.actor!r} has died") from exc
         except Exception as exc:  # The error may be of any type; the caller of connect() sees it.
+            if isinstance(error_of_cluster(exc), self._ray.exceptions.RayActorError):
+                raise ConnectError(f"{self.actor!r} has died") from exc
             reason = getattr(exc, "cause", None) or exc
             raise ConnectError(
                 f"{self.actor!r} could not join: {type(reason).__name__}: {text_of(reason)}"

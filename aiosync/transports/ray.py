@@ -87,6 +87,7 @@ __all__ = [
     "RayActorTransport",
     "RayObjects",
     "RayTransport",
+    "error_of_cluster",
     "landed",
     "load_ray",
     "need_cluster",
@@ -148,6 +149,14 @@ def need_cluster() -> Any:
             "on a node of the cluster, or in an actor"
         )
     return ray
+
+
+def error_of_cluster(error: BaseException | None) -> BaseException | None:
+    """Return the error of a call if Ray itself raised it; ``None`` if the called method did.
+
+    What a method raises is also an instance of its cause's class, such as another actor's death.
+    """
+    return None if isinstance(error, load_ray().exceptions.RayTaskError) else error
 
 
 def landed(ref: Any) -> asyncio.Future[Any]:
@@ -660,14 +669,14 @@ class RayActorTransport(Transport):
         if self._closed or done.cancelled():
             return
         error, exceptions = done.exception(), self._ray.exceptions
-        text = first_line(error)
+        text, failure = first_line(error), error_of_cluster(error)
         reason = None if error is None else getattr(error, "cause", None) or error
-        if isinstance(error, getattr(exceptions, "ActorUnavailableError", ())):
+        if isinstance(failure, getattr(exceptions, "ActorUnavailableError", ())):
             reason = TransportBroken(
                 f"{self._name} is restarting, or cannot be reached for the moment; it gets the "
                 f"next update: {text}"
             )
-        elif isinstance(error, exceptions.RayActorError):
+        elif isinstance(failure, exceptions.RayActorError):
             self._end(PeerClosed(f"{self._name} has died: {text}"))
             return
         status = AckStatus.APPLIED if error is None else AckStatus.NACK

@@ -25,7 +25,7 @@ from torchrl.envs import EnvBase
 
 import aiosync
 import aiosync.legacy.updaters as legacy
-from aiosync.legacy import RPCTransport
+from aiosync.legacy import RayTransport, RPCTransport
 from tests.support.waiting import free_port
 from tests.sync._tools import portal_threads
 
@@ -283,6 +283,26 @@ def told_by_rpc() -> None:
     collector.fail(None, after=4.0)
     error, _ = raised(transport.send_weights, "policy", {})
     assert isinstance(error, aiosync.AckTimeout), error
+
+
+def told_by_ray() -> None:
+    cluster = start_cluster()
+    actor = cluster.remote(num_cpus=0)(Actor).remote()
+    cluster.get(actor.value.remote(), timeout=30)
+    transport = RayTransport(actor, timeout=2.0)
+    for kind in (cluster.exceptions.GetTimeoutError, cluster.exceptions.RayActorError):
+        # The actor has met this in a call of its own; it is alive, and has answered.
+        actor.fail.remote(kind)
+        error, _ = raised(transport.send_weights, "policy", {})
+        assert isinstance(error, aiosync.ApplyError), error
+        assert error.remote_type == kind.__name__
+    actor.fail.remote(None, after=4.0)
+    error, _ = raised(transport.send_weights, "policy", {})
+    assert isinstance(error, aiosync.AckTimeout), error
+    cluster.kill(actor)
+    error, _ = raised(transport.send_weights, "policy", {})
+    assert isinstance(error, aiosync.PeerClosed), error
+    cluster.shutdown()
 
 
 def refused_by_rpc() -> None:

@@ -118,7 +118,7 @@ def test_an_actor_that_gets_no_receiver_keeps_no_weights_from_the_others(name: s
 
 
 @needs_torchrl
-@pytest.mark.parametrize("name", ["told_by_rpc"])
+@pytest.mark.parametrize("name", ["told_by_rpc", pytest.param("told_by_ray", marks=needs_ray)])
 def test_an_error_of_a_remote_method_is_no_timeout_and_no_death(name: str) -> None:
     run(name)
 

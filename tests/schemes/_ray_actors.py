@@ -119,6 +119,12 @@ class Plain:
     def refuse(self, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError("not these")
 
+    def meet_death(self, weights: dict[str, torch.Tensor]) -> None:
+        raise ray.exceptions.RayActorError
+
+    def meet_restart(self, weights: dict[str, torch.Tensor]) -> None:
+        raise ray.exceptions.ActorUnavailableError("another one", None)
+
     def end(self, weights: dict[str, torch.Tensor]) -> None:
         os._exit(1)
 
@@ -133,6 +139,18 @@ class Plain:
 
     def look(self) -> set[float]:
         return extremes(self.model.state_dict())
+
+
+@here
+class Bereft:
+    """Actor whose module lies in another one, which has died."""
+
+    def __init__(self) -> None:
+        self.error = ray.exceptions.RayActorError()
+
+    @property
+    def module(self) -> Any:
+        raise self.error
 
 
 @here

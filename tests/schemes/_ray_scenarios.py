@@ -48,6 +48,7 @@ from tests.schemes._harness import until
 from tests.schemes._models import fill
 from tests.schemes._ray_actors import (
     TOKEN,
+    Bereft,
     Owner,
     Plain,
     Serial,
@@ -381,6 +382,13 @@ async def plain_actors() -> None:
             assert (set(caught.value.failed), caught.value.acked) == ({1}, {0})
             assert isinstance(caught.value.failed[1], kind)
             assert getattr(caught.value.failed[1], "remote_type", "ValueError") == "ValueError"
+    # A living actor's method may meet the end of another one.
+    for failing in (to(meet_death=one), to(meet_restart=one)):
+        async with RayWeightSyncScheme() as scheme:
+            scheme.init_on_sender(model_id="mine", model=model, transports=failing)
+            with pytest.raises(PartialSyncError) as caught:
+                await scheme.connect(timeout=30)
+            assert isinstance(caught.value.failed[0], ApplyError)
     async with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender(model_id="mine", model=model, transports=to(update=again))
         await scheme.connect(timeout=30)
@@ -442,5 +450,8 @@ async def transform() -> None:
     assert not await actor.receives.remote()
     async with to_transform(Plain.remote()) as wrong:
         with pytest.raises(ConnectError, match="no attribute 'module'"):
+            await wrong.connect(timeout=30)
+    async with to_transform(Bereft.remote()) as wrong:
+        with pytest.raises(ConnectError, match="could not join: .*ActorError"):
             await wrong.connect(timeout=30)
     ray.kill(actor)
