@@ -27,10 +27,12 @@ __all__ = [
     "bind_early",
     "change_hooks",
     "follow",
+    "is_ranked",
     "life_of",
     "link_to_trainer",
     "meet_at",
     "meeting_point",
+    "name_by_rank",
     "publish_with",
     "separate",
 ]
@@ -73,6 +75,16 @@ def belongs_to_torchrl(scheme: WeightSyncScheme) -> None:
     not refuse them.
     """
     _change_terms(scheme, strict="warn", cascades=False)
+
+
+def name_by_rank(scheme: WeightSyncScheme, ranked: bool) -> None:
+    """Have copies of a scheme know whether their workers are named by ranks, from 1."""
+    _change_terms(scheme, ranked=ranked)
+
+
+def is_ranked(scheme: WeightSyncScheme) -> bool:
+    """Return True if the workers of a scheme are named by their ranks."""
+    return scheme._terms.ranked
 
 
 def _change_terms(scheme: WeightSyncScheme, **changes: Any) -> None:

@@ -48,6 +48,7 @@ class WorkerTerms:
         hooks: Hooks of workers that are given no such hooks.
         strict: The strictness that ``strict=True`` asks for.
         cascades: True if a context is asked to pass versions on.
+        ranked: True if the integration names workers by their ranks, from 1.
         gives_up: True if a final error, or a lost link that is not restored in time, ends the
             search for a trainer.
         longest_pause: Seconds between two attempts to meet the trainer, instead of the fabric's.
@@ -56,6 +57,7 @@ class WorkerTerms:
     hooks: SchemeHooks = dataclasses.field(default_factory=SchemeHooks)
     strict: Strict = True
     cascades: bool = True
+    ranked: bool = False
     gives_up: bool = True
     longest_pause: float | None = None
 

@@ -26,6 +26,7 @@ from tests.integrations import _multi_workers as workers
 from tests.integrations import _worlds as worlds
 from tests.integrations._multi_workers import (
     SHM,
+    TCP,
     Collector,
     seen_by_one,
     weights_of,
@@ -210,3 +211,36 @@ def test_the_policy_itself_has_no_hooks() -> None:
         pickle.loads(pickle.dumps(policy))
         compiled = torch.compile(policy.module, backend="eager", fullgraph=True)
         assert compiled(torch.zeros(1)).tolist() == [1.0] * worlds.WIDTH
+
+
+# -- in a worker that the program itself started -----------------------------------------------
+
+
+@pytest.mark.parametrize("make", [SHM, TCP])
+def test_a_worker_has_the_index_that_it_is_given(make: Any) -> None:
+    sender, given = make(timeout=workers.PATIENCE), [2, 0, 1]
+    sender.init_on_sender(model_id="policy", model=worlds.make_policy(7.0), num_workers=3)
+    connecting = threading.Thread(target=sender.connect)
+    connecting.start()
+    with contextlib.ExitStack() as opened:
+        opened.callback(connecting.join, workers.PATIENCE)
+        opened.callback(sender.shutdown)
+        for idx in given:
+            receiver = pickle.loads(pickle.dumps(sender))
+            collector = Collector(
+                worlds.World,
+                worlds.make_policy(),
+                frames_per_batch=4,
+                total_frames=-1,
+                track_policy_version=True,
+            )
+            opened.callback(collector.shutdown)
+            opened.callback(receiver.shutdown)
+            receiver.init_on_receiver(model_id="policy", context=collector, worker_idx=idx)
+            receiver.connect()
+            assert receiver.worker_idx == idx
+            data = next(iter(collector))
+            assert worlds.actions(data).tolist() == [7.0] * 4
+            assert data["collector", "policy_version"].tolist() == [1] * 4
+        connecting.join(workers.PATIENCE)
+        assert set(sender.worker_versions) == set(given)

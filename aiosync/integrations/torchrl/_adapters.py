@@ -44,7 +44,14 @@ from aiosync.integrations.torchrl._workers import (
 )
 from aiosync.protocol import as_indices
 from aiosync.receiver.scheme_hooks import run_hook
-from aiosync.schemes.internal import belongs_to_torchrl, change_hooks, life_of, separate
+from aiosync.schemes.internal import (
+    belongs_to_torchrl,
+    change_hooks,
+    is_ranked,
+    life_of,
+    name_by_rank,
+    separate,
+)
 from aiosync.schemes.sources import is_per_worker, resolve_model
 from aiosync.sync import (
     NoWeightSyncScheme,
@@ -181,6 +188,8 @@ class CollectorOwner(TorchRLOwner):
         model_id = given.get("model_id") or "policy"
         model = find_model(collector, model_id)
         _refuse_path(collector, model_id)
+        # A nested collector may have a copy of the scheme of a collector with ranks.
+        name_by_rank(core_of(scheme), _has_ranks(collector))
         if not isinstance(scheme, NoWeightSyncScheme):
             _refuse_ranks(collector)
             if model_id == "policy" and _has_no_weights(model):
@@ -311,8 +320,7 @@ class CollectorOwner(TorchRLOwner):
         """Make the scheme a receiver of the collector's model, or of weights to pass on."""
         scheme, collector, given = call.scheme, call.owned, call.given
         rank = given.get("worker_idx")
-        if rank and _own_idx(collector) is None:
-            # The collector has no index of its own, so this number is a rank, from 1.
+        if rank and is_ranked(core_of(scheme)):
             given["worker_idx"] = rank - 1
             self._stamps = False
         model_id = given.get("model_id") or "policy"
@@ -475,15 +483,6 @@ def _abort(scheme: weakref.ref[WeightSyncScheme]) -> None:
         found.abort()
 
 
-def _own_idx(collector: Any) -> int | None:
-    """Return the index that a worker's collector was given; ``None`` if it was given none."""
-    try:
-        idx: int | None = collector.worker_idx
-    except RuntimeError:
-        return None  # TorchRL raises for a collector without an index
-    return idx
-
-
 def _refuse_path(collector: Any, model_id: str) -> None:
     """Raise if a ``RayCollector`` would not find the scheme of a model in its actors.
 
@@ -506,13 +505,18 @@ def _is_distributed(collector: Any) -> bool:
     )
 
 
+def _has_ranks(collector: Any) -> bool:
+    """Return True for a ``DistributedCollector``, whose workers give schemes their ranks."""
+    return any(cls.__name__ == "DistributedCollector" for cls in type(collector).__mro__)
+
+
 def _refuse_ranks(collector: Any) -> None:
     """Raise if a ``DistributedCollector`` would name workers by their ranks, from 1.
 
     Raises:
         ConfigError: The collector's options make it update its workers by itself.
     """
-    if all(cls.__name__ != "DistributedCollector" for cls in type(collector).__mro__):
+    if not _has_ranks(collector):
         return
     each = collector.update_after_each_batch and not collector._sync
     if each or collector.max_weight_update_interval > -1:
