@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ import torch
 from tensordict import TensorDict
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 
+import aiosync.legacy
 import aiosync.sync
 from aiosync.errors import PartialSyncError
 from tests.integrations._worlds import Values, actions, make_policy, set_value
 from tests.support.accelerator import deferred
+from tests.support.waiting import wait_until
 
 PATIENCE = 20.0
 SCHEMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "TCPWeightSyncScheme"]
@@ -53,6 +55,38 @@ def serving(
         server.shutdown()
         receiver.shutdown()
         sender.shutdown()
+
+
+@pytest.mark.parametrize("generation", [aiosync.sync, aiosync.legacy])
+def test_servers_of_one_trainer_have_an_index_each(generation: Any) -> None:
+    """The trainer chooses it, unless the program gave a server one."""
+    trained, clients = make_policy(7.0), []
+    with ExitStack() as opened:
+        sender = generation.SharedMemWeightSyncScheme(timeout=PATIENCE)
+        opened.callback(sender.shutdown)
+        sender.init_on_sender(model_id="policy", model=trained, num_workers=4)
+        copies = [pickle.loads(pickle.dumps(sender)) for _ in range(4)]
+        connecting = threading.Thread(target=sender.connect)
+        connecting.start()
+        opened.callback(connecting.join, PATIENCE)
+        copies[0].worker_idx = 3
+        for number, receiver in enumerate(copies):
+            opened.callback(receiver.shutdown)
+            transport, served = ThreadingTransport(), make_policy()
+            server = InferenceServer(served, transport, weight_sync=receiver)
+            if number == 1:
+                receiver.init_on_receiver("policy", server, model=served, worker_idx=0)
+            opened.enter_context(server)
+            clients.append(transport.client())
+            wait_until(lambda receiver=receiver: receiver.version == 1)
+        connecting.join(PATIENCE)
+        assert [receiver.worker_idx for receiver in copies] == [3, 0, 1, 2]
+        assert set(sender.worker_versions) == {0, 1, 2, 3}
+        set_value(trained, 1.0)
+        sending = threading.Thread(target=sender.send)
+        sending.start()
+        wait_until(lambda: [ask(client) for client in clients] == [(1.0, 1)] * 4)
+        sending.join(PATIENCE)
 
 
 @contextmanager

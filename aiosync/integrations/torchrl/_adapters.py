@@ -659,11 +659,19 @@ class ServerOwner(TorchRLOwner):
 
     def _init(self, call: _Call) -> None:
         """Give the scheme its role, with the server as its context unless the call has one."""
-        call.given.setdefault("context", call.owned)
+        if call.given.get("context") is None:
+            call.given["context"] = call.owned
+            self._drop_constant(call)
         call.proceed()
+
+    def _drop_constant(self, call: _Call) -> None:
+        """Drop the index 0 of every server, which is not its own if the trainer has several."""
+        if call.given.get("worker_idx") == 0:
+            del call.given["worker_idx"]
 
     def _connect(self, call: _Call) -> None:
         """Connect, and have the scheme closed once the server is shut down."""
+        self._drop_constant(call)
         call.proceed()
         self._count_new_versions(call.scheme)
         loop = life_of(core_of(call.scheme)).loop
