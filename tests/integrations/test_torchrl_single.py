@@ -101,6 +101,30 @@ def test_weights_by_index_are_refused_before_anything_changes() -> None:
         assert seen_by_one(next(iter(collector))) == (1.0, 0)
 
 
+# -- on another device ------------------------------------------------------------------------
+
+
+def test_a_collector_with_a_copy_of_the_policy_follows_the_policy() -> None:
+    """TorchRL copies a policy that is on another device, and ``cpu`` is not ``cpu:0`` to it."""
+    policy, scheme = worlds.make_counting(1.0), SHM(timeout=workers.PATIENCE)
+    options = {"policy_device": "cpu:0", "track_policy_version": True}
+    with alone(policy, scheme, **options) as collector:
+        assert collector.policy is not policy
+        batches = iter(collector)
+        assert seen_by_one(next(batches)) == (1.0, 0)
+        worlds.set_value(policy, 2.0)
+        collector.update_policy_weights_()
+        assert seen_by_one(next(batches)) == (2.0, 1)
+        worlds.set_value(policy, 3.0)
+        assert seen_by_one(next(batches)) == (2.0, 1)
+        scheme.send()
+        data = next(batches)
+        assert worlds.actions(data).tolist() == [3.0] * 4
+        assert data["collector", "policy_version"].tolist() == [3] * 4
+        collector.update_policy_weights_(worlds.make_counting(4.0))
+        assert seen_by_one(next(batches))[0] == 4.0
+
+
 # -- in a thread of its own -------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from aiosync.integrations.torchrl._policies import (
     factories_of,
     find_model,
     from_factories,
+    original_of,
     refuse_missing_buffers,
     refuse_no_module,
 )
@@ -581,6 +582,8 @@ def _apply_to_itself(scheme: WeightSyncScheme, collector: Any, given: dict[str, 
     if is_per_worker(weights):
         raise ConfigError("a collector without workers takes weights as they are, not by index")
     guard, model = life_of(core).guard, find_model(collector, _model_id_of(scheme))
+    if weights is None:
+        weights = original_of(collector, model)
     coming = scheme.epoch, scheme.version + 1 if scheme.version else scheme.first_version
     if weights is None or isinstance(weights, str) or model is weights:
         guard.held = coming  # the model has these weights already

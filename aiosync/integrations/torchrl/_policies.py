@@ -15,6 +15,7 @@ __all__ = [
     "factories_of",
     "find_model",
     "from_factories",
+    "original_of",
     "refuse_missing_buffers",
     "refuse_no_module",
 ]
@@ -26,6 +27,12 @@ def find_model(collector: Any, model_id: str) -> Any:
         return resolve_model(collector, model_id)
     except (AttributeError, TypeError, ValueError):
         return None
+
+
+def original_of(collector: Any, model: Any) -> Any:
+    """Return the trainer's policy if the collector's ``model`` is its copy on another device."""
+    is_copy = model is collector.policy and collector.get_weights_fn is not None
+    return collector._orig_policy if is_copy else None
 
 
 class _NotAModule(ConfigError, TypeError):
