@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import aiosync
 import aiosync.sync
@@ -176,12 +177,15 @@ class Between(workers.BaseCollector):
 
 
 @contextmanager
-def passing(between: Between, trained: worlds.Values) -> Iterator[tuple[Any, Any]]:
+def passing(
+    between: Between, trained: worlds.Values, model: worlds.Values | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Yield a connected trainer, and the errors that its connect() raised."""
     sender = SHM()
     sender.init_on_sender(model_id="policy", model=trained, num_workers=1)
     receiver = copy.copy(sender)
-    receiver.init_on_receiver(model_id="policy", model=worlds.Values(), context=between)
+    model = worlds.Values() if model is None else model
+    receiver.init_on_receiver(model_id="policy", model=model, context=between)
     raised: list[BaseException] = []
 
     def connect() -> None:
@@ -212,3 +216,41 @@ def test_errors_on_the_way_reach_the_trainer_and_are_made_up_for() -> None:
         with pytest.raises(aiosync.PartialSyncError, match="a worker was busy"):
             sender.send()
         assert sender.send().acked == {0}
+
+
+class Tallied(worlds.Values):
+    """Module with any extra state."""
+
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0.0, 5.0),
+        ({"seen": 1, "mean": torch.zeros(1)}, {"seen": 2, "mean": torch.zeros(1)}),
+        ({"seen": 1, "mean": torch.zeros(1)}, {"seen": 1, "mean": torch.ones(1)}),
+        (None, torch.ones(1)),
+        (torch.ones(1), 5.0),
+    ],
+)
+def test_an_update_that_changes_only_extra_state_is_passed_on(before: Any, after: Any) -> None:
+    trained, between = Tallied(1.0), Between()
+    trained.state = before
+    with passing(between, trained, copy.deepcopy(trained)) as (_, raised):
+        assert not raised
+        assert not between.passed, "the workers began with these weights"
+    held = copy.deepcopy(trained)
+    trained.state = after
+    with passing(between, trained, held) as (sender, raised):
+        assert not raised
+        assert between.passed == [1.0]
+        trained.state = before
+        sender.send()
+        assert between.passed == [1.0] * 2

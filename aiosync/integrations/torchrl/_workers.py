@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from aiosync.errors import ConfigError
 from aiosync.receiver.guard import Guard
 from aiosync.receiver.scheme_hooks import in_thread
 from aiosync.schemes.internal import life_of
 from aiosync.sync import WeightSyncScheme
 from aiosync.sync._schemes import core_of
+from aiosync.tensors import collect, lacks_memory
 
 __all__ = [
     "Cascade",
@@ -261,7 +263,7 @@ class Cascade:
         # The weights that the workers have, during the first updates. The workers began with these
         # weights. The trainer mostly begins with the same weights, and RayCollector sends them once
         # more. If they were passed on, they would count as one version more.
-        self._known: dict[str, torch.Tensor] | None = _copy_of(scheme.model)
+        self._known: dict[str, Any] | None = _copy_of(scheme)
         self._looks = 2  # updates that are still compared
 
     async def pass_on(self, epoch: int, version: int) -> None:
@@ -276,7 +278,7 @@ class Cascade:
         if collector is None or scheme is None:
             return
         with scheme.reading():  # no newer version may be applied before this one is passed on
-            now = _copy_of(scheme.model) if self._looks else None
+            now = _copy_of(scheme) if self._looks else None
             before, self._known = self._known, None
             self._looks = max(0, self._looks - 1)
             if _are_equal(before, now):
@@ -295,23 +297,33 @@ class Cascade:
                 self._known = now  # set only now, because the update may have failed
 
 
-def _are_equal(
-    one: Mapping[str, torch.Tensor] | None, other: Mapping[str, torch.Tensor] | None
-) -> bool:
+def _are_equal(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
     """Return True if two copies of weights are equal; ``None`` equals no other."""
     return (
         one is not None
         and other is not None
         and one.keys() == other.keys()
-        and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        and all(_is_same(value, other[name]) for name, value in one.items())
     )
 
 
-def _copy_of(model: Any) -> dict[str, torch.Tensor] | None:
-    """Return copies of a model's tensors by name; ``None`` if it is no module, or has no memory."""
-    if not isinstance(model, nn.Module):
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True if two tensors, or two values without tensors, are equal."""
+    if type(one) is not type(other):
+        return False
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _copy_of(scheme: WeightSyncScheme) -> dict[str, Any] | None:
+    """Return copies of the weights of a scheme's model by name, extra state included.
+
+    ``None`` if it is no module, has no memory, or has something that cannot travel.
+    """
+    model = scheme.model
+    if not isinstance(model, nn.Module) or lacks_memory(model):
         return None
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if any(tensor.is_meta for tensor in tensors.values()):
+    try:
+        found = collect(model, extract_as=core_of(scheme).strategy.extract_as)
+    except ConfigError:
         return None
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return {**{leaf.name: leaf.tensor.detach().clone() for leaf in found.leaves}, **found.values}
