@@ -7,13 +7,14 @@ module must never import typer or rich.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "SAFETENSORS",
     "TORCH",
+    "FileStates",
     "check_target",
+    "check_unchanged",
+    "file_states",
     "load_weights",
     "save_weights",
     "stored_nbytes",
@@ -37,6 +41,9 @@ SAFETENSORS = (".safetensors",)
 
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of PyTorch checkpoints."""
+
+FileStates: TypeAlias = Mapping[str, os.stat_result]
+"""The state of each file that holds the weights, by its path."""
 
 _KNOWN = ", ".join(SAFETENSORS + TORCH)
 _WHOLE = "model.safetensors"
@@ -164,11 +171,43 @@ def check_target(path: str | os.PathLike[str]) -> str:
 
 
 def stored_nbytes(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of a file of weights, or of all safetensors files of a folder."""
+    """Return the bytes of all files that :func:`load_weights` reads the tensors of."""
+    return sum(each.st_size for each in file_states(path).values())
+
+
+def file_states(path: str | os.PathLike[str]) -> FileStates:
+    """Return the present state of each file that :func:`load_weights` reads the tensors of.
+
+    Raises:
+        ConfigError: There is no such file, or no permission to look at it.
+    """
+    path = os.fspath(path)
     if not _is_folder(path):
-        return os.stat(path).st_size
-    with os.scandir(path) as found:
-        return sum(each.stat().st_size for each in found if each.name.endswith(SAFETENSORS))
+        _kind(path)
+    try:
+        return {each: os.stat(each) for each in (_shards(path) if _is_folder(path) else (path,))}
+    except OSError as exc:
+        raise ConfigError(f"{exc.filename}: cannot be read: {exc.strerror}") from exc
+
+
+def check_unchanged(states: FileStates) -> None:
+    """Check that no file was written to since its state was taken.
+
+    A file that was removed, or replaced by a rename, does not count: the memory that is mapped from
+    it has the old bytes.
+
+    Raises:
+        ConfigError: A file was written to.
+    """
+    for path, old in states.items():
+        with contextlib.suppress(OSError):
+            new = os.stat(path)
+            is_same_file = (new.st_dev, new.st_ino) == (old.st_dev, old.st_ino)
+            if is_same_file and (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
+                raise ConfigError(
+                    f"{path}: changed while it was read: save the next one under a new name, and "
+                    "then rename it"
+                )
 
 
 def _is_folder(path: str | os.PathLike[str]) -> bool:
@@ -201,23 +240,26 @@ def _kind(path: str) -> ModuleType | None:
 
 def _load_folder(path: str) -> dict[str, Any]:
     """Read the weights of a folder; shards if it has their index, as other libraries do."""
+    found: dict[str, Any] = {}
+    for shard, names in _shards(path).items():
+        tensors = load_weights(shard)
+        if missing := [name for name in names if name not in tensors]:
+            raise ConfigError(f"{shard}: has no tensor {missing[0]!r}, of which {_INDEX} says so")
+        found |= {name: tensors[name] for name in names or tensors}
+    return found
+
+
+def _shards(path: str) -> dict[str, list[str]]:
+    """Return the files of a folder's weights, each with the names to read; without names, all."""
     index, whole = os.path.join(path, _INDEX), os.path.join(path, _WHOLE)
     if os.path.lexists(whole):
-        return load_weights(whole)
+        return {whole: []}
     if not os.path.lexists(index):
         raise ConfigError(
             f"{path}: a folder needs {_WHOLE} or {_INDEX}; the name of a file must end in one of: "
             f"{_KNOWN}"
         )
-    found: dict[str, Any] = {}
-    for shard, names in _read_index(index).items():
-        tensors = load_weights(os.path.join(path, shard))
-        if missing := [name for name in names if name not in tensors]:
-            raise ConfigError(
-                f"{path}: {shard} has no tensor {missing[0]!r}, of which {_INDEX} says so"
-            )
-        found |= {name: tensors[name] for name in names}
-    return found
+    return {os.path.join(path, shard): names for shard, names in _read_index(index).items()}
 
 
 def _read_index(path: str) -> dict[str, list[str]]:

@@ -36,6 +36,7 @@ from aiosync.protocol import MAX_VERSION
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from aiosync.cli.files import FileStates
     from aiosync.server import WeightClient
 
 __all__ = ["pull", "push"]
@@ -81,14 +82,14 @@ def push(
     with dialling("push", *given, model_id) as (client, options, errors, accept_options):
         with _transfer_bar(errors, quiet, f"push {model_id}", f"reads {file.name}") as show:
             import aiosync
-            from aiosync.cli.files import load_weights, stored_nbytes
+            from aiosync.cli.files import file_states, load_weights
 
+            source = file, file_states(file)
             weights = load_weights(
                 file, note=lambda text: errors.print(f"Note: {text}", markup=False)
             )
             accept_options()
             options |= {"take_over": take_over, "streams": streams}
-            source = file, stored_nbytes(file)
             done = aiosync.run(
                 _push(weights, source, client, url, options, model_id, timeout, show)
             )
@@ -97,7 +98,7 @@ def push(
 
 async def _push(
     weights: dict[str, Any],
-    source: tuple[Path, int],
+    source: tuple[Path, FileStates],
     client: WeightClient,
     url: str,
     options: dict[str, Any],
@@ -109,7 +110,7 @@ async def _push(
 
     Args:
         weights: The contents of the file.
-        source: Path of the file, and its size in bytes.
+        source: Path of the file or folder, and the states of its files before they were read.
         client: Client for ``url``.
         url: Address of the weight server.
         options: Keyword arguments of the scheme.
@@ -118,10 +119,11 @@ async def _push(
         show: Called with the bytes sent so far, and with how many there are.
 
     Raises:
-        ConfigError: The file announces larger tensors than it can hold; or the server follows
-            another one.
+        ConfigError: The file announces larger tensors than it can hold, or was written to
+            meanwhile; or the server follows another one.
         ConnectError: Another trainer is pushing the model.
     """
+    from aiosync.cli.files import check_unchanged, stored_nbytes
     from aiosync.rendezvous.handshake import ANY_STRATEGY
     from aiosync.schemes import TCPWeightSyncScheme
 
@@ -135,7 +137,7 @@ async def _push(
     status = await client.status(timeout=timeout)
     _refuse_if_taken(status, model_id)
     # Wrong weights have to be refused before the scheme connects to the server.
-    nbytes = _check_size(weights, *source)
+    nbytes = _check_size(weights, source[0], stored_nbytes(source[0]))
     scheme = TCPWeightSyncScheme(
         url, "state_dict", dial="both", timeout=timeout, reconnect=timeout, **options
     )
@@ -152,6 +154,8 @@ async def _push(
         showing = loop.create_task(show_progress())
         try:
             await scheme.connect(timeout=left())
+            # The tensors are views of the mapped file.
+            check_unchanged(source[1])
             await scheme.send(weights, timeout=left())
         except PartialSyncError as exc:
             error = exc.failed[0]
@@ -162,6 +166,7 @@ async def _push(
             await scheme.wait_for_version(scheme.version, timeout=left())
         finally:
             showing.cancel()
+        check_unchanged(source[1])
         return scheme.epoch, scheme.version, nbytes, loop.time() - started
 
 

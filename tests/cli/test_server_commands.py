@@ -28,8 +28,8 @@ import torch
 
 import aiosync
 import aiosync.cli
-from aiosync.cli.files import load_weights
-from aiosync.server import StoreError, WeightServer, WeightStore
+from aiosync.cli.files import load_weights, save_weights
+from aiosync.server import StoreError, WeightClient, WeightServer, WeightStore
 from aiosync.testing import FaultProxy, Faults, Plan
 from tests._certificates import certificates
 from tests.cli._serving import (
@@ -492,6 +492,54 @@ async def test_a_push_says_why_it_was_not_taken(
         await source.connect()
         assert await push(path, source.address) == 1
         assert said("is a trainer, not a weight server")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["connect", "send"])
+@pytest.mark.parametrize("renames", [False, True], ids=["in place", "renamed"])
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+async def test_a_push_notices_that_its_file_is_written_to(
+    is_folder: bool,
+    renames: bool,
+    call: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / ("model.safetensors" if is_folder else "w.pt")
+    save_weights(path, {"w": torch.zeros(1000)})
+    original = getattr(aiosync.TCPWeightSyncScheme, call)
+
+    async def save_the_next_one(*args: Any, **options: Any) -> Any:
+        if renames:
+            save_weights(path, {"w": torch.ones(1000)})
+        else:
+            content = path.read_bytes()
+            with path.open("r+b") as file:
+                file.write(content)
+        return await original(*args, **options)
+
+    monkeypatch.setattr(aiosync.TCPWeightSyncScheme, call, save_the_next_one)
+    async with WeightServer(URL) as server:
+        status = await push(tmp_path if is_folder else path, server.url)
+        error = capsys.readouterr().err
+        if renames:
+            assert (status, error) == (0, "")
+            pulled = await WeightClient(server.url).pull()
+            assert torch.equal(pulled.mapping()["w"], torch.zeros(1000))
+        else:
+            assert (status, error.count("\n")) == (1, 1)
+            assert f"{path}: changed while it was read" in error
+            # Noticed before the send, the change reaches no worker.
+            assert described(server)["version"] == (0 if call == "connect" else 1)
+
+
+@pytest.mark.asyncio
+async def test_a_link_to_nothing_beside_the_weights_is_not_read(tmp_path: Path) -> None:
+    save_weights(tmp_path, {"w": torch.zeros(3)})
+    (tmp_path / "consolidated.safetensors").symlink_to(tmp_path / "nowhere")
+    async with WeightServer(URL) as server:
+        assert await push(tmp_path, server.url) == 0
 
 
 @pytest.mark.slow
