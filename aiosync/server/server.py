@@ -93,7 +93,7 @@ class WeightServer:
     Raises:
         ConfigError: An option is wrong, the address cannot be bound, or others could connect
             without proving anything.
-        StoreError: A file of the store is damaged.
+        StoreError: A file of the store is damaged, or beyond the ``limits``.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class WeightServer:
         """Load the store and accept connections on the running event loop.
 
         Raises:
-            StoreError: A file of the store is damaged; nothing is served.
+            StoreError: A file of the store is damaged, or beyond the limits; nothing is served.
             LocalProtocolError: Called twice, or :meth:`aclose` was called.
         """
         if self._closed or self._started:

@@ -29,6 +29,7 @@ from aiosync._log import log
 from aiosync._repr import in_every_state
 from aiosync.errors import AiosyncError, ConfigError
 from aiosync.tensors import FlatBuffer, Layout
+from aiosync.tensors.joining import check_headers
 from aiosync.types import Limits
 from aiosync.wire import DEFAULT_LIMITS, LeafSpec, Manifest, encode_values
 from aiosync.wire.values import InvalidData, pack, unpack
@@ -376,6 +377,10 @@ def _parse_header(header: bytes, model_id: str, limits: Limits) -> tuple[StoredU
     # Everything else in the header follows from these values: one comparison checks it all.
     if header != expected_header:
         raise StoreError("its header is damaged")
+    try:
+        check_headers(update.layout.manifest, update.values, limits)
+    except AiosyncError as exc:
+        raise StoreError(f"the limits let it be sent to nobody: {exc}") from exc
     return update, checksum
 
 

@@ -20,7 +20,7 @@ from aiosync.wire import (
 if TYPE_CHECKING:
     from aiosync.types import Limits
 
-__all__ = ["Part", "check_joined", "join_parts"]
+__all__ = ["Part", "check_headers", "check_joined", "join_parts"]
 
 # Bytes that each name, and each message, may take in a header beside its encoding in a part.
 _MORE_NBYTES = 64
@@ -69,7 +69,15 @@ def check_joined(parts: Sequence[Part], limits: Limits) -> None:
         return
     sources, values = _newest(parts)
     tensors = {id(source): source for source in sources.values()}
-    manifest = _joined_manifest(tensors, _names_by_source(sources), limits)
+    check_headers(_joined_manifest(tensors, _names_by_source(sources), limits), values, limits)
+
+
+def check_headers(manifest: Manifest, values: Mapping[str, Any], limits: Limits) -> None:
+    """Check that the headers of an update's two messages can be sent.
+
+    Raises:
+        AiosyncError: One of them is beyond the limits.
+    """
     for message in (ManifestMessage(manifest), Update(1, 1, manifest.digest, values=values)):
         encode_header(message, limits=limits)
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from aiosync.errors import AiosyncError, ConfigError
-from aiosync.server import StoredUpdate, StoreError, WeightStore
+from aiosync.server import StoredUpdate, StoreError, WeightServer, WeightStore
 from aiosync.tensors import FlatBuffer, Layout, torch_dtype
+from aiosync.types import Limits
 from aiosync.wire import DTYPE_NBYTES, plan_manifest
 
 Entry = tuple[str, str, tuple[int, ...], str, tuple[str, ...]]
@@ -293,6 +294,22 @@ def test_a_header_that_lies_is_refused(
     _rewritten(the_file(store), **changes)
     with pytest.raises(StoreError, match=why):
         store.load("m")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("large", ["names", "values"])
+async def test_headers_that_no_worker_could_get_are_refused(large: str, tmp_path: Path) -> None:
+    values = {"text": "x" * 8000} if large == "values" else {}
+    names = [f"{number:0400}" for number in range(10 if large == "names" else 1)]
+    update = update_of([(name, "int8", (), "buffer", ()) for name in names], values=values)
+    limits = Limits(max_header_nbytes=2**12)
+    WeightStore(tmp_path).save("m", update)
+    assert_same(WeightStore(tmp_path).load("m"), update)
+    with pytest.raises(StoreError, match=r"m\.safetensors: .*limits.* at most 4096 are allowed"):
+        WeightStore(tmp_path, limits=limits).load("m")
+    with pytest.raises(StoreError, match="at most 4096 are allowed"):
+        async with WeightServer("tcp://127.0.0.1:0", store=tmp_path, limits=limits):
+            pytest.fail("serves what it can send to nobody")
 
 
 def _foreign(header: bytes) -> bytes:
