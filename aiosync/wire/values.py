@@ -154,16 +154,27 @@ def encode_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: A value cannot travel; the message names its key. Instances of subclasses are
-            refused as well, because the receiver would get another type.
+            refused as well, because the receiver would get another type. Or all values together
+            have more than :data:`MAX_CONTAINERS` lists and maps.
     """
     result: dict[str, Any] = {}
+    nbytes = 0
     for key, value in values.items():
         try:
             # The two outer maps put the value at the depth that it has in a header.
-            result |= unpack(pack({"values": {key: value}}))["values"]
+            packed = pack({"values": {key: value}})
+            nbytes += len(packed)
+            result |= unpack(packed)["values"]
         except InvalidData as exc:
             raise ConfigError(
                 f"{key!r} cannot travel beside tensors: {exc}; only None, bool, int of "
                 "64 bits, float, str, bytes, list, tuple and dict with str keys can"
             ) from exc
+    # Each list or map has at least one byte, so that small values need no second look.
+    if nbytes > MAX_CONTAINERS:
+        try:
+            # A header may have an extension map, too.
+            unpack(pack({"values": result, "x": {}}))
+        except InvalidData as exc:
+            raise ConfigError(f"the values cannot travel together: {exc}") from exc
     return result

@@ -659,6 +659,15 @@ async def test_a_part_that_makes_the_whole_too_large_is_refused(
         assert (pulled.version, [*pulled.mapping()]) == (last.version, ["a"])
 
 
+async def test_a_part_with_too_many_lists_for_the_whole_is_refused() -> None:
+    many = [[[]]] * 2**16
+    async with WeightServer(URL) as server, trainer(server, strict=False) as source:
+        await source.send({"a": many})
+        with pytest.raises(PartialSyncError, match="more than 262144 lists and maps"):
+            await source.send({"b": many})
+        assert (await WeightClient(server.url).pull(timeout=PATIENCE)).version == 1
+
+
 @pytest.mark.parametrize(("limits", "value"), TOGETHER)
 async def test_parts_that_cannot_be_put_together_are_told_to_who_asks(
     limits: aiosync.Limits, value: Any, caplog: pytest.LogCaptureFixture

@@ -16,6 +16,7 @@ from aiosync.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from aiosync.types import AckStatus, Limits
 from aiosync.wire import (
     MAX_DEPTH,
+    MAX_ITEMS,
     Ack,
     Challenge,
     Current,
@@ -406,6 +407,21 @@ def test_a_value_that_cannot_travel_is_named(value: Any, where: str, kind: str) 
     assert kind in str(info.value)
     with pytest.raises(ConfigError, match=where):
         encode_header(Update(1, 1, DIGEST, values={"key": value}))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_lists_and_maps_are_counted_over_all_values(more: int) -> None:
+    # The map of the header, its map of values, its extension map, and four lists are counted, too.
+    rest = 2**18 - 7 - 3 * MAX_ITEMS + more
+    values: dict[str, Any] = {name: [[]] * MAX_ITEMS for name in "abc"} | {"d": [[]] * rest}
+    update = Update(1, 1, DIGEST, values=values)
+    if more:
+        with pytest.raises(ConfigError, match="together: .* 262144 lists and maps"):
+            encode_values(values)
+        with pytest.raises(ConfigError, match="together: .* 262144 lists and maps"):
+            encode_header(update)
+    else:
+        assert decode_header(encode_header(update, ext={"x": 1}))[0] == update
 
 
 ADDRESSES = [
