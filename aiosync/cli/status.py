@@ -208,7 +208,7 @@ def _lost_links(values: Values) -> Iterator[Text]:
         ("Refused connections", values["refused"]),
         ("Links that ended", values["ended"]),
     ):
-        listed = ", ".join(f"{plain(name)} {number}" for name, number in numbers.items())
+        listed = ", ".join(f"{plain(name)} {plain(number)}" for name, number in numbers.items())
         if listed:
             yield Text(f"{what}: {listed}")
 

@@ -542,6 +542,32 @@ async def test_a_link_to_nothing_beside_the_weights_is_not_read(tmp_path: Path) 
         assert await push(tmp_path, server.url) == 0
 
 
+@pytest.mark.asyncio
+async def test_a_status_is_safe_to_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;x\x07"
+
+    async def status(*_args: Any, **_options: Any) -> Any:
+        return {
+            "url": hostile,
+            "aiosync": hostile,
+            "uptime_seconds": 1.0,
+            "connections": hostile,
+            "accepted": hostile,
+            "store": hostile,
+            "models": [],
+            "refused": {hostile: hostile},
+            "ended": {hostile: [hostile]},
+        }
+
+    monkeypatch.setattr(WeightClient, "status", status)
+    assert await asyncio.to_thread(aiosync.cli.main, ["status", "tcp://127.0.0.1:1"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.err, "Refused" in shown.out) == ("", True)
+    assert not {"\x1b", "\x07"} & set(shown.out)
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("take_over", [False, True])
